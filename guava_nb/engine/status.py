@@ -1,0 +1,89 @@
+"""What a person may want to know of a session, as plain data.
+
+Made by the orchestrator and the worker, shown by `guava_nb.render`. Knows nothing of displays, sockets or torch. What
+could not be measured is None, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["RunStatus", "Status", "WireBytes", "WorkerStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class WireBytes:
+    """Bytes that crossed the wire, seen from the orchestrator, headers included, before encryption."""
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    sample_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+    parameter_bytes: int = 0
+    control_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the orchestrator sees it.
+
+    Attributes:
+        state: "joining", "ready", "working", "suspect", "lost" or "left".
+        share: part of each batch it gets, 0 to 1.
+        step_s: seconds of forward and backward in its last step.
+        wait_s: seconds without work in its last step.
+        round_trip_s: seconds of a heartbeat there and back.
+        detail: one sentence when something is worth saying (why it was lost, a version difference).
+    """
+
+    name: str
+    rank: int
+    state: str
+    device: str
+    device_name: str
+    hostname: str
+    share: float | None = None
+    step_s: float | None = None
+    wait_s: float | None = None
+    round_trip_s: float | None = None
+    samples: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One run. `state` is "preparing", "training", "validating", "waiting", "stopping", "done", "stopped" or "failed"."""
+
+    run_id: str
+    state: str
+    mode: str
+    epoch: int
+    num_epochs: int
+    step: int  # committed optimizer steps of this run
+    total_steps: int | None
+    samples: int
+    elapsed_s: float
+    samples_per_s: float | None = None
+    loss: float | None = None
+    losses: tuple[tuple[int, float], ...] = ()  # (step, loss), thinned to at most 500 points
+    val: tuple[tuple[int, float, float | None], ...] = ()  # (step, loss, accuracy)
+    learning_rate: float | None = None
+    message: str = ""  # what it waits for, or why it ended
+    wire: WireBytes = field(default_factory=WireBytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A whole session. `address` is host:port of the listener; the join code itself is a secret and not part of it."""
+
+    state: str  # "closed", "open"
+    address: str
+    mode: str
+    expected_workers: int
+    workers: tuple[WorkerStatus, ...] = ()
+    run: RunStatus | None = None
+    cells: tuple[str, ...] = ()  # names of shared cells
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,184 @@
+"""The one tree of errors that guava_nb raises.
+
+    GuavaError
+    ├── ConfigError (ValueError)          a setting or an argument is wrong; nothing was started
+    │   └── JoinCodeError                 a join code is damaged, cut off or of another version
+    ├── SourceError                       shared cells cannot run elsewhere (unknown name, notebook syntax, bad code)
+    ├── ProtocolError
+    │   ├── LocalProtocolError            we used the protocol wrongly: our bug
+    │   ├── RemoteProtocolError           the peer's bytes are not ours to read
+    │   │   ├── FrameTooLarge             a length beyond the agreed limit
+    │   │   └── VersionMismatch           the peer speaks another wire version
+    │   └── AuthenticationError           secret or certificate fingerprint do not match
+    ├── LinkError
+    │   ├── LinkClosed                    we closed it
+    │   ├── LinkBroken (ConnectionError)  the world did; the cause is chained
+    │   └── LinkTimeout (TimeoutError)    nothing came within the deadline
+    ├── ClusterError
+    │   ├── JoinRefused                   the other side said no, with its reason
+    │   ├── WorkerLost                    a worker is gone and the run cannot go on without it
+    │   ├── StaleGeneration               something belongs to a membership that no longer exists
+    │   └── RendezvousTimeout (TimeoutError)  too few workers came in time
+    ├── TrainingError
+    │   ├── NotFinite                     NaN or Inf in loss or gradients; the step was not applied
+    │   ├── PreparationError              a worker cannot build what the run needs; nothing was trained
+    │   └── CheckpointError               a checkpoint cannot be read, or belongs to another model
+    ├── CollectiveError
+    └── RemoteError                       code that ran on a worker raised; carries its traceback as text
+
+A message says what happened, who (worker, step, address), how much against what limit, and what to do next.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "CheckpointError",
+    "ClusterError",
+    "CollectiveError",
+    "ConfigError",
+    "FrameTooLarge",
+    "GuavaError",
+    "JoinCodeError",
+    "JoinRefused",
+    "LinkBroken",
+    "LinkClosed",
+    "LinkError",
+    "LinkTimeout",
+    "LocalProtocolError",
+    "NotFinite",
+    "PreparationError",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteProtocolError",
+    "RendezvousTimeout",
+    "SourceError",
+    "StaleGeneration",
+    "TrainingError",
+    "VersionMismatch",
+    "WorkerLost",
+]
+
+
+class GuavaError(Exception):
+    """Anything guava_nb raises on purpose. A notebook shows it as one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message alone: IPython calls this instead of printing a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigError(GuavaError, ValueError):
+    """A setting or an argument is wrong; nothing was started."""
+
+
+class JoinCodeError(ConfigError):
+    """A join code is damaged, cut off, or of another version."""
+
+
+class SourceError(GuavaError):
+    """Shared cells cannot run on another machine."""
+
+
+class ProtocolError(GuavaError):
+    """Something about the bytes on a connection."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side used the protocol wrongly; a bug of ours."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent something that the protocol does not allow."""
+
+
+class FrameTooLarge(RemoteProtocolError):
+    """A length beyond the agreed limit; nothing was allocated for it."""
+
+
+class VersionMismatch(RemoteProtocolError):
+    """The peer speaks another version of the wire protocol."""
+
+
+class AuthenticationError(ProtocolError):
+    """The secret or the certificate fingerprint does not match the join code."""
+
+
+class LinkError(GuavaError):
+    """Something about a connection."""
+
+
+class LinkClosed(LinkError):
+    """This side closed the connection."""
+
+
+class LinkBroken(LinkError, ConnectionError):
+    """The connection broke; the cause is chained."""
+
+
+class LinkTimeout(LinkError, TimeoutError):
+    """Nothing came from the peer within the deadline."""
+
+
+class ClusterError(GuavaError):
+    """Something about who takes part."""
+
+
+class JoinRefused(ClusterError):
+    """The other side refused the join and said why."""
+
+
+class WorkerLost(ClusterError):
+    """A worker is gone and the run cannot go on without it."""
+
+
+class StaleGeneration(ClusterError):
+    """Something belongs to a membership that no longer exists."""
+
+
+class RendezvousTimeout(ClusterError, TimeoutError):
+    """Too few workers came in time."""
+
+
+class TrainingError(GuavaError):
+    """A run could not start or could not go on."""
+
+
+class NotFinite(TrainingError):
+    """NaN or Inf in loss or gradients; the step was not applied anywhere."""
+
+
+class PreparationError(TrainingError):
+    """A worker cannot build what the run needs; nothing was trained."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be read or belongs to another model."""
+
+
+class CollectiveError(GuavaError):
+    """A collective operation failed."""
+
+
+class RemoteError(GuavaError):
+    """Code that ran on a worker raised.
+
+    Attributes:
+        worker: the worker's name.
+        type_name: name of the exception's class there.
+        remote_traceback: the traceback there, as text.
+    """
+
+    def __init__(self, worker: str, type_name: str, text: str, remote_traceback: str = "") -> None:
+        """Keep the parts; the message names worker, type and text."""
+        super().__init__(f"worker {worker} raised {type_name}: {text}")
+        self.worker = worker
+        self.type_name = type_name
+        self.remote_traceback = remote_traceback
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message and the worker's own traceback, which is the user's code."""
+        lines = super()._render_traceback_()
+        if self.remote_traceback:
+            lines += ["", f"Traceback on {self.worker}:", *self.remote_traceback.rstrip().splitlines()]
+        return lines

@@ -1,0 +1,518 @@
+"""What can be said: every message as a typed record.
+
+Knows the records and their numbers; knows nothing of framing, sockets or tensors' libraries. A record travels as msgpack
+(one array per record, fields in order). Tensor bytes never stand inside a record: they follow it as the frame's payload,
+described by `TensorSpec` in the record's `Tree` or `FlatTensor`.
+
+Numbers in `MESSAGE_KINDS` are the wire format: never reuse one.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+__all__ = ["CONTROL_CHANNELS", "KIND_OF", "MESSAGE_KINDS", "Channel", "Message"]
+
+
+class Channel(IntEnum):
+    """A traffic class. Lower numbers go first when several wait to be sent."""
+
+    HEARTBEAT = 0
+    CONTROL = 1
+    METRICS = 2
+    COLLECTIVE = 3
+    GRADIENT = 4
+    ACTIVATION = 5
+    BATCH = 6
+    CHECKPOINT = 7
+
+
+#: Channels that live on the control connection; all others live on the bulk connection.
+CONTROL_CHANNELS = frozenset({Channel.HEARTBEAT, Channel.CONTROL, Channel.METRICS})
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of every record."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor in a payload.
+
+    Attributes:
+        dtype: torch's name without the prefix, for instance "float32", "bfloat16".
+        shape: sizes of the axes; () is a scalar.
+        offset: first byte within the payload.
+        nbytes: bytes in the payload.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Tree(msgspec.Struct, frozen=True, array_like=True):
+    """A nested value whose tensors lie in the payload; made and read by `guava_nb.data.tree`."""
+
+    structure: bytes
+    tensors: tuple[TensorSpec, ...] = ()
+
+
+class FlatTensor(msgspec.Struct, frozen=True, array_like=True):
+    """The whole payload is one flat tensor."""
+
+    dtype: str
+    numel: int
+
+
+# ---------------------------------------------------------------------------------------------------------- connection
+
+
+class Attach(Message):
+    """Dialler to listener, first record after the mutual proof: this connection belongs to that session.
+
+    Attributes:
+        session_id: 16 bytes that name the session; public.
+        identity: 32 secret bytes; who shows the same ones again resumes the session.
+        purpose: "control", "bulk", or "report" (a short visit that tells of a worker's death).
+        incarnation: how many times this session's connection of this purpose was dialled before.
+        received: highest sequence number received whole, per channel of this connection.
+        last_generation: generation of the last committed step, -1 before the first.
+        last_step: last committed step, -1 before the first.
+        last_kind: kind number of the last message handled.
+    """
+
+    session_id: bytes
+    identity: bytes
+    purpose: str
+    incarnation: int
+    received: dict[int, int]
+    last_generation: int = -1
+    last_step: int = -1
+    last_kind: int = 0
+
+
+class Attached(Message):
+    """Listener to dialler: accepted; `received` as in `Attach`, `resumed` tells whether the session was known."""
+
+    resumed: bool
+    received: dict[int, int]
+    grace_s: float
+    last_generation: int = -1
+    last_step: int = -1
+    last_kind: int = 0
+
+
+class Refused(Message):
+    """Either side: no, for this reason; `next_step` tells a person what to do."""
+
+    code: str
+    reason: str
+    next_step: str = ""
+
+
+class Ping(Message):
+    """Asks for a `Pong` with the same number; fills silence."""
+
+    sent_ns: int
+
+
+class Pong(Message):
+    """Answers a `Ping`."""
+
+    sent_ns: int
+
+
+class Ack(Message):
+    """Everything up to `sequence` on `channel` has been consumed: its bytes count no longer against the window."""
+
+    channel: int
+    sequence: int
+
+
+class Goodbye(Message):
+    """This side ends the session on purpose; nothing follows."""
+
+    reason: str
+    error: bool = False
+
+
+# ------------------------------------------------------------------------------------------------------------- cluster
+
+
+class Hello(Message):
+    """Worker to orchestrator once its session stands: who I am and what I have."""
+
+    name: str
+    program: str  # "spawned" or "worker" (the loop runs in the user's own process with the user's own model)
+    versions: dict[str, str]  # guava_nb, protocol, python, torch, cuda, platform
+    hostname: str
+    pid: int
+    device: str  # "cuda:0", "cpu"
+    device_name: str
+    device_uuid: str
+    device_memory_bytes: int | None
+    cores: int
+    memory_bytes: int | None
+    accepts_source: bool = True
+    speed_hint: float = 1.0
+
+
+class Accept(Message):
+    """Orchestrator to worker: you take part under this name."""
+
+    name: str
+    rank: int
+    orchestrator_versions: dict[str, str]
+    notes: tuple[str, ...] = ()  # differences that matter, one sentence each
+
+
+class Cell(msgspec.Struct, frozen=True, array_like=True):
+    """One shared cell: its name and its newest text."""
+
+    name: str
+    text: str
+
+
+class Factory(msgspec.Struct, frozen=True, array_like=True):
+    """Something to call on the worker: a name from shared cells, or "package.module:name", or a torch name."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """All a worker needs to take part in a run, as plain data.
+
+    Attributes:
+        model: factory of the model; None when the worker brings its own (program "worker").
+        criterion: `loss(outputs, targets)`; exactly one of criterion and step is set.
+        step: `step(model, batch)`.
+        optimizer: torch.optim class name with args, or a shared function of the named parameters.
+        scheduler: torch.optim.lr_scheduler class name with args, or a shared function of the optimizer.
+        scheduler_interval: "step", "epoch" or "validation".
+        optimizer_site: "workers" or "orchestrator".
+        precision: "fp32", "bf16", "fp16" (autocast; fp16 with a global loss scaler) or "fp64".
+        max_grad_norm: global L2 norm to clip to; None does not clip.
+        seed: root of every random stream of the run.
+        bucket_bytes: aimed size of a gradient bucket.
+        hash_every_steps: steps between comparisons of parameter hashes; 0 compares at the start only.
+        sync_batchnorm: statistics over the global batch.
+        split: "rows", or the name of a shared function that splits a batch.
+        threads: torch intra-op threads per worker; None leaves torch's choice.
+    """
+
+    model: Factory | None
+    criterion: Factory | None
+    step: Factory | None
+    optimizer: Factory
+    scheduler: Factory | None
+    scheduler_interval: str = "step"
+    optimizer_site: str = "workers"
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    seed: int = 0
+    bucket_bytes: int = 4 << 20
+    hash_every_steps: int = 100
+    sync_batchnorm: bool = False
+    threads: int | None = None
+    deterministic: bool = False
+
+
+class Prepare(Message):
+    """Orchestrator to worker: build what this run needs. Cells are the whole ledger, in order of first appearance."""
+
+    run_id: str
+    cells: tuple[Cell, ...]
+    spec: RunSpec
+
+
+class Prepared(Message):
+    """Worker to orchestrator: built, or why not.
+
+    `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
+    `missing_module` names an import that failed, `problem` any other failure with its `traceback`.
+    """
+
+    run_id: str
+    ok: bool
+    layout: str = ""
+    missing_module: str = ""
+    problem: str = ""
+    traceback: str = ""
+
+
+class LoadState(Message):
+    """Orchestrator to worker: become this state. The tree holds model, optimizer, scheduler, scaler."""
+
+    run_id: str
+    generation: int
+    step: int  # last committed step, -1 for the start
+    state: Tree
+    want_hash: bool = True
+
+
+class StateLoaded(Message):
+    """Worker to orchestrator: the state is in place."""
+
+    run_id: str
+    generation: int
+    step: int
+    parameter_hash: str
+    device_kind: str  # device type and torch version; hashes must be equal within one
+
+
+class FetchState(Message):
+    """Orchestrator to worker: send the state as of the last committed step."""
+
+    request_id: int
+    run_id: str
+    model: bool = True
+    optimizer: bool = True
+
+
+class State(Message):
+    """Worker to orchestrator: the answer to `FetchState`."""
+
+    request_id: int
+    run_id: str
+    step: int
+    state: Tree
+
+
+class Shard(Message):
+    """Orchestrator to worker (BATCH): the instruction STEP with its data.
+
+    A step is done by every worker: those with no shard of it still get its means and commit.
+
+    Attributes:
+        step: optimizer step, counted from 0 over the whole run.
+        shard: index in summation order.
+        num_shards: shards of this step.
+        rows: samples in this shard, over all parts.
+        global_rows: samples in the whole step; the loss is divided by it before backward.
+        parts: loader batches this shard takes rows from (more than one with accumulation); the tree is a list of them.
+        solo: the receiver is the only worker and may commit by itself.
+        want_hash: report a hash of the parameters after this step.
+        sample_ids: first and last sample id of the shard, for error messages only.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    num_shards: int
+    rows: int
+    global_rows: int
+    parts: int
+    batch: Tree
+    solo: bool = False
+    want_hash: bool = False
+    sample_ids: tuple[int, int] | None = None
+
+
+class StepInfo(Message):
+    """Orchestrator to worker without a shard in this step: it exists, wait for its means and commit."""
+
+    run_id: str
+    generation: int
+    step: int
+    num_shards: int
+    want_hash: bool = False
+
+
+class GradientBucket(Message):
+    """Worker to orchestrator (GRADIENT): one bucket of one shard, summed over its rows, divided by global_rows.
+
+    `present` has a bit per parameter of the bucket, lowest bit first: set when the parameter got a gradient.
+    Bucket index -1 carries the model's floating-point buffers after this shard's forward.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+
+
+class Ready(Message):
+    """Worker to orchestrator: forward and backward of this shard are done and its buckets are on their way."""
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    loss_sum: float
+    count: float
+    finite: bool
+    rows: int
+    forward_s: float
+    backward_s: float
+    wait_s: float  # time without work since the last commit
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """Apply the step: every mean is multiplied by `scale`; with `skip` nothing is applied but the scaler learns of it."""
+
+    scale: float
+    skip: bool
+    epoch_end: bool = False
+
+
+class MeanBucket(Message):
+    """Orchestrator to worker (GRADIENT): one bucket summed over all shards in shard order.
+
+    With optimizer_site="orchestrator" it carries new parameter values instead. The last bucket of a step carries `commit`.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+    commit: Commit | None = None
+
+
+class CommitStep(Message):
+    """Orchestrator to worker (GRADIENT): commit where there is no last mean to carry it (a model without gradients)."""
+
+    run_id: str
+    generation: int
+    step: int
+    commit: Commit
+
+
+class Committed(Message):
+    """Worker to orchestrator: the step is applied here."""
+
+    run_id: str
+    generation: int
+    step: int
+    parameter_hash: str = ""
+    update_s: float = 0.0
+    loss_scale: float = 1.0
+
+
+class Abort(Message):
+    """Orchestrator to worker (CONTROL): forget every step after `last_committed`; restore buffers and random state."""
+
+    run_id: str
+    generation: int
+    last_committed: int
+    reason: str
+
+
+class Tick(Message):
+    """Orchestrator to worker: advance an epoch- or validation-driven scheduler once, after `after_step`."""
+
+    run_id: str
+    after_step: int
+    metric: float | None = None
+
+
+class Evaluate(Message):
+    """Orchestrator to worker (BATCH): forward only on this batch at the state after `after_step`."""
+
+    run_id: str
+    request_id: int
+    after_step: int
+    rows: int
+    batch: Tree
+
+
+class Evaluated(Message):
+    """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
+
+    run_id: str
+    request_id: int
+    loss_sum: float
+    count: float
+    correct: int | None
+    rows: int
+
+
+class EndRun(Message):
+    """Orchestrator to worker: this run is over; free its model."""
+
+    run_id: str
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+class Log(Message):
+    """Worker to orchestrator (METRICS): lines it printed; `dropped` were left out by the rate limit."""
+
+    stream: str
+    lines: tuple[str, ...]
+    dropped: int = 0
+
+
+class Failure(Message):
+    """Worker to orchestrator: user code raised, or the worker could not do what was asked."""
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    kind: str  # "user", "memory", "internal"
+    type_name: str
+    text: str
+    traceback: str
+
+
+class CrashReport(Message):
+    """From the process that watched a worker: it ended by itself with this status; its last lines."""
+
+    name: str
+    exit_status: int
+    tail: tuple[str, ...]
+
+
+class Leave(Message):
+    """Worker to orchestrator: I leave after the last committed step; give my shards to others."""
+
+    reason: str
+
+
+#: Kind numbers of the records. 0 is the continuation of a payload and is no record.
+MESSAGE_KINDS: dict[int, type[Message]] = {
+    1: Attach,
+    2: Attached,
+    3: Refused,
+    4: Ping,
+    5: Pong,
+    6: Ack,
+    7: Goodbye,
+    16: Hello,
+    17: Accept,
+    18: Prepare,
+    19: Prepared,
+    20: LoadState,
+    21: StateLoaded,
+    22: FetchState,
+    23: State,
+    24: Shard,
+    25: StepInfo,
+    26: GradientBucket,
+    27: Ready,
+    28: MeanBucket,
+    29: CommitStep,
+    30: Committed,
+    31: Abort,
+    32: Tick,
+    33: Evaluate,
+    34: Evaluated,
+    35: EndRun,
+    48: Log,
+    49: Failure,
+    50: CrashReport,
+    51: Leave,
+}
+KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
