@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CONTROL_CHANNELS", "KIND_OF", "MESSAGE_KINDS", "Channel", "Message"]
+__all__ = ["CONTROL_CHANNELS", "KIND_OF", "MESSAGE_KINDS", "Channel", "Message", "channel_of"]
 
 
 class Channel(IntEnum):
@@ -289,6 +289,8 @@ class Shard(Message):
     A step is done by every worker: those with no shard of it still get its means and commit.
 
     Attributes:
+        generation: the membership in which this attempt of the step was first issued; shards that are issued again
+            after a loss keep it, an aborted step gets a new one.
         step: optimizer step, counted from 0 over the whole run.
         shard: index in summation order.
         num_shards: shards of this step.
@@ -361,7 +363,6 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
 
     scale: float
     skip: bool
-    epoch_end: bool = False
 
 
 class MeanBucket(Message):
@@ -396,7 +397,8 @@ class Committed(Message):
     step: int
     parameter_hash: str = ""
     update_s: float = 0.0
-    loss_scale: float = 1.0
+    learning_rate: float | None = None
+    skipped: bool = False
 
 
 class Abort(Message):
@@ -409,19 +411,17 @@ class Abort(Message):
 
 
 class Tick(Message):
-    """Orchestrator to worker: advance an epoch- or validation-driven scheduler once, after `after_step`."""
+    """Orchestrator to worker (BATCH, so that it stands in order with the shards): advance the scheduler once."""
 
     run_id: str
-    after_step: int
     metric: float | None = None
 
 
 class Evaluate(Message):
-    """Orchestrator to worker (BATCH): forward only on this batch at the state after `after_step`."""
+    """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state."""
 
     run_id: str
     request_id: int
-    after_step: int
     rows: int
     batch: Tree
 
@@ -516,3 +516,22 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     51: Leave,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
+
+#: Where a sequenced record travels when not on CONTROL. What must stay in order stands on one channel.
+_CHANNELS: dict[type[Message], Channel] = {
+    Shard: Channel.BATCH,
+    StepInfo: Channel.BATCH,
+    Tick: Channel.BATCH,
+    Evaluate: Channel.BATCH,
+    GradientBucket: Channel.GRADIENT,
+    MeanBucket: Channel.GRADIENT,
+    CommitStep: Channel.GRADIENT,
+    LoadState: Channel.CHECKPOINT,
+    State: Channel.CHECKPOINT,
+    Log: Channel.METRICS,
+}
+
+
+def channel_of(message: Message) -> Channel:
+    """Return the channel on which a sequenced record travels."""
+    return _CHANNELS.get(type(message), Channel.CONTROL)

@@ -1,0 +1,193 @@
+"""One optimizer step in flight, as a pure machine: events in, instructions out.
+
+Knows shards, buckets and who owes what; knows no tensors, sessions or clocks. Its promises, whatever the order of events
+and however many workers are lost and shards issued again:
+
+- each shard is added to each bucket once;
+- each bucket is sent once, and the last one sent carries the commit;
+- a commit is decided once, and only when every shard has reported its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from guava_nb.protocol.messages import Commit, Ready
+
+__all__ = ["Add", "Decided", "Halt", "Instruction", "Reissue", "SendBucket", "ShardTask", "StepMachine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add the contribution that just came to its bucket's sum."""
+
+    bucket: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendBucket:
+    """Send a complete bucket to all members of the step; with the commit if it is the last."""
+
+    bucket: int
+    commit: Commit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The step is committed: everything it waited for is in."""
+
+    commit: Commit
+    loss_sum: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reissue:
+    """Give this shard to that worker: its owner is gone."""
+
+    shard: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """NaN or Inf came from this worker: abort the step. `bucket` is None when the loss itself was not finite."""
+
+    rank: int
+    shard: int
+    bucket: int | None
+
+
+Instruction = Add | SendBucket | Decided | Reissue | Halt
+
+
+@dataclass(slots=True)
+class ShardTask:
+    """One shard: how many samples, and who computes it now."""
+
+    index: int
+    rows: int
+    owner: int
+    sample_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class StepMachine:
+    """See the module's text.
+
+    Attributes:
+        step: number of the optimizer step.
+        generation: membership in which this attempt began; frames of older ones are dropped.
+        tasks: the shards, in summation order.
+        buckets: numbers of the buckets that each shard sends.
+        scaled: fp16 with a loss scaler: a non-finite gradient skips the step instead of halting the run.
+        solo: a lone worker commits by itself and sends no buckets.
+    """
+
+    step: int
+    generation: int
+    tasks: Sequence[ShardTask]
+    buckets: Sequence[int]
+    scaled: bool = False
+    solo: bool = False
+    decided: bool = False
+    _arrived: dict[int, set[int]] = field(default_factory=dict)
+    _ready: dict[int, Ready] = field(default_factory=dict)
+    _complete: int = 0
+    _held: int | None = None
+    _skip: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Samples in the whole step."""
+        return sum(task.rows for task in self.tasks)
+
+    def owners(self) -> set[int]:
+        """Ranks that still owe something."""
+        return {task.owner for task in self.tasks if not self._shard_done(task.index)}
+
+    def on_bucket(self, rank: int, generation: int, shard: int, bucket: int, finite: bool) -> list[Instruction]:
+        """A shard's contribution to a bucket came; duplicates and old generations are dropped."""
+        if self.decided or generation < self.generation or not self._known(shard, bucket):
+            return []
+        shards = self._arrived.setdefault(bucket, set())
+        if shard in shards:
+            return []
+        if not finite:
+            if not self.scaled:
+                return [Halt(rank, shard, bucket)]
+            self._skip = True
+        shards.add(shard)
+        out: list[Instruction] = [Add(bucket, shard)]
+        if len(shards) == len(self.tasks):
+            self._complete += 1
+            if self._complete < len(self.buckets):
+                out.append(SendBucket(bucket))
+            else:
+                self._held = bucket
+                out += self._decide()
+        return out
+
+    def on_ready(self, rank: int, ready: Ready) -> list[Instruction]:
+        """A shard's loss came; the first report of a shard counts."""
+        if self.decided or ready.generation < self.generation or not 0 <= ready.shard < len(self.tasks):
+            return []
+        if not ready.finite:
+            if not self.scaled:
+                return [Halt(rank, ready.shard, None)]
+            self._skip = True
+        self._ready.setdefault(ready.shard, ready)
+        return self._decide()
+
+    def on_solo_commit(self, skipped: bool) -> list[Instruction]:
+        """The lone worker has applied the step."""
+        if self.decided or not self.solo or len(self._ready) < len(self.tasks):
+            return []
+        self._skip = skipped
+        return self._finish()
+
+    def on_lost(self, rank: int, survivors: Iterable[int]) -> list[Instruction]:
+        """An owner is gone: hand its unfinished shards to the survivors, those with least to do first."""
+        load = {survivor: 0 for survivor in sorted(survivors)}
+        if self.decided or not load:
+            return []
+        open_tasks = [task for task in self.tasks if not self._shard_done(task.index)]
+        for task in open_tasks:
+            if task.owner in load:
+                load[task.owner] += task.rows
+        out: list[Instruction] = []
+        for task in open_tasks:
+            if task.owner == rank:
+                task.owner = min(load, key=lambda survivor: (load[survivor], survivor))
+                load[task.owner] += task.rows
+                out.append(Reissue(task.index, task.owner))
+        return out
+
+    def orphans(self, alive: Iterable[int]) -> list[int]:
+        """Unfinished shards whose owner is not among `alive`."""
+        living = set(alive)
+        return [t.index for t in self.tasks if t.owner not in living and not self._shard_done(t.index)]
+
+    def _known(self, shard: int, bucket: int) -> bool:
+        return 0 <= shard < len(self.tasks) and bucket in self.buckets
+
+    def _shard_done(self, shard: int) -> bool:
+        if shard not in self._ready:
+            return False
+        return self.solo or all(shard in self._arrived.get(bucket, ()) for bucket in self.buckets)
+
+    def _decide(self) -> list[Instruction]:
+        if self.solo or len(self._ready) < len(self.tasks) or self._complete < len(self.buckets):
+            return []
+        return self._finish()
+
+    def _finish(self) -> list[Instruction]:
+        self.decided = True
+        # Summed in shard order, so that the reported loss is as repeatable as the weights.
+        loss_sum = sum(self._ready[task.index].loss_sum for task in self.tasks)
+        count = sum(self._ready[task.index].count for task in self.tasks)
+        commit = Commit(scale=self.rows / count if count else 0.0, skip=self._skip)
+        out: list[Instruction] = [] if self._held is None else [SendBucket(self._held, commit)]
+        return [*out, Decided(commit, loss_sum, count)]
