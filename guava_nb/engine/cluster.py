@@ -1,0 +1,252 @@
+"""The orchestrator's side of all sessions: seats newcomers, routes messages to the job, keeps each worker's output.
+
+Session events come from reader threads. Job messages go straight to the job's mailbox; everything else is handled by one
+dispatcher thread, so that no reader ever waits for another worker or for the user.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
+from guava_nb.engine.output import OutputLog
+from guava_nb.engine.roster import Member, Roster, version_notes
+from guava_nb.engine.versions import local_versions
+from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
+from guava_nb.link.events import (
+    MessageArrived,
+    SessionClosed,
+    SessionEvent,
+    SessionOpened,
+    SessionResumed,
+    SessionSuspect,
+    VisitArrived,
+)
+from guava_nb.link.session import Session
+from guava_nb.protocol.messages import Accept, CrashReport, Goodbye, Hello, Leave, Log, Message, Refused, channel_of
+
+__all__ = ["Cluster", "Mailbox"]
+
+log = logging.getLogger(__name__)
+
+Buffers = Sequence[memoryview]
+
+
+class Mailbox(Protocol):
+    """What the cluster needs of a job."""
+
+    def post(self, event: JobEvent) -> None:
+        """Take an event; never blocks."""
+
+
+class Cluster:
+    """Members, their sessions and their output.
+
+    Args:
+        on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
+            thread and must be quick.
+        output: where the workers' lines are kept.
+    """
+
+    def __init__(self, output: OutputLog, on_notice: Callable[[str], None] = log.info) -> None:
+        """Start the dispatcher thread; sessions are fed in through `on_event`."""
+        self.roster = Roster()
+        self.output = output
+        self._notice = on_notice
+        self._sessions: dict[int, Session] = {}
+        self._ranks: dict[bytes, int] = {}
+        self._changed = threading.Condition()
+        self._mailbox: Mailbox | None = None
+        self._events: queue.SimpleQueue[SessionEvent | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._dispatch, name="guava-cluster", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------ events from sessions
+
+    def on_event(self, event: SessionEvent) -> None:
+        """Take a session's event; called from reader threads."""
+        if isinstance(event, MessageArrived) and not isinstance(event.message, (Hello, Log, Leave, Goodbye, Refused)):
+            rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
+            if rank is None or mailbox is None:
+                event.done()  # from a run that is over, or before the worker said hello
+                return
+            mailbox.post(FromWorker(rank, event.message, event.payload, event.done))
+        else:
+            self._events.put(event)
+
+    def _dispatch(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._handle(event)
+            except GuavaError as error:
+                log.warning("event of a session was dropped: %s", error)
+
+    def _handle(self, event: SessionEvent) -> None:
+        if isinstance(event, MessageArrived):
+            self._on_message(event)
+            event.done()
+        elif isinstance(event, VisitArrived):
+            self._on_visit(event)
+        elif not isinstance(event, SessionOpened):
+            rank = self._ranks.get(event.session.session_id)
+            if rank is not None:
+                self._on_session_change(rank, event)
+
+    def _on_message(self, event: MessageArrived) -> None:
+        message, rank = event.message, self._ranks.get(event.session.session_id)
+        if isinstance(message, Hello):
+            self._seat(event.session, message)
+        elif isinstance(message, Log) and rank is not None:
+            self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
+        elif isinstance(message, Leave) and rank is not None:
+            self._end(rank, self.roster.leave, message.reason, f"left: {message.reason}")
+
+    def _seat(self, session: Session, hello: Hello) -> None:
+        if session.session_id in self._ranks:
+            return  # a hello sent again after a resume
+        notes = version_notes(local_versions(), hello.versions)
+        with self._changed:
+            member = self.roster.join(hello)
+            member.detail = "; ".join(notes)
+            self._ranks[session.session_id] = member.rank
+            self._sessions[member.rank] = session
+        self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
+        self._notice(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+        self._post(Joined(member.rank))
+
+    def _on_visit(self, event: VisitArrived) -> None:
+        report, rank = event.message, self._ranks.get(event.session_id)
+        if not isinstance(report, CrashReport) or rank is None:
+            return
+        member = self.roster.members[rank]
+        self.output.add_tail(member.name, report.tail)
+        last = next((line for line in reversed(report.tail) if line.strip()), "")
+        cause = f"its process ended with {_status_text(report.exit_status)}" + (f"; last line: {last}" if last else "")
+        if member.alive:
+            # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
+            self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
+        else:
+            member.detail = cause
+            self._notice(f"{member.name}: {cause}")
+
+    def _on_session_change(self, rank: int, event: SessionEvent) -> None:
+        name = self.roster.members[rank].name
+        if isinstance(event, SessionSuspect) and self.roster.suspect(rank, str(event.cause)):
+            self._announce(Suspected(rank), f"{name}: connection broke ({event.cause}); its work goes to others")
+        elif isinstance(event, SessionResumed) and self.roster.resume(rank):
+            self._announce(Resumed(rank), f"{name}: connection is back")
+        elif isinstance(event, SessionClosed):
+            move = self.roster.leave if event.by_peer else self.roster.lose
+            self._end(rank, move, str(event.cause), f"{'left' if event.by_peer else 'was lost'}: {event.cause}")
+
+    def _end(self, rank: int, move: Callable[[int, str], bool], detail: str, sentence: str) -> None:
+        if not move(rank, detail):
+            return
+        session = self._sessions.pop(rank, None)
+        if session is not None:
+            session.close(detail)
+        self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
+
+    def _announce(self, event: JobEvent, sentence: str) -> None:
+        self._notice(sentence)
+        self._post(event)
+
+    def _post(self, event: JobEvent) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            mailbox = self._mailbox
+        if mailbox is not None:
+            mailbox.post(event)
+
+    # --------------------------------------------------------------------------------------------------- for the job
+
+    def attach(self, mailbox: Mailbox) -> None:
+        """Make this the job whose mailbox gets the workers' messages.
+
+        Raises:
+            ClusterError: another job is running.
+        """
+        with self._changed:
+            if self._mailbox is not None:
+                raise ClusterError("another run is in progress: wait for it, or stop it with run.stop() or %guava_stop")
+            self._mailbox = mailbox
+
+    def detach(self, mailbox: Mailbox) -> None:
+        """End the job's attachment."""
+        with self._changed:
+            if self._mailbox is mailbox:
+                self._mailbox = None
+
+    def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
+        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
+        session = self._sessions.get(rank)
+        if session is None:
+            return False
+        try:
+            session.send(message, channel_of(message), buffers)
+        except (LinkClosed, LinkError):
+            return False
+        return True
+
+    def send_all(self, ranks: Iterable[int], message: Message, buffers: Buffers = ()) -> None:
+        """Queue one message for several members."""
+        for rank in ranks:
+            self.send(rank, message, buffers)
+
+    def session(self, rank: int) -> Session | None:
+        """Return the session of a member that still holds its seat."""
+        return self._sessions.get(rank)
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions whose seat is held."""
+        return list(self._sessions.values())
+
+    def name(self, rank: int) -> str:
+        """Return a member's name."""
+        return self.roster.members[rank].name
+
+    def members(self) -> list[Member]:
+        """Return all seats."""
+        return list(self.roster)
+
+    # -------------------------------------------------------------------------------------------------- for the user
+
+    def wait_for(self, count: int, timeout_s: float | None, on_wait: Callable[[int], None] | None = None) -> list[int]:
+        """Wait until `count` workers are ready.
+
+        Raises:
+            RendezvousTimeout: too few came within `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while len(ready := self.roster.ready()) < count:
+                left = 0.25 if deadline is None else min(0.25, deadline - time.monotonic())
+                if left <= 0:
+                    raise RendezvousTimeout(
+                        f"{len(ready)} of {count} workers joined within {timeout_s:g} s. Run %guava_worker with the join "
+                        "code on the other machines, or ask for fewer workers"
+                    )
+                self._changed.wait(left)
+                if on_wait is not None:
+                    on_wait(len(ready))
+            return ready
+
+    def close(self, reason: str = "the orchestrator closed the session") -> None:
+        """Say goodbye to everyone and stop."""
+        for session in self.sessions():
+            session.close(reason)
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+
+def _status_text(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    return f"signal {-status}" + (" (killed; often by the system for lack of memory)" if status == -9 else "")
+

@@ -1,0 +1,218 @@
+"""The replicas of one run: who has been prepared, who stands at which step, and the state that goes to and fro.
+
+Outlives the job that made it, so that validation, checkpoints and a further run find the workers as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from guava_nb.data.tree import pack, unpack
+from guava_nb.engine.job import Job
+from guava_nb.engine.replica import Replica
+from guava_nb.errors import PreparationError, TrainingError, WorkerLost
+from guava_nb.protocol.messages import (
+    Cell,
+    Committed,
+    FetchState,
+    LoadState,
+    Message,
+    Prepare,
+    Prepared,
+    RunSpec,
+    State,
+    StateLoaded,
+)
+
+__all__ = ["Ensemble", "preparation_text"]
+
+
+class Ensemble:
+    """All replicas of one run.
+
+    Attributes:
+        master: the orchestrator's replica. With optimizer_site="orchestrator" it is the authority; otherwise it is where
+            fetched state lands, and what a run's model() gives.
+        at: last committed step of each worker that holds a replica in step with the run.
+        step: last committed step of the run, -1 before the first.
+        master_step: the step at which the master's state was taken.
+    """
+
+    def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
+        """Start with no worker prepared."""
+        self.run_id = run_id
+        self.spec = spec
+        self.cells = tuple(cells)
+        self.master = master
+        self.master_step = -1
+        self.step = -1
+        self.at: dict[int, int] = {}
+        self._prepared: dict[int, Prepared] = {}
+        self._loaded: dict[int, StateLoaded] = {}
+        self._requests = itertools.count(1)
+        self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._learning_rates: dict[int, float] = {}
+        self._hashes: dict[int, dict[str, dict[str, int]]] = {}
+        self._device_kind: dict[int, str] = {}
+
+    # ---------------------------------------------------------------------------------------------------- messages
+
+    def attach(self, job: Job) -> None:
+        """Handle this ensemble's messages in that job."""
+        for record, handler in (
+            (Prepared, self._on_prepared),
+            (StateLoaded, self._on_loaded),
+            (State, self._on_state),
+        ):
+            job.on(record, handler)
+
+    def _on_prepared(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Prepared)
+        if message.run_id == self.run_id:
+            self._prepared[rank] = message
+
+    def _on_loaded(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, StateLoaded)
+        if message.run_id == self.run_id:
+            self._loaded[rank] = message
+            self._device_kind[rank] = message.device_kind
+            self.at[rank] = message.step
+
+    def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, State)
+        if message.run_id == self.run_id:
+            self._states[message.request_id] = (message.step, unpack(message.state, payload))
+
+    def note_commit(self, rank: int, message: Committed) -> str | None:
+        """Note that a worker applied a step; returns a worker's name-free sentence when its parameters differ."""
+        self.at[rank] = message.step
+        if message.learning_rate is not None:
+            self._learning_rates[message.step] = message.learning_rate
+            self._learning_rates.pop(message.step - 8, None)
+        if not message.parameter_hash:
+            return None
+        kind = self._device_kind.get(rank, "")
+        known = self._hashes.setdefault(message.step, {}).setdefault(kind, {})
+        for step in [s for s in self._hashes if s < message.step - 4]:
+            del self._hashes[step]
+        known.setdefault(message.parameter_hash, rank)
+        if len(known) == 1:
+            return None
+        return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
+
+    def learning_rate(self, step: int) -> float | None:
+        """Return the learning rate that a worker reported for a step."""
+        return self._learning_rates.get(step)
+
+    # ----------------------------------------------------------------------------------------------------- prepare
+
+    def prepare(self, job: Job, ranks: Iterable[int]) -> dict[int, Prepared]:
+        """Have the workers build their replicas; returns the answers of those that could not.
+
+        A worker that is lost meanwhile simply gives no answer.
+        """
+        asked = set(ranks)
+        for rank in asked:
+            self._prepared.pop(rank, None)
+            self.at.pop(rank, None)
+        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec))
+        job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
+        answers = {r: self._prepared[r] for r in asked if r in self._prepared}
+        return {r: answer for r, answer in answers.items() if not answer.ok or self._check_layout(answer)}
+
+    def _check_layout(self, answer: Prepared) -> bool:
+        return bool(answer.layout) and answer.layout != self.master.layout.digest()
+
+    def prepared(self) -> set[int]:
+        """Return the ranks that built their replicas."""
+        return {r for r, answer in self._prepared.items() if answer.ok}
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+        """Bring workers to a state.
+
+        Raises:
+            TrainingError: a worker's parameters differ from the master's after loading, on a like device.
+        """
+        asked = set(ranks)
+        for rank in asked:
+            self._loaded.pop(rank, None)
+            self.at.pop(rank, None)
+        tree, buffers = pack(dict(state))
+        message = LoadState(self.run_id, job.cluster.roster.generation, step, tree)
+        job.cluster.send_all(asked, message, buffers)
+        job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
+        self._compare_hashes(job, [r for r in asked if r in self._loaded])
+
+    def _compare_hashes(self, job: Job, ranks: Sequence[int]) -> None:
+        first: dict[str, tuple[int, str]] = {}
+        for rank in ranks:
+            loaded = self._loaded[rank]
+            reference = first.setdefault(loaded.device_kind, (rank, loaded.parameter_hash))
+            if loaded.parameter_hash != reference[1]:
+                raise TrainingError(
+                    f"{job.cluster.name(rank)} and {job.cluster.name(reference[0])} hold different parameters after the same "
+                    f"state of step {loaded.step} was sent to both (hash {loaded.parameter_hash[:12]} and "
+                    f"{reference[1][:12]}); start the run again, and check the memory of {job.cluster.name(rank)}"
+                )
+
+    def in_step(self, job: Job) -> list[int]:
+        """Return the connected ranks that stand at the last committed step."""
+        return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
+
+    def fetch(self, job: Job, *, optimizer: bool = True, timeout_s: float | None = None) -> dict[str, Any]:
+        """Return the state as of the last committed step and keep it in the master.
+
+        Raises:
+            WorkerLost: no worker with this state is left, or none answered in time.
+        """
+        if self.master_step == self.step:
+            return self.master.state()
+        while True:
+            job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
+            holders = self.in_step(job)
+            if not holders:
+                raise WorkerLost(
+                    f"no worker that holds the state of step {self.step} is left or answers; the orchestrator has the state "
+                    f"of step {self.master_step}"
+                )
+            if (state := self._fetch_from(job, holders[0], optimizer, timeout_s)) is not None:
+                return state
+
+    def _may_have(self, job: Job) -> bool:
+        return any(r in self.at for r in job.ready | job.suspects)
+
+    def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
+        request = next(self._requests)
+        job.cluster.send(rank, FetchState(request, self.run_id, optimizer=optimizer))
+        job.pump(lambda: request in self._states or rank not in job.ready, timeout_s)
+        step, state = self._states.pop(request, (None, None))
+        if state is None or step != self.step:
+            self.at.pop(rank, None) if state is None and rank in job.ready else None
+            return None
+        self.master.load_state(state)
+        if optimizer:
+            self.master_step = self.step
+        return state
+
+
+def preparation_text(name: str, answer: Prepared) -> str:
+    """Say why a worker could not build its replica, and what to do."""
+    if answer.missing_module:
+        top = answer.missing_module.split(".")[0]
+        return f"{name} cannot import {answer.missing_module!r}: run  %pip install {top}  in its notebook, then start again"
+    if answer.ok:
+        return (
+            f"{name} built a model with other parameters than the orchestrator's: use the same versions of the code and of "
+            "torch on both sides"
+        )
+    return f"{name} cannot build the run: {answer.problem}"
+
+
+def raise_for(problems: Mapping[int, Prepared], job: Job) -> None:
+    """Raise PreparationError with one line per worker when there are problems."""
+    if problems:
+        raise PreparationError("\n".join(preparation_text(job.cluster.name(r), a) for r, a in sorted(problems.items())))

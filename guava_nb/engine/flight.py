@@ -1,0 +1,89 @@
+"""Steps in flight: turns loader batches into shards, keeps what may have to be sent again, sums what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.split import share_ranges, split_rows
+from guava_nb.data.tree import pack
+from guava_nb.engine.step import ShardTask, StepMachine
+from guava_nb.hub.reduction import BucketSum
+from guava_nb.protocol.messages import Shard
+
+__all__ = ["Flight", "plan_step"]
+
+Buffers = Sequence[memoryview]
+SplitFn = Callable[[Any, Sequence[tuple[int, int]]], list[Any]]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One step that has been issued and not yet committed.
+
+    Attributes:
+        members: ranks that take part: they get the means whether or not they have a shard.
+        shards: each shard's message and payload, kept until the commit.
+        batches: loader batches in this step.
+    """
+
+    machine: StepMachine
+    epoch: int
+    members: tuple[int, ...]
+    shards: list[tuple[Shard, Buffers]]
+    batches: int
+    sums: dict[int, BucketSum] = field(default_factory=dict)
+
+    def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
+        """Add a contribution to its bucket."""
+        if bucket not in self.sums:
+            self.sums[bucket] = BucketSum(len(self.machine.tasks))
+        self.sums[bucket].add(shard, tensor, present)
+
+    def sample_ids(self) -> list[int]:
+        """Ids of all samples of this step, in shard order."""
+        return [i for task in self.machine.tasks for i in task.sample_ids]
+
+
+def plan_step(
+    run_id: str,
+    generation: int,
+    step: int,
+    group: Sequence[LoadedBatch],
+    team: Sequence[int],
+    weights: Sequence[float],
+    *,
+    solo: bool,
+    want_hash: bool,
+    split_fn: SplitFn | None = None,
+) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
+    """Share a group of batches among the team: the tasks, and each one's message with its payload.
+
+    Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean.
+    """
+    pieces: list[list[Any]] = [[] for _ in team]
+    ids: list[list[int]] = [[] for _ in team]
+    rows = [0] * len(team)
+    for batch in group:
+        ranges = share_ranges(batch.rows, weights)
+        kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
+        parts = (split_fn or split_rows)(batch.batch, [r for _, r in kept])
+        for (k, (first, last)), part in zip(kept, parts, strict=True):
+            pieces[k].append(part)
+            ids[k].extend(batch.sample_ids[first:last])
+            rows[k] += last - first
+    busy = [k for k in range(len(team)) if rows[k]]
+    tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
+    messages = []
+    for index, k in enumerate(busy):
+        tree, buffers = pack(pieces[k])
+        span = (ids[k][0], ids[k][-1]) if ids[k] else None
+        shard = Shard(
+            run_id, generation, step, index, len(busy), rows[k], sum(rows), len(pieces[k]), tree, solo, want_hash, span
+        )
+        messages.append((shard, buffers))
+    return tasks, messages

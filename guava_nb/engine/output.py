@@ -1,0 +1,85 @@
+"""What workers printed, on the orchestrator's side: the last lines in memory, everything in one file per worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+__all__ = ["OutputLog"]
+
+#: Lines kept in memory per worker; the file has all that arrived.
+KEPT_LINES = 2000
+#: A worker's file stops growing here, so that a loop of prints cannot fill the disk.
+MAX_FILE_BYTES = 64 << 20
+
+
+class OutputLog:
+    """Lines by worker, each with the second it came.
+
+    Args:
+        folder: where the files go; made when the first line comes. None keeps lines in memory only.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Start empty."""
+        self.folder = folder
+        self._lines: dict[str, deque[str]] = {}
+        self._file_bytes: dict[str, int] = {}
+        self._listeners: list[Callable[[str, str], None]] = []
+        self._lock = threading.Lock()
+
+    def listen(self, listener: Callable[[str, str], None]) -> None:
+        """Call `listener(worker, line)` for every new line; from the cluster's thread."""
+        self._listeners.append(listener)
+
+    def add(self, worker: str, stream: str, lines: Iterable[str], dropped: int = 0) -> None:
+        """Take lines of a worker; `dropped` were left out there by the rate limit."""
+        marked = [line if stream == "stdout" else f"[{stream}] {line}" for line in lines]
+        if dropped:
+            marked.append(f"[{dropped} lines left out here; the worker's own log file has them]")
+        self._store(worker, marked)
+
+    def add_tail(self, worker: str, tail: Sequence[str]) -> None:
+        """Take the last lines of a dead worker, leaving out those that had already come."""
+        with self._lock:
+            known = set(list(self._lines.get(worker, ()))[-len(tail) :]) if tail else set()
+        self._store(worker, [line for line in tail if line not in known and f"[stderr] {line}" not in known])
+
+    def _store(self, worker: str, lines: list[str]) -> None:
+        with self._lock:
+            kept = self._lines.setdefault(worker, deque(maxlen=KEPT_LINES))
+            kept.extend(lines)
+            self._write(worker, lines)
+        for line in lines:
+            for listener in self._listeners:
+                listener(worker, line)
+
+    def _write(self, worker: str, lines: list[str]) -> None:
+        if self.folder is None or not lines or self._file_bytes.get(worker, 0) > MAX_FILE_BYTES:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%H:%M:%S")
+        text = "".join(f"{stamp} {line}\n" for line in lines)
+        with self.path(worker).open("a", encoding="utf-8") as file:
+            file.write(text)
+        self._file_bytes[worker] = self._file_bytes.get(worker, 0) + len(text)
+
+    def path(self, worker: str) -> Path:
+        """Return the file that holds a worker's output."""
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in worker)
+        return (self.folder or Path()) / f"{safe}.log"
+
+    def tail(self, worker: str | None = None, n: int = 50) -> list[str]:
+        """Return the last `n` lines of one worker, or of all with their names in front."""
+        with self._lock:
+            if worker is not None:
+                return list(self._lines.get(worker, ()))[-n:]
+            return [f"{name} | {line}" for name, lines in self._lines.items() for line in list(lines)[-n:]]
+
+    def workers(self) -> list[str]:
+        """Return the names of all workers that printed something."""
+        with self._lock:
+            return list(self._lines)

@@ -1,0 +1,81 @@
+"""What a run is asked to do, beyond what its workers need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.data.feed import Feed
+
+if TYPE_CHECKING:
+    from guava_nb.engine.run import Run
+
+__all__ = ["Callback", "Position", "Snapshot", "TrainingPlan"]
+
+
+class Callback:
+    """Base of callbacks: override what you need; return True to stop the run after the current step.
+
+    Plain objects that have some of these methods serve as well. They run on the run's own thread, between steps.
+    """
+
+    def on_step(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each committed step with its history record."""
+
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each epoch with `{"epoch", "loss", "samples"}`."""
+
+    def on_validation(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each validation with `{"step", "loss", "accuracy", "samples"}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the data has been committed: `batches` of `epoch`, whose order follows from `feed`."""
+
+    epoch: int = 0
+    batches: int = 0
+    samples: int = 0
+    feed: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state to go back to when no worker holds a newer one."""
+
+    step: int
+    position: Position
+    state: dict[str, Any]
+
+
+@dataclass(slots=True)
+class TrainingPlan:
+    """Everything the training job follows.
+
+    Attributes:
+        val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
+        accumulation_steps: loader batches per optimizer step.
+        shares: relative share of each worker in order of rank; None shares equally.
+        prefetch_steps: steps that may be issued ahead of the one in work.
+        snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
+        save_every_steps: 0 saves no checkpoint by itself.
+        start: where the data begins; from a checkpoint.
+    """
+
+    feed: Feed
+    val_feed: Feed | None
+    num_epochs: int
+    val_interval: int | None = None
+    accumulation_steps: int = 1
+    shares: Sequence[float] | None = None
+    callbacks: Sequence[Any] = ()
+    split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = None
+    prefetch_steps: int = 1
+    interrupt_grace_s: float = 5.0
+    rejoin_timeout_s: float = 300.0
+    snapshot_every_steps: int | None = None
+    save_every_steps: int = 0
+    save_path: Path | None = None
+    start: Position = field(default_factory=Position)

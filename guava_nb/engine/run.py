@@ -1,0 +1,228 @@
+"""A run as its user sees it: a handle with state, history and figures, filled by the job, read from any thread."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from guava_nb.engine.status import RunStatus, WireBytes
+
+__all__ = ["Run", "thin"]
+
+#: Points of the loss curve in a status; enough for any screen.
+CURVE_POINTS = 500
+
+
+class Run:
+    """Handle of one training run.
+
+    Attributes:
+        run_id: short name, unique in the session.
+        history: one dict per committed step: step, epoch, loss, count, samples, learning_rate, seconds.
+        validations: one dict per validation: step, loss, accuracy, samples.
+        wire: bytes by kind so far.
+        energy: list of worker, device, joules or None, method.
+    """
+
+    def __init__(self, run_id: str, mode: str, num_epochs: int, total_steps: int | None) -> None:
+        """Start in state "preparing"; the job drives it."""
+        self.run_id = run_id
+        self.mode = mode
+        self.num_epochs = num_epochs
+        self.total_steps = total_steps
+        self.history: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
+        self.energy: list[dict[str, Any]] = []
+        self.generations = 1
+        self.lost_samples = 0
+        self.duplicated_samples = 0
+        self.workers: list[dict[str, Any]] = []
+        self.parity: dict[str, float] | None = None
+        self._epoch = 0
+        self._state = "preparing"
+        self._message = ""
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._wall_s: float | None = None
+        self._wire: Callable[[], WireBytes] = WireBytes
+        self._interrupt: Callable[[], None] = lambda: None
+        self._model: Callable[[], torch.nn.Module] | None = None
+
+    # ------------------------------------------------------------------------------------------------ for the user
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self._ended.is_set()
+
+    @property
+    def state(self) -> str:
+        """See `RunStatus.state`."""
+        return self._state
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the run, if it failed."""
+        return self._error
+
+    @property
+    def wire(self) -> WireBytes:
+        """Bytes by kind since the run began."""
+        return self._wire()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does."""
+        return self._ended.wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Stop: the first time after the current step, the second time at once."""
+        self._interrupt()
+
+    def stop(self, timeout_s: float = 60.0) -> bool:
+        """Stop after the current step and wait until the run has ended."""
+        if not self.done:
+            self.interrupt()
+        return self.wait(timeout_s)
+
+    def result(self) -> Run:
+        """Wait for the end, raise the run's error if it failed, else return the run."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def model(self) -> torch.nn.Module:
+        """Return the model with the weights of the last committed step, on the CPU.
+
+        Raises:
+            WorkerLost: the workers that hold these weights are gone.
+        """
+        assert self._model is not None, "a run is made by Orchestrator.start_training"
+        return self._model()
+
+    def status(self) -> RunStatus:
+        """Return a snapshot for display."""
+        with self._lock:
+            history, elapsed = self.history, self._elapsed_s()
+            samples = sum(record["samples"] for record in history)
+            recent = history[-20:]
+            span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
+            last = history[-1] if history else None
+            return RunStatus(
+                run_id=self.run_id,
+                state=self._state,
+                mode=self.mode,
+                epoch=self._epoch,
+                num_epochs=self.num_epochs,
+                step=len(history),
+                total_steps=self.total_steps,
+                samples=samples,
+                elapsed_s=elapsed,
+                samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
+                loss=last["loss"] if last else None,
+                losses=tuple((r["step"], r["loss"]) for r in thin(history)),
+                val=tuple((v["step"], v["loss"], v["accuracy"]) for v in self.validations),
+                learning_rate=next((r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None),
+                message=self._message,
+                wire=self.wire,
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of the run as one JSON-ready object."""
+        wire = self.wire
+        step_s = _step_seconds(self.history)
+        return {
+            "run_id": self.run_id,
+            "mode": self.mode,
+            "sync": "step",
+            "state": self._state,
+            "workers": self.workers,
+            "steps": len(self.history),
+            "epochs": self._epoch,
+            "samples": sum(record["samples"] for record in self.history),
+            "train_loss": [record["loss"] for record in self.history],
+            "val": {k: v for k, v in self.validations[-1].items() if k != "step"} if self.validations else None,
+            "wall_s": self._elapsed_s(),
+            "step_s": step_s,
+            "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
+            "energy": self.energy,
+            "parity": self.parity,
+            "lost_samples": self.lost_samples,
+            "duplicated_samples": self.duplicated_samples,
+            "generations": self.generations,
+        }
+
+    def _elapsed_s(self) -> float:
+        return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
+
+    def __repr__(self) -> str:
+        """One line: what and how far."""
+        last = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        return f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
+
+    # ------------------------------------------------------------------------------------------------- for the job
+
+    def connect(
+        self, wire: Callable[[], WireBytes], interrupt: Callable[[], None], model: Callable[[], torch.nn.Module]
+    ) -> None:
+        """Tell where figures, the model and the brake are; called once by the orchestrator."""
+        self._wire, self._interrupt, self._model = wire, interrupt, model
+
+    def move(self, state: str, message: str = "") -> None:
+        """Enter a state."""
+        with self._lock:
+            self._state, self._message = state, message
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Count epochs from 1 for people."""
+        self._epoch = epoch + 1
+
+    def add_step(self, record: dict[str, Any]) -> None:
+        """Append a committed step."""
+        with self._lock:
+            self.history.append({**record, "seconds": time.monotonic() - self._started})
+
+    def add_validation(self, record: dict[str, Any]) -> None:
+        """Append a validation."""
+        with self._lock:
+            self.validations.append(record)
+
+    def rewind(self, steps: int) -> None:
+        """Forget the history after `steps` steps: they will be done again."""
+        with self._lock:
+            del self.history[steps:]
+            self.validations = [v for v in self.validations if v["step"] <= steps]
+
+    def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
+        """End the run and wake everyone who waits."""
+        wire = self._wire()
+        with self._lock:
+            self._state, self._error, self._message = state, error, message or (str(error) if error else "")
+            self._wall_s = time.monotonic() - self._started
+            self._wire = lambda: wire
+        self._ended.set()
+
+
+def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[str, Any]]:
+    """Return at most about `most` records, evenly spaced, the last one always among them."""
+    if len(records) <= most:
+        return list(records)
+    stride = -(-len(records) // most)
+    kept = records[::stride]
+    return kept if kept[-1] is records[-1] else [*kept, records[-1]]
+
+
+def _step_seconds(history: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Median and 95th percentile of the time between commits; None with fewer than two steps."""
+    times = [record["seconds"] for record in history]
+    gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    if not gaps:
+        return {"p50": None, "p95": None}
+    return {"p50": statistics.median(gaps), "p95": gaps[min(len(gaps) - 1, int(0.95 * len(gaps)))]}
