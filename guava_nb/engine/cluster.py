@@ -57,8 +57,9 @@ class Cluster:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
         self.output = output
-        self._notice = on_notice
+        self.notice = on_notice
         self._sessions: dict[int, Session] = {}
+        self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
@@ -115,8 +116,9 @@ class Cluster:
             member.detail = "; ".join(notes)
             self._ranks[session.session_id] = member.rank
             self._sessions[member.rank] = session
+            self._all_sessions.append(session)
         self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
-        self._notice(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+        self.notice(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
 
     def _on_visit(self, event: VisitArrived) -> None:
@@ -132,7 +134,7 @@ class Cluster:
             self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
         else:
             member.detail = cause
-            self._notice(f"{member.name}: {cause}")
+            self.notice(f"{member.name}: {cause}")
 
     def _on_session_change(self, rank: int, event: SessionEvent) -> None:
         name = self.roster.members[rank].name
@@ -153,7 +155,7 @@ class Cluster:
         self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
-        self._notice(sentence)
+        self.notice(sentence)
         self._post(event)
 
     def _post(self, event: JobEvent) -> None:
@@ -205,6 +207,10 @@ class Cluster:
     def sessions(self) -> list[Session]:
         """Return all sessions whose seat is held."""
         return list(self._sessions.values())
+
+    def all_sessions(self) -> list[Session]:
+        """Return the sessions of all seats, gone ones included."""
+        return list(self._all_sessions)
 
     def name(self, rank: int) -> str:
         """Return a member's name."""

@@ -87,11 +87,16 @@ class Job:
             left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if left <= 0:
                 return False
-            try:
-                self.handle(self._mailbox.get(timeout=left))
-            except queue.Empty:
-                continue
+            self.take_one(left)
         return True
+
+    def take_one(self, timeout_s: float) -> None:
+        """Handle the next event, if one comes in time."""
+        try:
+            event = self._mailbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        self.handle(event)
 
     def check(self) -> None:
         """Raise what must unwind the job; called before each wait."""

@@ -1,0 +1,106 @@
+"""Checkpoints: one file that plain PyTorch reads with `torch.load(path, weights_only=True)`.
+
+Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model, whatever the mode and the number of
+workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from guava_nb.engine.plan import Position
+from guava_nb.errors import CheckpointError
+from guava_nb.protocol.messages import RunSpec
+
+__all__ = ["check_model", "read", "write"]
+
+FORMAT = "guava_nb checkpoint 1"
+
+
+def write(path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec) -> None:
+    """Write a checkpoint; a crash while writing leaves the old file as it was.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    content = {
+        "format": FORMAT,
+        **state,
+        "step": step,
+        "position": {
+            "epoch": position.epoch,
+            "batches": position.batches,
+            "samples": position.samples,
+            "feed": position.feed,
+        },
+        "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
+    }
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, never running code from it.
+
+    Raises:
+        CheckpointError: no such file, not a checkpoint of guava_nb, or damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}; {_nearby(path)}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file raises whatever the damage happens to hit
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({first}). Was it written to its end?") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of guava_nb. To start from plain weights, load them into the model and use "
+            "register_model(model)"
+        )
+    return content
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.exists() else Path()
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt"))
+    return f"in {folder} there are: {', '.join(names[:8])}" if names else f"{folder} holds no checkpoint"
+
+
+def check_model(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Compare a checkpoint's model with the one to be trained.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message lists the first few.
+    """
+    missing = [name for name in current if name not in saved]
+    extra = [name for name in saved if name not in current]
+    shapes = [
+        f"{name}: {tuple(saved[name].shape)} in the file, {tuple(current[name].shape)} in the model"
+        for name in current
+        if name in saved and tuple(saved[name].shape) != tuple(current[name].shape)
+    ]
+    problems = [
+        *([f"not in the file: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
+        *([f"not in the model: {', '.join(extra[:3])}{_more(extra)}"] if extra else []),
+        *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path} belongs to another model ({'. '.join(problems)}). Share the model this checkpoint was made with, or "
+            "train anew without it"
+        )
+
+
+def _more(items: list[str]) -> str:
+    return f" and {len(items) - 3} more" if len(items) > 3 else ""

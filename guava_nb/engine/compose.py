@@ -1,0 +1,117 @@
+"""From what a user says about a model, a loss and an optimizer to the records that a worker can follow.
+
+Everything wrong with it is found here, on the orchestrator, before any worker is asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import torch
+
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ConfigError, SourceError
+from guava_nb.protocol.messages import Factory, RunSpec
+
+__all__ = ["build_spec", "factory_name", "plain_arguments"]
+
+Reference = str | Callable[..., Any] | type
+
+
+def plain_arguments(what: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return arguments that can travel as plain data.
+
+    Raises:
+        ConfigError: a value is not a number, text, bool, None, or a list or dict of these.
+    """
+    plain = dict(arguments or {})
+    for name, value in plain.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(
+                f"{what}: argument {name!r} is a {type(value).__name__}, and only numbers, text, bools, None, lists and dicts "
+                "travel to workers. Make the object inside a function of a %%guava_share cell and name that function"
+            ) from error
+    return plain
+
+
+def factory_name(what: str, reference: Reference, shared: ModuleType | None) -> str:
+    """Return the name under which workers find something: shared, importable, or torch's own.
+
+    Raises:
+        SourceError: it exists in this notebook or script only.
+    """
+    if isinstance(reference, str):
+        return reference
+    name, module = getattr(reference, "__qualname__", ""), getattr(reference, "__module__", "")
+    if shared is not None and hasattr(shared, name):
+        return name
+    if module in ("__main__", "", None) or "<locals>" in name or "<lambda>" in name:
+        raise SourceError(
+            f"{what} {name or reference!r} exists only here. Put its definition into a %%guava_share cell (in a script: "
+            "orch.share(source)), or into a module that the workers can import, and give its name"
+        )
+    return f"{module}:{name}"
+
+
+def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:
+    return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
+
+
+def optimizer_arguments(optimizer: Reference, given: Mapping[str, Any] | None, config: DistributedConfig) -> dict[str, Any]:
+    """Return the optimizer's arguments; without any, learning rate and weight decay come from the configuration."""
+    if given is not None:
+        return dict(given)
+    torch_class = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
+    accepted = inspect.signature(torch_class).parameters if callable(torch_class) else {}
+    defaults = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    return {name: value for name, value in defaults.items() if name in accepted}
+
+
+def build_spec(
+    config: DistributedConfig,
+    shared: ModuleType | None,
+    *,
+    model: Factory,
+    criterion: Reference | None,
+    criterion_args: Mapping[str, Any] | None,
+    step: Reference | None,
+    optimizer: Reference,
+    optimizer_args: Mapping[str, Any] | None,
+    scheduler: Reference | None,
+    scheduler_args: Mapping[str, Any] | None,
+    threads: int | None,
+    **overrides: Any,
+) -> RunSpec:
+    """Return the records for a run; `overrides` replace the configuration's values where they are not None.
+
+    Raises:
+        ConfigError, SourceError: something is wrong or exists only here.
+    """
+    if (criterion is None) == (step is None):
+        raise ConfigError("give either a criterion (loss of outputs and targets) or a step (of model and batch), not both")
+    chosen = {
+        "scheduler_interval": config.scheduler_interval,
+        "optimizer_site": config.optimizer_site,
+        "precision": config.precision,
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "sync_batchnorm": config.sync_batchnorm,
+        **{name: value for name, value in overrides.items() if value is not None},
+    }
+    return RunSpec(
+        model=model,
+        criterion=None if criterion is None else _factory("criterion", criterion, criterion_args, shared),
+        step=None if step is None else _factory("step", step, None, shared),
+        optimizer=_factory("optimizer", optimizer, optimizer_arguments(optimizer, optimizer_args, config), shared),
+        scheduler=None if scheduler is None else _factory("scheduler", scheduler, scheduler_args, shared),
+        bucket_bytes=int(config.bucket_mb * (1 << 20)),
+        hash_every_steps=config.hash_every_steps,
+        threads=threads,
+        **chosen,
+    )

@@ -1,0 +1,190 @@
+"""The `star` exchange: shards go out, buckets come in, sums and commits go out.
+
+Carries out what the step machines decide. Knows the flights; what a commit means for the run is the job's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.tree import tensor_bytes, tensor_from
+from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.flight import Flight, SplitFn, plan_step
+from guava_nb.engine.job import Job
+from guava_nb.engine.step import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
+from guava_nb.errors import NotFinite
+from guava_nb.hub.reduction import is_finite
+from guava_nb.protocol.messages import (
+    Commit,
+    CommitStep,
+    Committed,
+    FlatTensor,
+    GradientBucket,
+    MeanBucket,
+    Message,
+    Ready,
+    StepInfo,
+)
+
+__all__ = ["StarExchange"]
+
+log = logging.getLogger(__name__)
+
+OnCommit = Callable[[Flight, Commit, float, float], None]
+OnApplied = Callable[[int, Committed], None]
+
+
+class StarExchange:
+    """All steps in flight of one run.
+
+    Args:
+        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
+        on_applied: called when a worker reports that it applied a step.
+
+    Attributes:
+        flights: issued and not committed, by step.
+        next_step: number of the next step to issue.
+    """
+
+    def __init__(self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied) -> None:
+        """Handle the exchange's messages in that job."""
+        self.flights: dict[int, Flight] = {}
+        self.next_step = ensemble.step + 1
+        self._job, self._ensemble = job, ensemble
+        self._on_commit, self._on_applied = on_commit, on_applied
+        self._at_orchestrator = ensemble.spec.optimizer_site == "orchestrator"
+        job.on(GradientBucket, self._on_bucket)
+        job.on(Ready, self._on_ready)
+        job.on(Committed, self._on_committed)
+
+    def issue(
+        self, epoch: int, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], split: SplitFn | None
+    ) -> Flight:
+        """Share a group of batches among the team and send the shards."""
+        ensemble, cluster = self._ensemble, self._job.cluster
+        step, generation = self.next_step, cluster.roster.generation
+        solo = len(team) == 1 and not self._at_orchestrator
+        every = ensemble.spec.hash_every_steps
+        want_hash = bool(every) and (step + 1) % every == 0
+        tasks, shards = plan_step(
+            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, split_fn=split
+        )
+        buckets = () if solo else ensemble.master.bucket_ids()
+        machine = StepMachine(step, generation, tasks, buckets, ensemble.spec.precision == "fp16", solo)
+        flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
+        self.next_step += 1
+        for task in tasks:
+            cluster.send(task.owner, *shards[task.index])
+        idle = set(team) - {task.owner for task in tasks}
+        cluster.send_all(idle, StepInfo(ensemble.run_id, generation, step, len(tasks), want_hash))
+        return flight
+
+    def adopt(self, available: Collection[int]) -> None:
+        """Give the unfinished shards of members that are not available to those that are."""
+        for flight in list(self.flights.values()):
+            survivors = [rank for rank in available if rank in flight.members]
+            for owner in sorted({task.owner for task in flight.machine.tasks} - set(available)):
+                self._carry_out(flight, flight.machine.on_lost(owner, survivors))
+
+    def give_up(self) -> None:
+        """Forget all steps in flight."""
+        self.flights.clear()
+        self.next_step = self._ensemble.step + 1
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _flight(self, message: Any) -> Flight | None:
+        return self.flights.get(message.step) if message.run_id == self._ensemble.run_id else None
+
+    def _on_bucket(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, GradientBucket)
+        flight = self._flight(message)
+        if flight is None:
+            return
+        tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+        instructions = flight.machine.on_bucket(
+            rank, message.generation, message.shard, message.bucket, is_finite(tensor)
+        )
+        for instruction in instructions:
+            if isinstance(instruction, Halt):
+                raise self._not_finite(flight, instruction, tensor)
+            if isinstance(instruction, Add):
+                flight.add(message.bucket, message.shard, tensor, message.present)
+        self._carry_out(flight, instructions)
+
+    def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Ready)
+        member = self._job.cluster.roster.members[rank]
+        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.samples += message.rows
+        flight = self._flight(message)
+        if flight is not None:
+            self._carry_out(flight, flight.machine.on_ready(rank, message))
+
+    def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Committed)
+        if message.run_id != self._ensemble.run_id:
+            return
+        self._on_applied(rank, message)
+        flight = self._flight(message)
+        if flight is not None and flight.machine.solo:
+            self._carry_out(flight, flight.machine.on_solo_commit(message.skipped))
+
+    def _carry_out(self, flight: Flight, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case SendBucket(bucket, commit) if not self._at_orchestrator:
+                    self._send_sum(flight, bucket, commit)
+                case Reissue(shard, rank):
+                    self._job.cluster.send(rank, *flight.shards[shard])
+                case Halt():
+                    raise self._not_finite(flight, instruction, None)
+                case Decided(commit, loss_sum, count):
+                    self._commit(flight, commit, loss_sum, count)
+
+    def _send_sum(self, flight: Flight, bucket: int, commit: Commit | None) -> None:
+        present, total = flight.sums[bucket].result(self._ensemble.master.present_bytes(bucket))
+        self._send_flat(flight, bucket, present, total, commit)
+
+    def _send_flat(self, flight: Flight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None) -> None:
+        spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
+        machine = flight.machine
+        message = MeanBucket(self._ensemble.run_id, machine.generation, machine.step, bucket, present, spec, commit)
+        self._job.cluster.send_all(flight.members, message, [tensor_bytes(flat)])
+
+    def _commit(self, flight: Flight, commit: Commit, loss_sum: float, count: float) -> None:
+        machine = flight.machine
+        if not machine.solo and not machine.buckets:
+            message = CommitStep(self._ensemble.run_id, machine.generation, machine.step, commit)
+            self._job.cluster.send_all(flight.members, message)
+        if self._at_orchestrator:
+            self._apply_here(flight, commit)
+        del self.flights[machine.step]
+        self._ensemble.step = machine.step
+        self._on_commit(flight, commit, loss_sum, count)
+
+    def _apply_here(self, flight: Flight, commit: Commit) -> None:
+        """optimizer_site="orchestrator": the master takes the step, its new values go out."""
+        master = self._ensemble.master
+        sums = {b: flight.sums[b].result(master.present_bytes(b)) for b in flight.machine.buckets}
+        master.apply(sums, commit)
+        self._ensemble.master_step = flight.machine.step
+        values = [(bucket, master.bucket_values(bucket)) for bucket in flight.machine.buckets]
+        for index, (bucket, flat) in enumerate(values):
+            last = index == len(values) - 1
+            self._send_flat(flight, bucket, b"", flat, commit if last else None)
+
+    def _not_finite(self, flight: Flight, halt: Halt, tensor: torch.Tensor | None) -> NotFinite:
+        task = flight.machine.tasks[halt.shard]
+        where = "the loss" if halt.bucket is None else self._ensemble.master.locate_not_finite(halt.bucket, tensor)
+        ids = f"samples {task.sample_ids[0]} to {task.sample_ids[-1]}" if task.sample_ids else "its samples"
+        return NotFinite(
+            f"NaN or Inf in {where} from {self._job.cluster.name(halt.rank)} at step {flight.machine.step + 1} ({ids}, {task.rows} "
+            "rows). The step was not applied anywhere. Look at these samples, lower the learning rate, or clip with "
+            "max_grad_norm"
+        )

@@ -1,0 +1,216 @@
+"""Starts worker processes and watches them.
+
+One spawned process per device, never forked from a kernel and never inside it: memory is freed by ending it, CUDA state in
+the notebook does not matter. It has a process session of its own, because an interrupted cell sends SIGINT to the kernel's
+whole process group. The join code goes through a pipe, so no process list shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
+from guava_nb.errors import GuavaError
+from guava_nb.link.dialler import visit
+from guava_nb.link.options import LinkOptions
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import CrashReport
+
+__all__ = ["WorkerHandle", "WorkerState", "launch"]
+
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker process last said of itself.
+
+    Attributes:
+        state: "starting", "joining", "ready", "preparing", "working", "validating", "reconnecting", "left", "failed" or
+            "crashed".
+        step: optimizer steps applied so far in the present run.
+        lines: its last printed lines.
+    """
+
+    state: str
+    name: str
+    step: int
+    device: str
+    address: str
+    detail: str = ""
+    lines: tuple[str, ...] = ()
+    exit_status: int | None = None
+
+
+class WorkerHandle:
+    """A worker process that this process started. Thread-safe."""
+
+    def __init__(self, code: JoinCode, device: str, name: str, threads: int | None, log_path: Path | None) -> None:
+        """Start the process."""
+        self._code, self._device, self._wanted = code, device, name
+        self._identity = secrets.token_bytes(32)
+        self._log_path = log_path
+        self._last = {"state": "starting", "step": -1, "detail": ""}
+        self._name = name
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._ended = threading.Event()
+        self._killed = False
+        self._process = self._spawn(threads)
+        threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
+
+    def _spawn(self, threads: int | None) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "guava_nb.engine.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=os.name != "nt",
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )
+        order = {
+            "code": self._code.encode(),
+            "device": self._device,
+            "name": self._wanted,
+            "identity": self._identity.hex(),
+            "threads": threads,
+        }
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it died at once: `_watch` reports it with its last lines
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        return process
+
+    # --------------------------------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        log: IO[str] | None = None
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log_path.open("a", encoding="utf-8")
+        assert self._process.stdout is not None
+        with log or contextlib.nullcontext():
+            for line in self._process.stdout:
+                self._on_line(line.rstrip("\n"), log)
+        status = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST):
+            self._on_crash(status)
+        self._ended.set()
+
+    def _on_line(self, line: str, log: IO[str] | None) -> None:
+        if line.startswith(MARK):
+            self._last = json.loads(line[len(MARK) :])
+            if self._last["state"] in ("ready", "working") and self._last["detail"]:
+                self._name = str(self._last["detail"])
+            return
+        self._lines.append(line)
+        if log is not None:
+            log.write(line + "\n")
+            log.flush()
+
+    def _on_crash(self, status: int) -> None:
+        if self._killed:
+            self._last = {"state": "left", "step": self._last["step"], "detail": "ended on request"}
+        else:
+            last = next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
+            self._last = {"state": "crashed", "step": self._last["step"], "detail": f"exit status {status}: {last}"}
+        report = CrashReport(self._name, status, tuple(self._lines))
+        with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
+            visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))
+
+    # --------------------------------------------------------------------------------------------------- for the user
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def code(self) -> JoinCode:
+        """Where it joined."""
+        return self._code
+
+    def status(self) -> WorkerState:
+        """Return what it last said of itself."""
+        last = self._last
+        return WorkerState(
+            state=str(last["state"]),
+            name=self._name or self._wanted,
+            step=int(last["step"]) + 1,
+            device=self._device,
+            address=self._code.address,
+            detail=str(last["detail"]),
+            lines=tuple(self._lines),
+            exit_status=self._process.poll(),
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end; returns whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def leave(self) -> None:
+        """Ask it to leave after the step in work."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended already
+            self._process.stdin.write("leave\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ask it to leave, and end it if it does not within `timeout_s`."""
+        if self.alive:
+            self.leave()
+            if not self.wait(timeout_s):
+                self.kill()
+        self.wait(timeout_s)
+
+    def __repr__(self) -> str:
+        """One line without secrets."""
+        state = self.status()
+        return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address}, pid {self.pid})"
+
+
+def launch(
+    code: JoinCode, device: str = "auto", name: str = "", threads: int | None = None, log_folder: Path | None = None
+) -> WorkerHandle:
+    """Start one worker process for one device.
+
+    Args:
+        threads: torch's threads in it; None leaves torch's choice.
+        log_folder: where a file with everything it prints goes.
+    """
+    path = None
+    if log_folder is not None:
+        path = log_folder / f"worker-{(name or device).replace(':', '')}-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    return WorkerHandle(code, device, name, threads, path)

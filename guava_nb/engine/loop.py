@@ -1,0 +1,433 @@
+"""The worker's loop: one for every mode. Takes messages, does shards, exchanges buckets, applies commits.
+
+Runs on one thread (the process's main thread where we started the process); the session's own threads keep the connection
+alive meanwhile, so a long compile or a long step is never taken for a death.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from guava_nb.data.split import num_rows, split_rows
+from guava_nb.data.tree import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.engine import source
+from guava_nb.engine.replica import Replica, ShardWork
+from guava_nb.errors import GuavaError, PreparationError
+from guava_nb.protocol.messages import (
+    Abort,
+    Accept,
+    Commit,
+    CommitStep,
+    Committed,
+    EndRun,
+    Evaluate,
+    Evaluated,
+    Failure,
+    FetchState,
+    FlatTensor,
+    GradientBucket,
+    Leave,
+    LoadState,
+    MeanBucket,
+    Message,
+    Prepare,
+    Prepared,
+    Ready,
+    Refused,
+    Shard,
+    State,
+    StateLoaded,
+    StepInfo,
+    Tick,
+)
+
+__all__ = ["Arrival", "LocalStep", "WorkerLoop"]
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[Message, Sequence[memoryview]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message in the loop's queue; `done` gives its bytes back to the sender's window."""
+
+    message: Message
+    payload: memoryview
+    done: Callable[[], None]
+
+
+@dataclass(slots=True)
+class LocalStep:
+    """What this worker knows of a step that is not applied yet."""
+
+    generation: int
+    num_shards: int
+    want_hash: bool = False
+    announced: bool = False
+    todo: list[tuple[Shard, memoryview]] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
+    means: dict[int, tuple[bytes, torch.Tensor]] = field(default_factory=dict)
+    commit: Commit | None = None
+
+
+class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
+    pass
+
+
+class WorkerLoop:
+    """State and behaviour of one worker.
+
+    Args:
+        send: queues a message for the orchestrator; never blocks.
+        device: where the replica lives.
+        own_model: a model that lives in the calling process and is trained in place (program "worker").
+        on_progress: called with (state, step) for the worker's own display and for the session's resume record.
+        accept_source: run the orchestrator's cells; False refuses runs that need them.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        device: torch.device,
+        own_model: torch.nn.Module | None = None,
+        on_progress: Callable[[str, int, int], None] = lambda state, generation, step: None,
+        accept_source: bool = True,
+    ) -> None:
+        """Make a loop that has no run yet."""
+        self._send = send
+        self._device = device
+        self._own_model = own_model
+        self._on_progress = on_progress
+        self._accept_source = accept_source
+        self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._run_id = ""
+        self._replica: Replica | None = None
+        self._module: ModuleType | None = None
+        self._prepare: Prepare | None = None
+        self._committed = -1
+        self._generation = 0
+        self._steps: dict[int, LocalStep] = {}
+        self._leaving = ""
+        self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
+        self._idle_since = time.monotonic()
+        self.name = ""
+
+    # ---------------------------------------------------------------------------------------------------- from outside
+
+    def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
+        """Hand in a message; from any thread."""
+        self._queue.put(Arrival(message, payload, done))
+
+    def leave(self, reason: str) -> None:
+        """Leave after the step in work; from any thread."""
+        self._leaving = reason
+        self._queue.put(None)
+
+    def end(self) -> None:
+        """End the loop as soon as it looks at its queue; from any thread."""
+        self._leaving = self._leaving or "ended"
+        self._queue.put(Arrival(Refused("ended", ""), memoryview(b""), lambda: None))
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Work until the orchestrator ends the session or `leave` is called.
+
+        Raises:
+            GuavaError: the orchestrator refused this worker.
+        """
+        try:
+            while True:
+                self._take()
+                self._advance()
+                if self._leaving and not self._mid_step():
+                    self._send(Leave(self._leaving), ())
+                    return
+        except _End:
+            return
+
+    def _take(self) -> None:
+        """Handle what has come; wait only when there is nothing to compute."""
+        wait = not self._has_work()
+        while True:
+            try:
+                arrival = self._queue.get(block=wait)
+            except queue.Empty:
+                return
+            if arrival is None:
+                return
+            try:
+                self._handle(arrival.message, arrival.payload)
+            finally:
+                arrival.done()
+            wait = not self._has_work()
+
+    def _mid_step(self) -> bool:
+        step = self._steps.get(self._committed + 1)
+        return step is not None and bool(step.done) and self._replica is not None
+
+    def _has_work(self) -> bool:
+        step = self._steps.get(self._committed + 1)
+        if self._leaving and not self._mid_step():
+            return True
+        return step is not None and (bool(step.todo) or self._can_apply(step))
+
+    def _handle(self, message: Message, payload: memoryview) -> None:
+        match message:
+            case Accept():
+                self.name = message.name
+                self._on_progress("ready", self._generation, self._committed)
+            case Prepare():
+                self._on_prepare(message)
+            case Refused(code=code, reason=reason):
+                if code == "ended":
+                    raise _End
+                raise PreparationError(f"the orchestrator refused this worker: {reason}")
+            case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:
+                self._handle_of_run(self._replica, message, payload)
+
+    def _handle_of_run(self, replica: Replica, message: Message, payload: memoryview) -> None:
+        match message:
+            case Shard():
+                self._on_shard(message, payload)
+            case StepInfo():
+                self._announce(message.step, message.generation, message.num_shards, message.want_hash)
+            case MeanBucket():
+                self._on_mean(message, payload)
+            case CommitStep():
+                self._on_commit(message)
+            case Abort():
+                self._on_abort(replica, message)
+            case LoadState():
+                self._on_load(replica, message, payload)
+            case FetchState():
+                self._on_fetch(replica, message)
+            case Tick(metric=metric):
+                replica.tick(metric)
+            case Evaluate():
+                self._on_evaluate(replica, message, payload)
+            case EndRun():
+                self._forget()
+
+    # ------------------------------------------------------------------------------------------------------ preparation
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._replica = self._module = self._prepare = None
+        self._run_id = ""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _on_prepare(self, message: Prepare) -> None:
+        self._forget()
+        self._on_progress("preparing", self._generation, -1)
+        try:
+            self._replica = self._build(message)
+        except ModuleNotFoundError as error:
+            self._send(Prepared(message.run_id, False, missing_module=error.name or str(error)), ())
+        except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
+            cause = error.__cause__
+            if isinstance(cause, ModuleNotFoundError):
+                self._send(Prepared(message.run_id, False, missing_module=cause.name or str(cause)), ())
+                return
+            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
+            self._send(Prepared(message.run_id, False, problem=problem, traceback=traceback.format_exc()), ())
+        else:
+            self._run_id, self._prepare, self._committed = message.run_id, message, -1
+            self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
+            self._on_progress("ready", self._generation, -1)
+
+    def _build(self, message: Prepare) -> Replica:
+        if message.cells and not self._accept_source:
+            raise PreparationError("this worker does not run source code of the orchestrator")
+        if message.spec.threads is not None:
+            torch.set_num_threads(message.spec.threads)
+        module = source.build_module(message.cells) if message.cells else None
+        self._module = module
+        return Replica(
+            message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model
+        )
+
+    def _on_load(self, replica: Replica, message: LoadState, payload: memoryview) -> None:
+        replica.load_state(unpack(message.state, payload))
+        self._committed, self._generation = message.step, message.generation
+        for step in [s for s in self._steps if s <= message.step]:
+            del self._steps[step]
+        digest = replica.parameter_hash() if message.want_hash else ""
+        kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}"
+        self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
+
+    def _on_fetch(self, replica: Replica, message: FetchState) -> None:
+        tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
+        self._send(State(message.request_id, message.run_id, self._committed, tree), buffers)
+
+    def _on_evaluate(self, replica: Replica, message: Evaluate, payload: memoryview) -> None:
+        self._on_progress("validating", self._generation, self._committed)
+        try:
+            sums = replica.evaluate(self._unpack(message.batch, payload))
+        except Exception as error:  # the user's model or data; shown in the orchestrator's cell
+            self._fail(error, message.run_id, self._committed, -1)
+            return
+        self._send(
+            Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, message.rows), ()
+        )
+
+    def _unpack(self, tree: Any, payload: memoryview) -> Any:
+        return unpack(tree, payload, resolve=lambda name: source.resolve(name, self._module))
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def _step(self, number: int, generation: int, num_shards: int = 0) -> LocalStep | None:
+        """Return the record of a step; None when the message belongs to an attempt that was given up."""
+        if number <= self._committed:
+            return None
+        step = self._steps.get(number)
+        if step is None or step.generation < generation:
+            if step is not None and step.done and self._replica is not None:
+                self._replica.restore()
+            step = self._steps[number] = LocalStep(generation, num_shards)
+        return step if step.generation == generation else None
+
+    def _announce(self, number: int, generation: int, num_shards: int, want_hash: bool) -> LocalStep | None:
+        step = self._step(number, generation, num_shards)
+        if step is not None:
+            step.announced, step.num_shards, step.want_hash = True, num_shards, want_hash
+        return step
+
+    def _on_shard(self, message: Shard, payload: memoryview) -> None:
+        step = self._announce(message.step, message.generation, message.num_shards, message.want_hash)
+        if step is not None and message.shard not in step.done:
+            step.todo.append((message, payload))
+
+    def _on_mean(self, message: MeanBucket, payload: memoryview) -> None:
+        step = self._step(message.step, message.generation)
+        if step is not None:
+            tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+            step.means[message.bucket] = (message.present, tensor)
+            step.commit = message.commit or step.commit
+
+    def _on_commit(self, message: CommitStep) -> None:
+        step = self._step(message.step, message.generation)
+        if step is not None:
+            step.commit = message.commit
+
+    def _on_abort(self, replica: Replica, message: Abort) -> None:
+        self._generation = max(self._generation, message.generation)
+        given_up = [n for n, s in self._steps.items() if n > message.last_committed and s.generation < message.generation]
+        if any(self._steps[n].done for n in given_up):
+            replica.restore()
+        for number in given_up:
+            del self._steps[number]
+
+    def _can_apply(self, step: LocalStep) -> bool:
+        if step.commit is None or not step.announced or self._replica is None:
+            return False
+        return len(step.means) == len(self._replica.bucket_ids()) or not step.means
+
+    def _advance(self) -> None:
+        """Do one piece of work, so that messages are looked at in between."""
+        replica, step = self._replica, self._steps.get(self._committed + 1)
+        if replica is None or step is None:
+            return
+        if self._can_apply(step):
+            self._apply(replica, step)
+        elif step.todo:
+            message, payload = step.todo.pop(0)
+            if message.shard not in step.done:
+                self._work(replica, step, message, payload)
+
+    def _work(self, replica: Replica, step: LocalStep, message: Shard, payload: memoryview) -> None:
+        wait_s = time.monotonic() - self._idle_since
+        self._on_progress("working", message.generation, self._committed)
+        try:
+            parts = self._unpack(message.batch, payload)
+            result = self._run_shard(replica, message, parts)
+        except Exception as error:  # the user's model or loss; shown in the orchestrator's cell
+            replica.restore()
+            self._fail(error, message.run_id, message.step, message.shard)
+            return
+        step.done.add(message.shard)
+        finite = result.finite and (not message.solo or replica.scaled or replica.gradients_finite())
+        self._send(
+            Ready(
+                message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count, finite,
+                message.rows, result.forward_s, result.backward_s, wait_s,
+            ),
+            (),
+        )  # fmt: skip
+        self._idle_since = time.monotonic()
+        if message.solo and finite:
+            scale = message.global_rows / result.count if result.count else 0.0
+            step.commit = Commit(scale, replica.scaled and not replica.gradients_finite())
+
+    def _run_shard(self, replica: Replica, message: Shard, parts: list[Any]) -> Any:
+        """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
+
+        def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
+            spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
+            head = GradientBucket(message.run_id, message.generation, message.step, message.shard, bucket, present, spec)
+            self._send(head, [tensor_bytes(flat)])
+
+        while True:
+            pieces = parts if self._pieces == 1 else [p for part in parts for p in _cut(part, self._pieces)]
+            work = ShardWork(message.step, message.shard, pieces, message.rows, message.global_rows)
+            try:
+                return replica.run_shard(work, None if message.solo else on_bucket)
+            except torch.OutOfMemoryError:
+                if self._pieces >= message.rows:
+                    raise
+                self._pieces *= 2
+                log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
+                replica.restore()
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _apply(self, replica: Replica, step: LocalStep) -> None:
+        assert step.commit is not None and self._prepare is not None
+        started = time.monotonic()
+        if not step.means:
+            replica.apply(None, step.commit)
+        elif self._prepare.spec.optimizer_site == "orchestrator":
+            replica.take_parameters({bucket: flat for bucket, (_, flat) in step.means.items()})
+        else:
+            replica.apply(step.means, step.commit)
+        self._committed += 1
+        del self._steps[self._committed]
+        self._generation = step.generation
+        self._send(
+            Committed(
+                self._run_id, step.generation, self._committed, replica.parameter_hash() if step.want_hash else "",
+                time.monotonic() - started, replica.learning_rate(), step.commit.skip,
+            ),
+            (),
+        )  # fmt: skip
+        self._idle_since = time.monotonic()
+        self._on_progress("ready", self._generation, self._committed)
+
+    def _fail(self, error: Exception, run_id: str, step: int, shard: int) -> None:
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        text = str(error)
+        if memory:
+            text += ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
+        trace = "".join(traceback.format_exception(error))
+        generation = self._steps[step].generation if step in self._steps else self._generation
+        self._send(
+            Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace), ()
+        )
+
+
+def _cut(part: Any, pieces: int) -> list[Any]:
+    """Cut one batch into at most `pieces` parts of about equal size."""
+    rows = num_rows(part)
+    edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
+    return split_rows(part, list(zip(edges, edges[1:], strict=False)))

@@ -1,0 +1,109 @@
+"""A worker's end of the session: dials, says hello, feeds the loop, and tells the loop when the session ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from guava_nb.engine.hardware import describe
+from guava_nb.engine.loop import WorkerLoop
+from guava_nb.errors import GuavaError, LinkClosed
+from guava_nb.link.dialler import dial
+from guava_nb.link.events import (
+    MessageArrived,
+    SessionClosed,
+    SessionEvent,
+    SessionResumed,
+    SessionSuspect,
+)
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.session import Session
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Message, channel_of
+
+__all__ = ["Membership"]
+
+#: state, last committed step (-1 before the first), one sentence.
+Report = Callable[[str, int, str], None]
+
+
+class Membership:
+    """One worker in one session.
+
+    Args:
+        code: where to go and what to prove.
+        device: where the replica lives.
+        name: wanted name; the orchestrator makes it unique.
+        own_model: trained in place in the calling process.
+        report: called on every change of state; from any thread.
+    """
+
+    def __init__(
+        self,
+        code: JoinCode,
+        device: torch.device,
+        name: str = "",
+        *,
+        own_model: torch.nn.Module | None = None,
+        identity: bytes | None = None,
+        options: LinkOptions | None = None,
+        report: Report = lambda state, step, detail: None,
+    ) -> None:
+        """Prepare; `run` dials."""
+        self._code, self._identity, self._options = code, identity, options or LinkOptions()
+        self._hello = describe(device, name, "worker" if own_model is not None else "spawned")
+        self._report = report
+        self._session: Session | None = None
+        self._closed: GuavaError | None = None
+        self._by_peer = False
+        self._step = -1
+        self._ended = threading.Event()
+        self.loop = WorkerLoop(self._send, device, own_model, self._on_progress)
+
+    def run(self) -> str:
+        """Work until the session ends; returns why it ended.
+
+        Raises:
+            GuavaError: the join failed, or the orchestrator was lost.
+        """
+        self._report("joining", -1, f"dialling {self._code.address}")
+        self._session = dial(self._code, self._on_event, self._options, self._identity)
+        self._send(self._hello, ())
+        try:
+            self.loop.run()
+        finally:
+            self._session.close("the worker left")
+        if self._closed is not None and not self._by_peer:
+            raise self._closed
+        return str(self._closed) if self._closed is not None else "left"
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the orchestrator; from any thread. Does nothing once the session is closed."""
+        if self._session is not None:
+            self._send(message, ())
+
+    def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        assert self._session is not None
+        try:
+            self._session.send(message, channel_of(message), buffers)
+        except LinkClosed:
+            self._ended.set()  # the loop gets its SessionClosed in a moment
+
+    def _on_event(self, event: SessionEvent) -> None:
+        if isinstance(event, MessageArrived):
+            self.loop.post(event.message, event.payload, event.done)
+        elif isinstance(event, SessionClosed):
+            self._closed, self._by_peer = event.cause, event.by_peer
+            self.loop.end()
+        elif isinstance(event, SessionSuspect):
+            self._report("reconnecting", self._step, str(event.cause))
+        elif isinstance(event, SessionResumed):
+            self._report("ready", self._step, "the connection is back")
+
+    def _on_progress(self, state: str, generation: int, step: int) -> None:
+        self._step = step
+        if self._session is not None:
+            self._session.set_progress(generation, step)
+        self._report(state, step, self.loop.name)

@@ -1,0 +1,43 @@
+"""One tqdm bar for a run that is watched from a script."""
+
+from __future__ import annotations
+
+import sys
+
+from tqdm import tqdm
+
+from guava_nb.engine.run import Run
+from guava_nb.engine.status import RunStatus
+
+__all__ = ["watch"]
+
+REFRESH_S = 0.25
+
+
+def watch(run: Run, show: bool = True) -> None:
+    """Wait for the run on the calling thread, with a bar; an interrupt stops the run, a second one at once."""
+    bar = tqdm(
+        total=run.total_steps, unit="step", file=sys.stderr, mininterval=0.5, disable=not show, dynamic_ncols=True, leave=True
+    )
+    try:
+        while True:
+            try:
+                ended = run.wait(REFRESH_S)
+                _update(bar, run.status())
+                if ended:
+                    return
+            except KeyboardInterrupt:
+                run.interrupt()
+    finally:
+        bar.close()
+
+
+def _update(bar: tqdm, status: RunStatus) -> None:  # type: ignore[type-arg]
+    postfix = {"epoch": f"{status.epoch}/{status.num_epochs}"}
+    if status.loss is not None:
+        postfix["loss"] = f"{status.loss:.4f}"
+    if status.val and status.val[-1][2] is not None:
+        postfix["val acc"] = f"{status.val[-1][2]:.4f}"
+    bar.set_description(status.state, refresh=False)
+    bar.set_postfix(postfix, refresh=False)
+    bar.update(status.step - bar.n)

@@ -1,0 +1,96 @@
+"""Gathers what a status shows from the cluster, the sessions and the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from guava_nb.config import DistributedConfig
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.roster import Member
+from guava_nb.engine.run import Run
+from guava_nb.engine.status import Status, WireBytes, WorkerStatus
+from guava_nb.link.session import Session
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Channel, RunSpec
+
+__all__ = ["survey", "wire_bytes", "wire_meter"]
+
+
+def survey(
+    cluster: Cluster | None,
+    code: JoinCode | None,
+    config: DistributedConfig,
+    run: Run | None,
+    cells: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> Status:
+    """Return a snapshot of a session."""
+    workers = () if cluster is None else tuple(_worker(m, cluster.session(m.rank), run) for m in cluster.members())
+    return Status(
+        state="closed" if cluster is None else "open",
+        address="" if code is None else code.address,
+        mode="data",
+        expected_workers=config.num_workers,
+        workers=workers,
+        run=None if run is None else run.status(),
+        cells=cells,
+        notes=notes,
+    )
+
+
+def _worker(member: Member, session: Session | None, run: Run | None) -> WorkerStatus:
+    busy = run is not None and not run.done and member.state == "ready"
+    return WorkerStatus(
+        name=member.name,
+        rank=member.rank,
+        state="working" if busy else member.state,
+        device=member.hello.device,
+        device_name=member.hello.device_name,
+        hostname=member.hello.hostname,
+        share=member.share,
+        step_s=member.step_s,
+        wait_s=member.wait_s,
+        round_trip_s=session.round_trip_s if session is not None else None,
+        samples=member.samples,
+        out_bytes=sum(session.wire_out.values()) if session is not None else 0,
+        in_bytes=sum(session.wire_in.values()) if session is not None else 0,
+        detail=member.detail,
+    )
+
+
+def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireBytes:
+    """Add up the counters of sessions by kind of traffic."""
+    out = {channel: 0 for channel in Channel}
+    back = {channel: 0 for channel in Channel}
+    for session in sessions:
+        for total, counted in ((out, session.wire_out), (back, session.wire_in)):
+            for channel, nbytes in counted.items():
+                total[Channel(channel)] += nbytes
+    gradient, parameter = back[Channel.GRADIENT], out[Channel.CHECKPOINT] + back[Channel.CHECKPOINT]
+    if parameters_come_down:
+        parameter += out[Channel.GRADIENT]
+    else:
+        gradient += out[Channel.GRADIENT]
+    samples = out[Channel.BATCH]
+    total_out, total_in = sum(out.values()), sum(back.values())
+    return WireBytes(
+        out_bytes=total_out,
+        in_bytes=total_in,
+        sample_bytes=samples,
+        gradient_bytes=gradient,
+        activation_bytes=out[Channel.ACTIVATION] + back[Channel.ACTIVATION],
+        parameter_bytes=parameter,
+        control_bytes=total_out + total_in - samples - gradient - parameter,
+    )
+
+
+def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
+    """Return a function that counts the bytes since now, of workers that are gone too."""
+    down = spec.optimizer_site == "orchestrator"
+    start = wire_bytes(cluster.all_sessions(), down)
+
+    def read() -> WireBytes:
+        now = wire_bytes(cluster.all_sessions(), down)
+        return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
+
+    return read

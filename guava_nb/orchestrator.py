@@ -1,0 +1,497 @@
+"""The orchestrator as its user holds it: opens the session, shares source, trains, validates, saves.
+
+Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar for scripts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from guava_nb.config import DistributedConfig
+from guava_nb.data.feed import Feed
+from guava_nb.engine import checkpoint, source
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.compose import Reference, build_spec, factory_name, plain_arguments
+from guava_nb.engine.ensemble import Ensemble, raise_for
+from guava_nb.engine.evaluation import Evaluation
+from guava_nb.engine.job import Job, NobodyLeft
+from guava_nb.engine.launcher import WorkerHandle, launch
+from guava_nb.engine.options import link_options
+from guava_nb.engine.output import OutputLog
+from guava_nb.engine.plan import Position, TrainingPlan
+from guava_nb.engine.progress import watch
+from guava_nb.engine.replica import Replica
+from guava_nb.engine.run import Run
+from guava_nb.engine.status import Status
+from guava_nb.engine.survey import survey, wire_meter
+from guava_nb.engine.training import TrainingJob
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, WorkerLost
+from guava_nb.link.listener import Listener
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Factory, RunSpec
+
+__all__ = ["Orchestrator"]
+
+log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """One training session on the side that has the data. A context manager.
+
+    Args:
+        config: settings; `overrides` replace single fields of it.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
+        """Check the settings; nothing is started before `open`."""
+        self.config = replace(config or DistributedConfig(), **overrides)
+        self.config.validate()
+        self.run: Run | None = None
+        self._ledger = source.SourceLedger()
+        self._factory: Factory | None = None
+        self._instance: torch.nn.Module | None = None
+        self._ensemble: Ensemble | None = None
+        self._job: TrainingJob | None = None
+        self._resume: tuple[Path, dict[str, Any]] | None = None
+        self._local: list[WorkerHandle] = []
+        self._numbers = itertools.count(1)
+        self._notices: list[str] = []
+        self._listener: Listener | None = None
+        self._cluster: Cluster | None = None
+        self._code: JoinCode | None = None
+        self._log_folder = Path(tempfile.gettempdir()) / "guava_nb" / time.strftime("session-%Y%m%d-%H%M%S")
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    def open(self) -> JoinCode:
+        """Start listening and return the join code; an open session just returns its code again.
+
+        Raises:
+            ConfigError: the address cannot be listened on; the message names it.
+        """
+        if self._code is None:
+            cluster = Cluster(OutputLog(self._log_folder), self._notice)
+            listener = Listener(
+                link_options(self.config), cluster.on_event, self.config.master_ip, self.config.master_port, tls=self.config.tls
+            )
+            listener.start()
+            self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
+        return self._code
+
+    @property
+    def join_code(self) -> JoinCode:
+        """The code that workers join with.
+
+        Raises:
+            ClusterError: the session is not open.
+        """
+        self._open_cluster()
+        assert self._code is not None
+        return self._code
+
+    @property
+    def expected_workers(self) -> int:
+        """How many workers the configuration speaks of."""
+        return self.config.num_workers
+
+    def close(self) -> None:
+        """Stop the run, say goodbye to all workers, free the port. Safe to call twice."""
+        if self._job is not None and not self._job.run.done:
+            self._job.interrupt()
+            self._job.interrupt()
+            self._job.join(10.0)
+        if self._cluster is not None:
+            self._cluster.close()
+        if self._listener is not None:
+            self._listener.close()
+        for worker in self._local:
+            worker.close()
+        self._local.clear()
+        self._cluster = self._listener = self._code = self._ensemble = None
+
+    def __enter__(self) -> Orchestrator:
+        """Open the session."""
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    def _open_cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise ClusterError("the session is not open: call open(), or run %guava_up")
+        return self._cluster
+
+    def _notice(self, sentence: str) -> None:
+        log.info("%s", sentence)
+        self._notices.append(sentence)
+        del self._notices[:-100]
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def wait_for_workers(
+        self, count: int | None = None, timeout: float | None = None, on_wait: Callable[[int], None] | None = None
+    ) -> list[str]:
+        """Wait until `count` (default: the configuration's `num_workers`) are there; returns their names.
+
+        Args:
+            timeout: seconds; None waits until they come or the wait is interrupted.
+            on_wait: called a few times a second with the number that is there.
+
+        Raises:
+            RendezvousTimeout: too few came in time.
+        """
+        cluster = self._open_cluster()
+        return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
+
+    def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
+        """Start worker processes on this machine; they join by themselves.
+
+        Args:
+            threads: torch's threads in each.
+        """
+        code = self.join_code
+        if code.host in ("0.0.0.0", "::"):
+            code = code.with_address("127.0.0.1", code.port)
+        started = [
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder) for k in range(count)
+        ]
+        self._local.extend(started)
+        return started
+
+    def share(self, text: str, name: str | None = None) -> str:
+        """Share source text with the workers: sent at the start of the next run; returns its name.
+
+        A cell with the same name replaces the older one.
+
+        Raises:
+            SourceError: it is no Python that another machine can run.
+        """
+        return self._ledger.add(name or f"cell-{len(self._ledger.cells()) + 1}", text)
+
+    def log(self, worker: str | None = None, n: int = 50) -> list[str]:
+        """Return the last lines that a worker printed; of all workers with their names in front.
+
+        Raises:
+            ConfigError: no worker of this name.
+        """
+        cluster = self._open_cluster()
+        names = [m.name for m in cluster.members()]
+        if worker is not None and worker not in names:
+            raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
+        return cluster.output.tail(worker, n)
+
+    def status(self) -> Status:
+        """Return a snapshot of the session for display."""
+        cells = tuple(cell.name for cell in self._ledger.cells())
+        return survey(self._cluster, self._code, self.config, self.run, cells, tuple(self._notices[-10:]))
+
+    # ---------------------------------------------------------------------------------------------------------- model
+
+    def register_model(self, model: Reference | torch.nn.Module, args: Mapping[str, Any] | None = None) -> None:
+        """Say what to train.
+
+        Args:
+            model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
+                instance, whose class must be shared or importable and whose weights are where training starts.
+            args: plain data.
+
+        Raises:
+            SourceError: it exists only here.
+            ConfigError: an argument cannot travel.
+        """
+        shared = self._shared()
+        instance = model if isinstance(model, torch.nn.Module) else None
+        reference = type(model) if isinstance(model, torch.nn.Module) else model
+        factory = Factory(factory_name("model", reference, shared), plain_arguments("model", args))
+        if instance is not None or factory != self._factory:
+            self._factory, self._instance = factory, instance
+            self._ensemble = None if instance is not None else self._ensemble
+
+    def _shared(self) -> ModuleType | None:
+        cells = self._ledger.cells()
+        if not cells:
+            return None
+        self._ledger.check()
+        return source.build_module(cells)
+
+    def _replica(self, spec: RunSpec, shared: ModuleType | None) -> Replica:
+        replica = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
+        if self._instance is not None:
+            weights = self._instance.state_dict()
+            checkpoint.check_model(Path("the registered model"), weights, replica.model.state_dict())
+            replica.model.load_state_dict(weights)
+        return replica
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def start_training(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        num_epochs: int = 1,
+        val_interval: int | None = None,
+        detach: bool = False,
+        *,
+        criterion: Reference | None = "CrossEntropyLoss",
+        criterion_args: Mapping[str, Any] | None = None,
+        step: Reference | None = None,
+        optimizer: Reference = "AdamW",
+        optimizer_args: Mapping[str, Any] | None = None,
+        scheduler: Reference | None = None,
+        scheduler_args: Mapping[str, Any] | None = None,
+        scheduler_interval: str | None = None,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int | None = None,
+        precision: str | None = None,
+        seed: int | None = None,
+        shares: Sequence[float] | None = None,
+        optimizer_site: str | None = None,
+        callbacks: Sequence[Any] = (),
+        split_fn: Callable[..., Any] | None = None,
+        resume: str | Path | None = None,
+        fresh: bool = False,
+        threads: int | None = None,
+        progress: bool = True,
+    ) -> Run:
+        """Train the registered model; blocks until the end unless `detach`.
+
+        A second call with the same model and the same shared cells goes on from where the weights are; with the same
+        optimizer, from its state too. `fresh` starts anew.
+
+        Args:
+            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches.
+            val_loader: for validation after each epoch, or every `val_interval` optimizer steps.
+            num_epochs: passes over the data; with `resume`, counted from the very beginning.
+            criterion: loss(outputs, targets) for batches (inputs, targets); a torch criterion's name or a shared function.
+            step: step(model, batch), instead of a criterion, for batches of any form.
+            optimizer: a torch.optim class, or a shared function of the named parameters.
+            optimizer_args: for the optimizer; None takes learning rate and weight decay of the configuration.
+            scheduler: a torch.optim.lr_scheduler class or a shared function of the optimizer.
+            scheduler_interval: "step", "epoch" or "validation".
+            max_grad_norm: clip to this global L2 norm.
+            accumulation_steps: loader batches per optimizer step.
+            precision: "fp32", "bf16", "fp16" or "fp64".
+            shares: relative share of each worker, in the order they joined.
+            optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
+            callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
+            split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+            resume: a checkpoint to go on from.
+            threads: torch's threads in each worker; None leaves them.
+            progress: show a bar while blocking.
+
+        Raises:
+            GuavaError: something is wrong, found before any work starts; or the run failed.
+        """
+        cluster = self._open_cluster()
+        if self.run is not None and not self.run.done:
+            raise ClusterError(f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop")
+        if not cluster.roster.ready():
+            raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here")
+        if num_epochs < 1:
+            raise ConfigError(f"num_epochs is {num_epochs}; at least 1 is needed")
+        shared = self._shared()
+        spec = build_spec(
+            self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+            criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
+            scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
+            max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+        )  # fmt: skip
+        plan = TrainingPlan(
+            feed=Feed(train_loader),
+            val_feed=None if val_loader is None else Feed(val_loader),
+            num_epochs=num_epochs,
+            val_interval=val_interval,
+            accumulation_steps=accumulation_steps or self.config.accumulation_steps,
+            shares=shares,
+            callbacks=callbacks,
+            split_fn=split_fn,
+            prefetch_steps=self.config.prefetch_steps,
+            interrupt_grace_s=self.config.interrupt_grace_s,
+            rejoin_timeout_s=self.config.rejoin_timeout_s,
+            snapshot_every_steps=self.config.snapshot_every_steps,
+        )
+        ensemble = self._new_ensemble(spec, shared, fresh)
+        if resume is not None:
+            self.load_checkpoint(resume)
+        self._apply_resume(ensemble, plan)
+        return self._launch(ensemble, plan, detach, progress)
+
+    def _needed_factory(self) -> Factory:
+        if self._factory is None:
+            raise ConfigError("no model: call register_model(Net), or give --model Net to %guava_train")
+        return self._factory
+
+    def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
+        old, cells = self._ensemble, self._ledger.cells()
+        ensemble = Ensemble(f"run-{next(self._numbers)}", spec, cells, self._replica(spec, shared))
+        if old is not None and not fresh and old.spec.model == spec.model and old.cells == cells:
+            state = self._state_of(old)
+            same = (old.spec.optimizer, old.spec.scheduler) == (spec.optimizer, spec.scheduler)
+            ensemble.master.load_state(state if same else {"model": state["model"]})
+            self._notice("going on from the weights of the last run; fresh=True (--fresh) starts anew")
+        return ensemble
+
+    def _apply_resume(self, ensemble: Ensemble, plan: TrainingPlan) -> None:
+        if self._resume is None:
+            return
+        (path, content), self._resume = self._resume, None
+        checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+        try:
+            ensemble.master.load_state({k: content[k] for k in ("model", "optimizer", "scheduler", "scaler") if k in content})
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
+            ) from error
+        ensemble.step = ensemble.master_step = int(content["step"])
+        plan.start = Position(**content["position"])
+        if plan.start.feed is not None:
+            plan.feed.restore(plan.start.feed)
+        if plan.start.epoch >= plan.num_epochs:
+            raise ConfigError(
+                f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}: nothing is left to do. "
+                "Ask for more epochs"
+            )
+
+    def _launch(self, ensemble: Ensemble, plan: TrainingPlan, detach: bool, progress: bool) -> Run:
+        cluster = self._open_cluster()
+        batches = plan.feed.batches_per_epoch
+        per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
+        total = None if per_epoch is None else per_epoch * plan.num_epochs - (ensemble.step + 1)
+        run = Run(ensemble.run_id, "data", plan.num_epochs, total)
+
+        def save(path: Path, position: Position, step: int) -> None:
+            checkpoint.write(path, ensemble.master.state(), step, position, ensemble.spec)
+
+        plan.save_every_steps = self.config.save_interval
+        plan.save_path = Path(self.config.checkpoint_dir) / f"{ensemble.run_id}.pt"
+        job = TrainingJob(ensemble, plan, run, cluster, save)
+        run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
+        self.run, self._job, self._ensemble = run, job, ensemble
+        job.start()
+        if detach:
+            return run
+        watch(run, progress)
+        return run.result()
+
+    def stop(self) -> None:
+        """Stop the run in progress after its current step; does nothing when there is none."""
+        if self.run is not None and not self.run.done:
+            self.run.stop()
+
+    # ------------------------------------------------------------------------------------------------- state and score
+
+    def _state_of(self, ensemble: Ensemble) -> dict[str, Any]:
+        """Return the state of the last committed step, fetched from a worker when it is not here."""
+        if ensemble.master_step == ensemble.step:
+            return ensemble.master.state()
+        job = Job(self._open_cluster())
+        ensemble.attach(job)
+        with job.attached():
+            try:
+                return ensemble.fetch(job, timeout_s=self.config.grace_s + self.config.silence_s)
+            except NobodyLeft as error:
+                raise WorkerLost(
+                    f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of "
+                    f"step {ensemble.master_step + 1}"
+                ) from error
+
+    def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
+        self._state_of(ensemble)
+        return ensemble.master.model
+
+    def validate(self, loader: Any, criterion: Reference = "CrossEntropyLoss") -> dict[str, Any]:
+        """Evaluate the current weights; returns loss, accuracy (None where it has no meaning) and samples.
+
+        Each sample counts once, whatever the number of workers. `criterion` is used when nothing was trained yet.
+
+        Raises:
+            ClusterError: a run is in progress, or no worker is here.
+        """
+        feed, cluster = Feed(loader), self._open_cluster()
+        ensemble = self._ensemble or self._untrained(criterion)
+        job = Job(cluster)
+        ensemble.attach(job)
+        evaluation = Evaluation(job, ensemble)
+        with job.attached():
+            try:
+                self._bring_up(job, ensemble)
+                return evaluation.run(feed).record()
+            except NobodyLeft as error:
+                raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
+
+    def _untrained(self, criterion: Reference) -> Ensemble:
+        shared = self._shared()
+        spec = build_spec(
+            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+            optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
+        )  # fmt: skip
+        ensemble = Ensemble(f"run-{next(self._numbers)}", spec, self._ledger.cells(), self._replica(spec, shared))
+        if self._resume is not None:
+            path, content = self._resume
+            checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+            ensemble.master.load_state({"model": content["model"]})
+        self._ensemble = ensemble
+        return ensemble
+
+    def _bring_up(self, job: Job, ensemble: Ensemble) -> None:
+        """Give the run and its state to workers that do not hold it."""
+        missing = sorted(job.ready - set(ensemble.in_step(job)))
+        if not missing:
+            return
+        state = ensemble.fetch(job)
+        raise_for(ensemble.prepare(job, missing), job)
+        ensemble.load(job, missing, state, ensemble.step)
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
+
+        During a run it is saved at the next boundary between steps.
+
+        Raises:
+            CheckpointError: nothing was trained yet, or the file cannot be written.
+            WorkerLost: the workers that hold the state are gone.
+        """
+        target = Path(path)
+        if self._ensemble is None or self._job is None:
+            raise CheckpointError("there is nothing to save: no run was started in this session")
+        if not self._job.run.done:
+            self._job.at_boundary(lambda: self._job_save(target)).result(timeout=self.config.rejoin_timeout_s)
+            return target
+        state = self._state_of(self._ensemble)
+        checkpoint.write(target, state, self._ensemble.step, self._job.position, self._ensemble.spec)
+        return target
+
+    def _job_save(self, target: Path) -> None:
+        assert self._ensemble is not None and self._job is not None
+        state = self._ensemble.fetch(self._job)
+        checkpoint.write(target, state, self._ensemble.step, self._job.position, self._ensemble.spec)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
+
+        Raises:
+            CheckpointError: it cannot be read, or (once a model is registered) belongs to another model.
+        """
+        target = Path(path)
+        content = checkpoint.read(target)
+        if self._ensemble is not None:
+            checkpoint.check_model(target, content["model"], self._ensemble.master.model.state_dict())
+        self._resume = (target, content)
+        return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}
