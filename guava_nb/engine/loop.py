@@ -20,7 +20,8 @@ import torch
 from guava_nb.data.split import num_rows, split_rows
 from guava_nb.data.tree import pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
-from guava_nb.engine.replica import Replica, ShardWork
+from guava_nb.engine.replica import Replica
+from guava_nb.engine.work import ShardResult, ShardWork
 from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
@@ -332,7 +333,7 @@ class WorkerLoop:
     def _can_apply(self, step: LocalStep) -> bool:
         if step.commit is None or not step.announced or self._replica is None:
             return False
-        return len(step.means) == len(self._replica.bucket_ids()) or not step.means
+        return len(step.means) == len(self._replica.layout.numbers) or not step.means
 
     def _advance(self) -> None:
         """Do one piece of work, so that messages are looked at in between."""
@@ -357,20 +358,20 @@ class WorkerLoop:
             self._fail(error, message.run_id, message.step, message.shard)
             return
         step.done.add(message.shard)
-        finite = result.finite and (not message.solo or replica.scaled or replica.gradients_finite())
         self._send(
             Ready(
-                message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count, finite,
-                message.rows, result.forward_s, result.backward_s, wait_s,
+                message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
+                result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
             ),
             (),
         )  # fmt: skip
         self._idle_since = time.monotonic()
-        if message.solo and finite:
+        scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
+        if message.solo and (result.finite or scaled):
             scale = message.global_rows / result.count if result.count else 0.0
-            step.commit = Commit(scale, replica.scaled and not replica.gradients_finite())
+            step.commit = Commit(scale, skip=not result.finite)
 
-    def _run_shard(self, replica: Replica, message: Shard, parts: list[Any]) -> Any:
+    def _run_shard(self, replica: Replica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
 
         def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
@@ -398,7 +399,7 @@ class WorkerLoop:
         if not step.means:
             replica.apply(None, step.commit)
         elif self._prepare.spec.optimizer_site == "orchestrator":
-            replica.take_parameters({bucket: flat for bucket, (_, flat) in step.means.items()})
+            replica.take_parameters(step.means)
         else:
             replica.apply(step.means, step.commit)
         self._committed += 1
@@ -407,7 +408,7 @@ class WorkerLoop:
         self._send(
             Committed(
                 self._run_id, step.generation, self._committed, replica.parameter_hash() if step.want_hash else "",
-                time.monotonic() - started, replica.learning_rate(), step.commit.skip,
+                time.monotonic() - started, replica.learning_rate, step.commit.skip,
             ),
             (),
         )  # fmt: skip

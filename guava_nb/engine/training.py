@@ -20,7 +20,7 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.events import Interrupted, Wake
-from guava_nb.engine.exchange import StarExchange
+from guava_nb.engine.star import StarExchange
 from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.flight import Flight
 from guava_nb.engine.job import Job, NobodyLeft, StopRequested
@@ -178,8 +178,8 @@ class TrainingJob(Job):
             self._due.discard("validate")
             self._validate()
         records = [record for record in self.run.history if record["epoch"] == epoch + 1]
-        count = sum(record["count"] for record in records)
-        loss = sum(record["loss"] * record["count"] for record in records) / count if count else float("nan")
+        samples = sum(record["samples"] for record in records)
+        loss = sum(record["loss"] * record["samples"] for record in records) / samples if samples else float("nan")
         if self._spec.scheduler is not None and self._spec.scheduler_interval == "epoch":
             self._tick(self.run.validations[-1]["loss"] if self.run.validations else loss)
         self._call("on_epoch", {"epoch": epoch + 1, "loss": loss, "samples": self.ledger.committed_in(epoch)})

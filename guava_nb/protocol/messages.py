@@ -356,6 +356,7 @@ class Ready(Message):
     forward_s: float
     backward_s: float
     wait_s: float  # time without work since the last commit
+    culprit: str = ""  # for a lone worker: the first parameter or buffer that is not finite
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

@@ -13,6 +13,7 @@ import torch
 
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.tree import tensor_bytes, tensor_from
+from guava_nb.engine.buckets import BUFFERS
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.flight import Flight, SplitFn, plan_step
 from guava_nb.engine.job import Job
@@ -74,7 +75,7 @@ class StarExchange:
         tasks, shards = plan_step(
             ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, split_fn=split
         )
-        buckets = () if solo else ensemble.master.bucket_ids()
+        buckets = () if solo else ensemble.master.layout.numbers
         machine = StepMachine(step, generation, tasks, buckets, ensemble.spec.precision == "fp16", solo)
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
@@ -124,7 +125,11 @@ class StarExchange:
         member.samples += message.rows
         flight = self._flight(message)
         if flight is not None:
-            self._carry_out(flight, flight.machine.on_ready(rank, message))
+            instructions = flight.machine.on_ready(rank, message)
+            for instruction in instructions:
+                if isinstance(instruction, Halt):
+                    raise self._not_finite(flight, instruction, None, message.culprit)
+            self._carry_out(flight, instructions)
 
     def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Committed)
@@ -142,13 +147,11 @@ class StarExchange:
                     self._send_sum(flight, bucket, commit)
                 case Reissue(shard, rank):
                     self._job.cluster.send(rank, *flight.shards[shard])
-                case Halt():
-                    raise self._not_finite(flight, instruction, None)
                 case Decided(commit, loss_sum, count):
                     self._commit(flight, commit, loss_sum, count)
 
     def _send_sum(self, flight: Flight, bucket: int, commit: Commit | None) -> None:
-        present, total = flight.sums[bucket].result(self._ensemble.master.present_bytes(bucket))
+        present, total = flight.sums[bucket].result(self._ensemble.master.layout.bucket(bucket).present_bytes)
         self._send_flat(flight, bucket, present, total, commit)
 
     def _send_flat(self, flight: Flight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None) -> None:
@@ -171,20 +174,23 @@ class StarExchange:
     def _apply_here(self, flight: Flight, commit: Commit) -> None:
         """optimizer_site="orchestrator": the master takes the step, its new values go out."""
         master = self._ensemble.master
-        sums = {b: flight.sums[b].result(master.present_bytes(b)) for b in flight.machine.buckets}
+        sums = {b: flight.sums[b].result(master.layout.bucket(b).present_bytes) for b in flight.machine.buckets}
+        buffers = sums.get(BUFFERS)
+        averaged = None if buffers is None else (buffers[0], buffers[1].clone())
         master.apply(sums, commit)
-        self._ensemble.master_step = flight.machine.step
-        values = [(bucket, master.bucket_values(bucket)) for bucket in flight.machine.buckets]
-        for index, (bucket, flat) in enumerate(values):
+        values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
+        for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
-            self._send_flat(flight, bucket, b"", flat, commit if last else None)
+            self._send_flat(flight, bucket, present, flat, commit if last else None)
 
-    def _not_finite(self, flight: Flight, halt: Halt, tensor: torch.Tensor | None) -> NotFinite:
+    def _not_finite(self, flight: Flight, halt: Halt, tensor: torch.Tensor | None, culprit: str = "") -> NotFinite:
         task = flight.machine.tasks[halt.shard]
-        where = "the loss" if halt.bucket is None else self._ensemble.master.locate_not_finite(halt.bucket, tensor)
+        if halt.bucket is not None and tensor is not None:
+            culprit = (self._ensemble.master.layout.bucket(halt.bucket).not_finite(tensor) or [""])[0]
+        where = f"the gradient of {culprit}" if culprit else "the loss"
         ids = f"samples {task.sample_ids[0]} to {task.sample_ids[-1]}" if task.sample_ids else "its samples"
         return NotFinite(
-            f"NaN or Inf in {where} from {self._job.cluster.name(halt.rank)} at step {flight.machine.step + 1} ({ids}, {task.rows} "
-            "rows). The step was not applied anywhere. Look at these samples, lower the learning rate, or clip with "
-            "max_grad_norm"
+            f"NaN or Inf in {where} on {self._job.cluster.name(halt.rank)} at step {flight.machine.step + 1} ({ids}, "
+            f"{task.rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, or clip "
+            "with max_grad_norm"
         )
