@@ -398,7 +398,7 @@ class WorkerLoop:
         started = time.monotonic()
         if not step.means:
             replica.apply(None, step.commit)
-        elif self._prepare.spec.optimizer_site == "orchestrator":
+        elif self._prepare.spec.optimizer_site == "orchestrator" and not step.commit.skip:
             replica.take_parameters(step.means)
         else:
             replica.apply(step.means, step.commit)
