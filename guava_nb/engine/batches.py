@@ -1,0 +1,85 @@
+"""A batch on its way into a model: on the right device, in the right precision, with its rows counted.
+
+Knows nested batches; knows nothing of models or losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["count_rows", "place"]
+
+
+def place(batch: Any, device: torch.device, double: bool = False) -> Any:
+    """Return the batch with its tensors on `device`; on the CPU nothing is copied.
+
+    Args:
+        batch: any nesting of dict, list, tuple, namedtuple and dataclass around tensors; anything else stays as it is.
+        device: where the model is.
+        double: also turn floating-point tensors into float64 (complex ones into complex128), as a float64 run needs.
+    """
+    if device.type == "cpu" and not double:
+        return batch
+    return _place(batch, device, double)
+
+
+def _place(value: Any, device: torch.device, double: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=_dtype(value, double), non_blocking=True)
+    if isinstance(value, Mapping):
+        items = {key: _place(item, device, double) for key, item in value.items()}
+        return items if type(value) is dict else _like_mapping(value, items)
+    if isinstance(value, tuple):
+        parts = [_place(item, device, double) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, list):
+        return [_place(item, device, double) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _place_dataclass(value, device, double)
+    return value
+
+
+def _dtype(value: Tensor, double: bool) -> torch.dtype:
+    if double and value.is_complex():
+        return torch.complex128
+    return torch.float64 if double and value.is_floating_point() else value.dtype
+
+
+def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Keep the class of an unusual mapping (OrderedDict, a tokenizer's batch) where it can be filled in place."""
+    clone = copy.copy(value)
+    try:
+        clone.update(items)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return items
+    return clone
+
+
+def _place_dataclass(value: Any, device: torch.device, double: bool) -> Any:
+    clone = copy.copy(value)
+    for field in dataclasses.fields(value):
+        # A frozen dataclass refuses setattr; the clone is ours alone, so this is still its construction.
+        object.__setattr__(clone, field.name, _place(getattr(value, field.name), device, double))
+    return clone
+
+
+def count_rows(batch: Any) -> int | None:
+    """Return the samples in a batch: the first axis of the first tensor or array in it; None when there is none."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return int(batch.shape[0]) if batch.ndim else None
+    if isinstance(batch, Mapping):
+        children = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        children = list(batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        children = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        return None
+    return next((rows for rows in map(count_rows, children) if rows is not None), None)

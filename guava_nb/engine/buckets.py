@@ -1,0 +1,193 @@
+"""How gradients are cut into buckets, the same on every machine.
+
+Knows parameters' names, shapes and dtypes; knows no gradients and no network. Parameters stand in reverse order,
+because backward reaches the last ones first: bucket 0 is the first to be complete. A bucket holds one wire dtype.
+Half-precision parameters travel as float32, so that sums do not overflow or round in half precision; all others travel
+as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from guava_nb.errors import ConfigError, LocalProtocolError
+
+__all__ = ["BUFFERS", "Bucket", "BucketLayout", "build_layout", "pack_present", "present_at", "wire_dtype"]
+
+#: Number of the bucket that carries a model's buffers instead of gradients.
+BUFFERS = -1
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a gradient of `dtype` travels and is summed."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def pack_present(present: Sequence[bool]) -> bytes:
+    """Return one bit per element, lowest bit of the first byte first."""
+    bits = sum(1 << i for i, is_present in enumerate(present) if is_present)
+    return bits.to_bytes((len(present) + 7) // 8, "little")
+
+
+def present_at(present: bytes, count: int) -> list[bool]:
+    """Read `count` bits that `pack_present` made.
+
+    Raises:
+        LocalProtocolError: there are too few bytes.
+    """
+    if len(present) != (count + 7) // 8:
+        raise LocalProtocolError(
+            f"{len(present)} bytes of presence bits for {count} tensors, expected {(count + 7) // 8}"
+        )
+    bits = int.from_bytes(present, "little")
+    return [bool(bits >> i & 1) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket: tensors that travel as one flat tensor.
+
+    Attributes:
+        index: its number; 0 is complete first, `BUFFERS` carries buffers.
+        names: full names, in the order in which they lie in the flat tensor.
+        shapes: their shapes.
+        dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where some buffer is.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the flat tensor. The buffer bucket carries at most so many: what did not move stays at home."""
+        return sum(self.sizes)
+
+    @property
+    def present_bytes(self) -> int:
+        """Length of the presence bits, in bytes."""
+        return (len(self.names) + 7) // 8
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Cut a flat tensor into its parameters' shapes without copying.
+
+        Raises:
+            LocalProtocolError: it has another size.
+        """
+        if flat.numel() != self.numel:
+            raise LocalProtocolError(f"bucket {self.index} has {self.numel} elements, {flat.numel()} came")
+        parts = flat.reshape(-1).split(self.sizes)  # type: ignore[no-untyped-call]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def not_finite(self, flat: Tensor) -> list[str]:
+        """Return the names whose values contain NaN or Inf."""
+        pairs = zip(self.names, self.views(flat), strict=True)
+        return [name for name, view in pairs if not bool(torch.isfinite(view).all())]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """All buckets of a model.
+
+    Attributes:
+        buckets: the gradient buckets, by index.
+        buffers: the bucket of all buffers, None where the model has none.
+        fingerprint: further facts that must be equal everywhere (frozen parameters, buffers).
+    """
+
+    buckets: tuple[Bucket, ...]
+    buffers: Bucket | None = None
+    fingerprint: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the buckets that every shard hands over."""
+        own = tuple(bucket.index for bucket in self.buckets)
+        return own if self.buffers is None else (*own, BUFFERS)
+
+    def bucket(self, number: int) -> Bucket:
+        """Return a bucket by its number.
+
+        Raises:
+            LocalProtocolError: there is none.
+        """
+        if number == BUFFERS and self.buffers is not None:
+            return self.buffers
+        if not 0 <= number < len(self.buckets):
+            raise LocalProtocolError(f"there is no bucket {number}; this model has {list(self.numbers)}")
+        return self.buckets[number]
+
+    def digest(self) -> str:
+        """Return a digest of names, shapes, dtypes and buckets; devices do not count."""
+        hasher = hashlib.sha256()
+        for bucket in self.buckets:
+            hasher.update(repr((bucket.index, bucket.names, bucket.shapes, str(bucket.dtype))).encode())
+        hasher.update(repr(self.fingerprint).encode())
+        return hasher.hexdigest()
+
+
+def build_layout(model: nn.Module, bucket_bytes: int) -> BucketLayout:
+    """Cut a model's trainable parameters into buckets of about `bucket_bytes`; tied parameters stand once.
+
+    Raises:
+        ConfigError: a parameter has no shape yet (a lazy layer).
+    """
+    return BucketLayout(_gradient_buckets(model, bucket_bytes), _buffer_bucket(model), tuple(_facts(model)))
+
+
+def _gradient_buckets(model: nn.Module, bucket_bytes: int) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    open_groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    filled: dict[torch.dtype, int] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        names, parameters = zip(*open_groups.pop(dtype), strict=True)
+        buckets.append(Bucket(len(buckets), names, tuple(tuple(p.shape) for p in parameters), dtype))
+        filled[dtype] = 0
+
+    for name, parameter in reversed(list(model.named_parameters())):
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet; run the lazy layer once inside the model factory")
+        if not parameter.requires_grad:
+            continue
+        dtype = wire_dtype(parameter.dtype)
+        nbytes = parameter.numel() * dtype.itemsize
+        if open_groups.get(dtype) and filled[dtype] + nbytes > bucket_bytes:
+            close(dtype)
+        open_groups.setdefault(dtype, []).append((name, parameter))
+        filled[dtype] = filled.get(dtype, 0) + nbytes
+    for dtype in list(open_groups):
+        close(dtype)
+    return tuple(buckets)
+
+
+def _buffer_bucket(model: nn.Module) -> Bucket | None:
+    named = list(model.named_buffers())
+    if not named:
+        return None
+    double = any(b.dtype in (torch.float64, torch.complex128) for _, b in named)
+    shapes = tuple(tuple(b.shape) for _, b in named)
+    return Bucket(BUFFERS, tuple(name for name, _ in named), shapes, torch.float64 if double else torch.float32)
+
+
+def _facts(model: nn.Module) -> Iterable[str]:
+    for name, parameter in model.named_parameters():
+        yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+    for name, buffer in model.named_buffers():
+        yield f"{name} {tuple(buffer.shape)} {buffer.dtype}"

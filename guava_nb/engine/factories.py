@@ -1,0 +1,108 @@
+"""Names and arguments from a run's record turned into objects, with errors that help.
+
+Knows torch's own names and a `resolve` callable for shared or importable ones; knows nothing of where those come from.
+A wrong name or argument is the user's mistake and becomes a ConfigError before anything trains; an exception inside the
+user's own function becomes a PreparationError with the exception chained. An ImportError passes as it is: the caller
+turns its module name into an install line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from guava_nb.errors import ConfigError, GuavaError, PreparationError
+
+__all__ = ["Resolve", "build", "check_arguments", "find", "near"]
+
+#: Returns the shared or importable object of a name; raises GuavaError, LookupError or AttributeError if there is none.
+Resolve = Callable[[str], object]
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'X'?)" for the known name closest to `name`, else an empty text."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return f" (did you mean {lower[match[0]]!r}?)" if match else ""
+
+
+def find(
+    role: str, name: str, torch_names: Mapping[str, Callable[..., Any]], where: str, resolve: Resolve
+) -> Callable[..., Any]:
+    """Return what `name` stands for: torch's own names first, then shared and importable ones.
+
+    Args:
+        role: what it is for, in the user's words: "optimizer", "criterion".
+        name: the name asked for.
+        torch_names: names that torch gives this role.
+        where: where torch keeps them, for the message.
+        resolve: finds shared and importable objects.
+
+    Raises:
+        ConfigError: nobody knows the name; the message gives the nearest one.
+    """
+    if name in torch_names:
+        return torch_names[name]
+    try:
+        found = resolve(name)
+    except ImportError:
+        raise
+    except (GuavaError, LookupError, AttributeError) as error:
+        hint = near(name, torch_names)
+        tail = f"{hint}, and it is no shared name: {error}" if where else f": {error}"
+        start = f"{role} {name!r} is not in {where}" if where else f"{role} {name!r} cannot be found"
+        raise ConfigError(f"{start}{tail}") from error
+    if not callable(found):
+        raise ConfigError(
+            f"{role} {name!r} is a {type(found).__name__}, which cannot be called; share a class or a function"
+        )
+    return found
+
+
+def check_arguments(role: str, name: str, function: Callable[..., Any], given: int, args: Mapping[str, Any]) -> None:
+    """Check that `function` can be called with `given` positional arguments and these named ones.
+
+    Raises:
+        ConfigError: it cannot; the message lists what it takes and names the nearest argument.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature says so itself when it is called
+        return
+    try:
+        signature.bind(*[None] * given, **args)
+    except TypeError as error:
+        accepted = [
+            p.name
+            for p in list(signature.parameters.values())[given:]
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        unknown = [key for key in args if key not in accepted]
+        takes = ", ".join(accepted) or "no named arguments"
+        if unknown:
+            text = f"{role} {name} does not take {unknown[0]!r}{near(unknown[0], accepted)}; it takes: {takes}"
+        else:
+            text = f"{role} {name}: {error}; it takes: {takes}"
+        raise ConfigError(text) from None
+
+
+def build(
+    role: str, name: str, function: Callable[..., Any], *positional: Any, from_torch: bool, args: Mapping[str, Any]
+) -> Any:
+    """Call a factory and return what it made.
+
+    Raises:
+        ConfigError: the arguments do not fit, or torch refuses their values.
+        PreparationError: the user's own code raised; the exception is chained.
+    """
+    check_arguments(role, name, function, len(positional), args)
+    try:
+        return function(*positional, **args)
+    except (ImportError, GuavaError):
+        raise
+    except Exception as error:
+        if from_torch:
+            raise ConfigError(f"{role} {name} refuses its arguments {dict(args)}: {error}") from error
+        raise PreparationError(f"{role} {name!r} raised {type(error).__name__}: {error}") from error

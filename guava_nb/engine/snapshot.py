@@ -1,0 +1,108 @@
+"""A replica's state as plain data: CPU tensors, numbers, strings, lists, tuples and dicts, and nothing else.
+
+So it travels as a typed record, and `torch.load(weights_only=True)` reads it. Knows state dicts; knows nothing of
+files.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from guava_nb.errors import CheckpointError
+
+__all__ = ["copied", "like", "load_model", "parameter_hash", "plain"]
+
+_Memo = dict[tuple[Any, ...], Tensor]
+
+
+def plain(value: Any, path: str = "state", memo: _Memo | None = None) -> Any:
+    """Return a copy made of plain values and contiguous CPU tensors; tensors that were one (tied weights) stay one.
+
+    Functions inside dicts are left out: whoever loads the state has made his own.
+
+    Raises:
+        CheckpointError: something else is inside; the message says where.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, Tensor):
+        return _plain_tensor(value, memo)
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain(item, f"{path}[{key!r}]", memo) for key, item in value.items() if not _is_function(item)}
+    if isinstance(value, list | tuple):
+        parts = [plain(item, f"{path}[{i}]", memo) for i, item in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which cannot be saved as plain data; keep numbers or tensors there"
+    )
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, Tensor | nn.Module)
+
+
+def _plain_tensor(tensor: Tensor, memo: _Memo) -> Tensor:
+    tensor = tensor.detach()
+    key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    if tensor.numel() == 0 or key not in memo:
+        clone = torch.empty(tensor.shape, dtype=tensor.dtype)
+        clone.copy_(tensor)
+        memo[key] = clone
+    return memo[key]
+
+
+def copied(value: Any) -> Any:
+    """Return a state whose tensors are not shared with the given one: torch's optimizers keep what they load."""
+    return plain(value)
+
+
+def like(template: Any, value: Any) -> Any:
+    """Give plain dicts back the class that the template has at the same place (a Counter, say)."""
+    if isinstance(template, Mapping) and isinstance(value, Mapping):
+        items = {key: like(template[key], item) if key in template else item for key, item in value.items()}
+        return collections.Counter(items) if isinstance(template, collections.Counter) else items
+    if isinstance(template, list | tuple) and isinstance(value, list | tuple) and len(template) == len(value):
+        return type(template)(like(t, v) for t, v in zip(template, value, strict=True))
+    return value
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copy a model state into a model.
+
+    Raises:
+        CheckpointError: it belongs to another model; the message names what differs.
+    """
+    own = model.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in state]
+    problems += [f"{name} is unknown" for name in state if name not in own]
+    for name, tensor in own.items():
+        other = state.get(name)
+        if isinstance(tensor, Tensor) and isinstance(other, Tensor) and tensor.shape != other.shape:
+            problems.append(f"{name} has shape {tuple(other.shape)}, the model has {tuple(tensor.shape)}")
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"this state belongs to another model: {'; '.join(problems[:3])}{more}")
+    given = collections.OrderedDict(state)
+    # Versions of the layers' formats: both sides run the same code, and plain data does not carry them.
+    given._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(given)
+
+
+def parameter_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return SHA-256 over names, dtypes, shapes and raw bytes, in order."""
+    hasher = hashlib.sha256()
+    for name, tensor in named:
+        value = tensor.detach().cpu().contiguous().reshape(-1)
+        hasher.update(f"{name} {value.dtype} {tuple(tensor.shape)}".encode())
+        hasher.update(value.view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
