@@ -188,14 +188,15 @@ def _mapping(tag: int) -> Callable[[_Packer, dict[Any, Any]], _Node]:
 def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
     try:
         address = value.data_ptr()
-        known = packer.seen.get(address)
-        if known is not None and _same_view(known[0], value):
-            return [nodes.TENSOR, known[1]]
+    except RuntimeError:  # sparse tensors have no address
+        raise Refused(value, "it has no plain memory; make it dense first") from None
+    known = packer.seen.get(address)
+    if known is not None and _same_view(known[0], value):
+        return [nodes.TENSOR, known[1]]
+    try:
         index = packer.add(dtype_name(value.dtype), tuple(value.shape), tensor_bytes(value))
     except ConfigError as error:
         raise Refused(value, str(error)) from None
-    except RuntimeError:  # torch refuses the address of a sparse tensor
-        raise Refused(value, "it has no plain memory; make it dense first") from None
     packer.seen[address] = value, index
     return [nodes.TENSOR, index]
 

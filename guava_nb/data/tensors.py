@@ -79,7 +79,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         raise ConfigError(f"a {_kind(tensor)} tensor has no plain memory that could travel; make it dense first")
     if tensor.numel() == 0:
         return memoryview(b"")
-    return _plain(tensor).reshape(-1).view(torch.uint8).numpy().data
+    plain = _plain(tensor)
+    # Not reshape(-1): that keeps the odd stride of an axis of size 1, and such a tensor cannot be seen as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) -> torch.Tensor:
