@@ -1,1 +1,1 @@
-"""Room."""
+"""Batches: how they are read, split into shares, and carried as bytes."""

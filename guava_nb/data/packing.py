@@ -1,0 +1,291 @@
+"""From a nested value to a `Tree` and the buffers of its payload. See `guava_nb.data.nodes` for the format.
+
+This is on the path of every training step: one dictionary look-up by exact type per value, and nothing is copied that
+torch can show as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from guava_nb.data import nodes
+from guava_nb.data.classes import class_name, is_dataclass_type, is_namedtuple_type
+from guava_nb.data.refusals import Refused, hint
+from guava_nb.data.tensors import dtype_name, tensor_bytes
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import TensorSpec, Tree
+
+__all__ = ["pack"]
+
+_PADDING = [memoryview(bytes(n)) for n in range(nodes.ALIGNMENT_BYTES)]
+_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_encode = msgspec.msgpack.Encoder().encode
+
+_Node = Any
+
+
+def pack(value: Any, name: str = "batch") -> tuple[Tree, list[memoryview]]:
+    """Describe a nested value and collect its bytes.
+
+    A tensor that occurs twice is sent once and is one tensor again on the other side. Gradients, and attributes of
+    dataclasses that are no fields, stay behind; `nn.Parameter` arrives as a tensor.
+
+    Args:
+        value: any nesting of tensors, numpy arrays and scalars, str, bytes, bytearray, numbers, bool, None, dict, list,
+            tuple, set, slice, namedtuple, dataclass, torch.Size, torch.dtype, torch.device.
+        name: what to call the value in an error.
+
+    Returns:
+        The record, and buffers whose concatenation is the payload. They show the value's own memory where possible: do
+        not write to its tensors before the buffers have been sent.
+
+    Raises:
+        ConfigError: something in it cannot travel; the message names its place, its type and what to do.
+    """
+    packer = _Packer()
+    try:
+        structure = _encode(packer.node(value))
+    except Refused as refused:
+        raise ConfigError(refused.sentence(name)) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{name} cannot travel to a worker: it contains itself, or is nested too deeply; flatten it in collate_fn"
+        ) from None
+    if len(structure) > nodes.INLINE_STRUCTURE_BYTES:
+        structure = packer.move_away(structure, name)
+    return Tree(structure, tuple(packer.specs)), packer.buffers
+
+
+class _Packer:
+    """Collects the tensors of one value while its structure is built."""
+
+    __slots__ = ("buffers", "nbytes", "seen", "specs")
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+        self.specs: list[TensorSpec] = []
+        self.nbytes = 0
+        self.seen: dict[int, tuple[torch.Tensor, int]] = {}  # by address; holding the tensor keeps it from being reused
+
+    def node(self, value: Any) -> _Node:
+        """The structure of one value."""
+        packer = _PACKERS.get(type(value))
+        return packer(self, value) if packer is not None else _pack_by_kind(self, value)
+
+    def add(self, dtype: str, shape: tuple[int, ...], view: memoryview) -> int:
+        """Put bytes into the payload at an aligned offset; returns their index."""
+        nbytes = view.nbytes
+        if nbytes:
+            padding = -self.nbytes % nodes.ALIGNMENT_BYTES
+            if padding:
+                self.buffers.append(_PADDING[padding])
+                self.nbytes += padding
+            self.buffers.append(view)
+        self.specs.append(TensorSpec(dtype, shape, self.nbytes, nbytes))
+        self.nbytes += nbytes
+        return len(self.specs) - 1
+
+    def add_bytes(self, raw: memoryview) -> int:
+        """Put plain bytes into the payload."""
+        return self.add("uint8", (raw.nbytes,), raw)
+
+    def move_away(self, structure: bytes, name: str) -> bytes:
+        """Put a big structure into the payload; returns the small one that points there."""
+        if len(structure) > nodes.MAX_STRUCTURE_BYTES:
+            raise ConfigError(
+                f"{name} holds {len(structure) >> 20} MiB of Python objects, the limit is "
+                f"{nodes.MAX_STRUCTURE_BYTES >> 20} MiB: turn lists of numbers into tensors in collate_fn"
+            )
+        return _encode([nodes.FAR_STRUCTURE, self.add_bytes(memoryview(structure))])
+
+
+def _itself(_packer: _Packer, value: Any) -> _Node:
+    return value
+
+
+def _int(_packer: _Packer, value: int) -> _Node:
+    if _MIN_INT <= value <= _MAX_INT:
+        return value
+    return [nodes.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+
+
+def _str(_packer: _Packer, value: str) -> _Node:
+    if value.isascii():
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # for instance a file name that is not valid UTF-8
+        return [nodes.ODD_STRING, value.encode("utf-8", "surrogatepass")]
+    return value
+
+
+def _bytes(packer: _Packer, value: bytes) -> _Node:
+    if len(value) <= nodes.INLINE_BYTES:
+        return value
+    return [nodes.LONG_BYTES, packer.add_bytes(memoryview(value))]
+
+
+def _bytearray(packer: _Packer, value: bytearray) -> _Node:
+    return [nodes.BYTEARRAY, packer.add_bytes(memoryview(value))]
+
+
+def _complex(_packer: _Packer, value: complex) -> _Node:
+    return [nodes.COMPLEX, value.real, value.imag]
+
+
+def _slice(packer: _Packer, value: slice) -> _Node:
+    return [nodes.SLICE, packer.node(value.start), packer.node(value.stop), packer.node(value.step)]
+
+
+def _size(_packer: _Packer, value: torch.Size) -> _Node:
+    return [nodes.SIZE, *value]
+
+
+def _dtype(_packer: _Packer, value: torch.dtype) -> _Node:
+    return [nodes.DTYPE, str(value).removeprefix("torch.")]
+
+
+def _device(_packer: _Packer, value: torch.device) -> _Node:
+    return [nodes.DEVICE, str(value)]
+
+
+def _sequence(tag: int) -> Callable[[_Packer, Iterable[Any]], _Node]:
+    def pack_items(packer: _Packer, value: Iterable[Any]) -> _Node:
+        node: list[_Node] = [tag]
+        try:
+            for item in value:
+                node.append(packer.node(item))
+        except Refused as refused:
+            raise refused.inside(f"[{len(node) - 1}]") from None
+        return node
+
+    return pack_items
+
+
+def _mapping(tag: int) -> Callable[[_Packer, dict[Any, Any]], _Node]:
+    def pack_pairs(packer: _Packer, value: dict[Any, Any]) -> _Node:
+        node: list[_Node] = [tag]
+        for key, item in value.items():
+            if type(key) not in _KEY_TYPES and not isinstance(key, (tuple, np.generic)):
+                raise Refused(key, "as a key of a dict it cannot travel; use str, int or tuple keys")
+            node.append(packer.node(key))
+            try:
+                node.append(packer.node(item))
+            except Refused as refused:
+                raise refused.inside(f"[{key!r}]") from None
+        return node
+
+    return pack_pairs
+
+
+def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
+    try:
+        address = value.data_ptr()
+    except RuntimeError:  # sparse tensors have no address
+        raise Refused(value, "it has no plain memory; make it dense first") from None
+    known = packer.seen.get(address)
+    if known is not None and _same_view(known[0], value):
+        return [nodes.TENSOR, known[1]]
+    try:
+        index = packer.add(dtype_name(value.dtype), tuple(value.shape), tensor_bytes(value))
+    except ConfigError as error:
+        raise Refused(value, str(error)) from None
+    packer.seen[address] = value, index
+    return [nodes.TENSOR, index]
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors at one address have the same values. Lazily conjugated ones share memory and do not."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+        and one.numel() > 0
+    )
+
+
+def _array(packer: _Packer, value: np.ndarray[Any, Any]) -> _Node:
+    if value.dtype.hasobject:
+        if value.dtype.kind != "O":
+            raise Refused(value, hint(value))
+        flat = np.ndarray.flatten(value).tolist()
+        return [nodes.OBJECT_ARRAY, list(value.shape), *_PACK_LIST(packer, flat)[1:]]
+    text = _numpy_dtype(value, value.dtype)
+    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else memoryview(b"")
+    return [nodes.ARRAY, packer.add_bytes(raw), text, list(value.shape)]
+
+
+def _scalar(_packer: _Packer, value: np.generic) -> _Node:
+    array = np.asarray(value)
+    return [nodes.SCALAR, _numpy_dtype(value, array.dtype), array.tobytes()]
+
+
+def _numpy_dtype(value: Any, dtype: np.dtype[Any]) -> str:
+    """The text that gives this dtype back; structured and foreign ones (bfloat16 of other libraries) have none."""
+    if dtype.hasobject or dtype.itemsize == 0 or np.dtype(dtype.str) != dtype:
+        raise Refused(value, f"its numpy dtype {dtype} cannot travel; send plain arrays or torch tensors")
+    return str(dtype.str)
+
+
+def _fields(packer: _Packer, tag: int, value: Any, names: Iterable[str]) -> _Node:
+    present = [name for name in names if hasattr(value, name)]
+    node: list[_Node] = [tag, class_name(type(value)), present]
+    for name in present:
+        try:
+            node.append(packer.node(getattr(value, name)))
+        except Refused as refused:
+            raise refused.inside(f".{name}") from None
+    return node
+
+
+def _pack_by_kind(packer: _Packer, value: Any) -> _Node:
+    """Values whose exact type is not in the table."""
+    cls = type(value)
+    if is_namedtuple_type(cls):
+        return _fields(packer, nodes.NAMEDTUPLE, value, cls._fields)
+    if is_dataclass_type(cls):
+        return _fields(packer, nodes.DATACLASS, value, [field.name for field in dataclasses.fields(cls)])
+    if isinstance(value, np.generic):
+        return _scalar(packer, value)
+    if isinstance(value, np.memmap):
+        return _array(packer, value.view(np.ndarray))
+    raise Refused(value, hint(value))
+
+
+_PACK_LIST = _sequence(nodes.LIST)
+_PACKERS: dict[type, Callable[[_Packer, Any], _Node]] = {
+    torch.Tensor: _tensor,
+    torch.nn.Parameter: _tensor,
+    type(None): _itself,
+    bool: _itself,
+    float: _itself,
+    int: _int,
+    str: _str,
+    bytes: _bytes,
+    bytearray: _bytearray,
+    complex: _complex,
+    slice: _slice,
+    list: _PACK_LIST,
+    tuple: _sequence(nodes.TUPLE),
+    set: _sequence(nodes.SET),
+    frozenset: _sequence(nodes.FROZENSET),
+    dict: _mapping(nodes.DICT),
+    OrderedDict: _mapping(nodes.ORDERED_DICT),
+    torch.Size: _size,
+    torch.dtype: _dtype,
+    torch.device: _device,
+    np.ndarray: _array,
+}
+_KEY_TYPES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, torch.dtype, torch.device}
+)

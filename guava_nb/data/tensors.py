@@ -1,0 +1,142 @@
+"""Tensors as raw bytes and back, without copying where torch allows it.
+
+Knows torch's element types and memory layout; knows nothing of nesting, records or the wire. The bytes are the
+elements in row-major order, little endian, exactly `numel * itemsize` of them: bfloat16 and fp8 never pass through
+numpy's types.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from guava_nb.errors import ConfigError, RemoteProtocolError
+
+__all__ = ["DTYPES", "dtype_name", "tensor_bytes", "tensor_from"]
+
+# Going through numpy takes half the time of reinterpreting in torch; these have the same bytes in both.
+_NUMPY_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_OTHER_NAMES = (
+    *("complex32", "complex64", "complex128", "bfloat16", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+
+#: torch's name without the prefix -> dtype, for every type whose bytes can travel and that this torch has.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in (*_NUMPY_NAMES, *_OTHER_NAMES) if hasattr(torch, name)
+}
+_NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_NAMES}
+_NUMPY_READABLE = frozenset(DTYPES[name] for name in _NUMPY_NAMES)
+
+if sys.byteorder != "little":  # The wire is little endian and nothing here swaps.
+    raise ImportError("guava_nb runs on little-endian machines only; this one is big endian")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of an element type as it stands in a `TensorSpec`.
+
+    Raises:
+        ConfigError: the type has no plain bytes (quantized and sub-byte types).
+    """
+    name = _NAME_OF.get(dtype)
+    if name is None:
+        raise ConfigError(f"a tensor of {dtype} cannot travel: its elements are not whole bytes; convert it before")
+    return name
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor as flat bytes in row-major order.
+
+    The view shares the tensor's memory when it is contiguous and on the CPU: do not write to the tensor before the
+    bytes have been sent. Otherwise a contiguous CPU copy is made, which the view keeps alive.
+
+    Args:
+        tensor: any strided tensor, on any device, with or without gradient.
+
+    Returns:
+        A one-dimensional view of `numel * itemsize` bytes.
+
+    Raises:
+        ConfigError: the tensor is sparse, quantized, on the meta device, or of a type without plain bytes.
+    """
+    if tensor.dtype in _NUMPY_READABLE:
+        try:
+            array = tensor.numpy()
+        except (RuntimeError, TypeError):
+            pass  # with gradient, on a device, sparse, or lazily negated: sorted out below
+        else:
+            if array.flags.c_contiguous:
+                return array.data.cast("B") if array.size else memoryview(b"")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ConfigError(f"a {_kind(tensor)} tensor has no plain memory that could travel; make it dense first")
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    plain = _plain(tensor)
+    # Not reshape(-1): that keeps the odd stride of an axis of size 1, and such a tensor cannot be seen as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) -> torch.Tensor:
+    """A tensor on received bytes: no copy when the memory is writable and aligned.
+
+    Args:
+        dtype: name from `DTYPES`.
+        shape: sizes of the axes; () is a scalar.
+        view: bytes-like; the tensor keeps it alive and, when it is writable, shares its memory.
+        offset: first byte of the tensor in `view`.
+
+    Raises:
+        RemoteProtocolError: unknown type, negative size, or fewer bytes than the shape needs.
+    """
+    item_bytes = _ITEM_BYTES.get(dtype)
+    if item_bytes is None:
+        raise RemoteProtocolError(
+            f"a tensor of type {dtype[:40]!r} arrived, which torch {torch.__version__} does not have"
+        )
+    nbytes = math.prod(shape) * item_bytes
+    if offset < 0 or offset + nbytes > len(view) or (shape and min(shape) < 0):
+        raise RemoteProtocolError(
+            f"a {dtype} tensor of shape {tuple(shape)} at byte {offset} does not fit into {len(view)} received bytes"
+        )
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    if memoryview(view).readonly:
+        view, offset = bytearray(memoryview(view)[offset : offset + nbytes]), 0
+    if dtype in _NUMPY_DTYPES:
+        made = torch.from_numpy(np.ndarray(tuple(shape), _NUMPY_DTYPES[dtype], view, offset))
+        if not made.data_ptr() % item_bytes:
+            return made
+    raw = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=offset)
+    if raw.data_ptr() % item_bytes:
+        raw = raw.clone()  # vector kernels may fault on such an address; a new one is aligned
+    return raw.view(DTYPES[dtype]).view(tuple(shape))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, on the CPU, without gradient and without pending conjugation or negation."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_neg().resolve_conj()
+    if tensor.is_contiguous():
+        return tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+        return tensor.contiguous()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What makes a tensor unfit to travel, in one word."""
+    if tensor.is_meta:
+        return "meta"
+    return "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
