@@ -1,1 +1,30 @@
-"""Room."""
+"""Status, tables and errors as plain text and HTML. Knows no IPython, no sockets and no torch."""
+
+from guava_nb.render.errors import error_html, error_text
+from guava_nb.render.html import to_html
+from guava_nb.render.redact import redact
+from guava_nb.render.status import (
+    WorkerSelf,
+    run_view,
+    session_view,
+    summary_view,
+    worker_view,
+)
+from guava_nb.render.text import to_text
+from guava_nb.render.view import Progress, Table, View
+
+__all__ = [
+    "Progress",
+    "Table",
+    "View",
+    "WorkerSelf",
+    "error_html",
+    "error_text",
+    "redact",
+    "run_view",
+    "session_view",
+    "summary_view",
+    "to_html",
+    "to_text",
+    "worker_view",
+]

@@ -1,0 +1,85 @@
+"""guava_nb turns notebooks and GPUs behind NAT into one PyTorch training job.
+
+The rooms, from the top; imports only point down:
+
+    notebook | cli           the magics and panels | the guava command
+    render | doctor          status, tables and errors as text and HTML | checks of this machine
+    orchestrator | worker    the two objects a user holds
+    engine                   membership, step schedule, commit, snapshots, launcher
+    data                     batches as bytes, batch splitting, feeding from a DataLoader
+    hub                      accept, relay, reduce
+    link                     one session: connections that break and come back
+    protocol | transport     messages and states without I/O | byte streams: memory, TCP, TLS
+    config                   every setting
+    errors                   the tree of errors
+
+Importing this package loads neither torch nor IPython and starts nothing: names come in on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from guava_nb import errors
+from guava_nb.errors import *  # noqa: F403  (the public tree of errors, named by its own __all__)
+
+if TYPE_CHECKING:
+    from guava_nb.config import DistributedConfig
+    from guava_nb.engine.run import Run
+    from guava_nb.orchestrator import Orchestrator
+    from guava_nb.protocol.joincode import JoinCode
+    from guava_nb.worker import NetworkWorker
+
+    __version__: str
+
+__all__ = ["DistributedConfig", "JoinCode", "NetworkWorker", "Orchestrator", "Run", "__version__"]
+__all__ += errors.__all__
+
+#: Public name to the module that holds it.
+_HOMES = {
+    "DistributedConfig": "guava_nb.config",
+    "JoinCode": "guava_nb.protocol.joincode",
+    "NetworkWorker": "guava_nb.worker",
+    "Orchestrator": "guava_nb.orchestrator",
+    "Run": "guava_nb.engine.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name == "__version__":
+        return _version()
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """Called by `%load_ext guava_nb`."""
+    from guava_nb.notebook import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """Called by `%unload_ext guava_nb`."""
+    from guava_nb.notebook import unload
+
+    unload(ipython)
+
+
+def _version() -> str:
+    """The installed version, read from the package's metadata so that it is written down once."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("guava-nb")
+    except PackageNotFoundError:
+        return "0+unknown"  # a source tree that was never installed

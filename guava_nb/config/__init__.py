@@ -1,0 +1,8 @@
+"""Every setting of a session, from code, environment, `.env` and YAML, checked before anything starts.
+
+Knows names, types, units and ranges; knows nothing of torch, sockets or notebooks.
+"""
+
+from guava_nb.config.settings import DistributedConfig
+
+__all__ = ["DistributedConfig"]

@@ -1,0 +1,371 @@
+"""`DistributedConfig`: the settings, their defaults and what follows from them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from guava_nb.config import sources
+from guava_nb.config.mesh import Mesh, divide_layers, largest_divisor, make_mesh
+from guava_nb.config.values import Origin, check, near, parse, setting
+from guava_nb.errors import ConfigError
+
+__all__ = ["DistributedConfig"]
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    """All settings of a session. Keyword arguments only; every assignment is checked at once.
+
+    Times are in seconds, sizes in the unit of the name (`_mb`: 2**20 bytes).
+
+    Model shape (what `get_layers_per_gpu` and tensor groups reckon with; your own model may ignore it):
+        vocab_size (50257), d_model (768), n_heads (12), n_layers (12), d_ff (3072), max_seq_len (1024): counts.
+        dropout (0.1): probability, at least 0 and less than 1.
+
+    Training:
+        num_epochs (1): passes over the data. batch_size (8): samples of the global batch.
+        learning_rate (3e-4), weight_decay (0.01): for the optimizer where its own arguments do not say otherwise.
+        max_grad_norm (None): global L2 norm to clip gradients to; None and 0 do not clip, like a plain PyTorch loop.
+        accumulation_steps (1): loader batches per optimizer step.
+        precision ("fp32"): "fp32", "fp64", or autocast to "bf16" or "fp16" (with a global loss scaler).
+        use_amp (False): with precision "fp32" the same as precision "fp16". See `effective_precision`.
+        optimizer_site ("workers"): who keeps the optimizer: every worker, or the "orchestrator" with the master copy.
+        scheduler_interval ("step"): the scheduler ticks per optimizer "step", per "epoch" or per "validation".
+        sync_batchnorm (False): batch statistics over the global batch.
+        seed (0): root of every random stream. deterministic (False): only deterministic kernels.
+        threads_per_worker (None): torch threads of a worker; None leaves torch's choice.
+
+    Cluster:
+        master_ip ("127.0.0.1"): where the orchestrator listens, and where workers find it.
+        master_port (0): its one port; 0 takes a free one, which the join code then carries.
+        gpu_host (""): the GPU machine, where that side listens and the orchestrator dials (CPU/GPU split).
+        num_workers (1): workers to wait for. tls (True): encrypt the connections.
+
+    Data:
+        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work.
+
+    Parallelism:
+        data_parallel (True), model_parallel, pipeline_parallel, tensor_parallel (False): axes in use.
+        data_parallel_size (None), pipeline_parallel_size (None): replicas and stages; None follows from the workers.
+        tensor_parallel_size (2): workers that share each layer, when tensor_parallel is on.
+        micro_batches (4): parts a batch is cut into for the pipeline.
+
+    Waiting:
+        activation_timeout (0), ack_timeout (0): longest wait for an activation or an acknowledgement; 0 waits as long
+        as the peer is alive. max_resends (0): times an open request is sent again; 0 as often as needed.
+        resend_probe_interval (5): time between such probes. connect_timeout_s (10): for one attempt to connect.
+        heartbeat_s (2): fills silence. silence_s (15): this much without a byte is a dead connection.
+        grace_s (30): a worker whose connections broke keeps its seat so long.
+        rejoin_timeout_s (300): a run whose workers are all gone waits so long for one.
+        interrupt_grace_s (5): an interrupted step may still finish within this time.
+
+    Wire:
+        socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
+        connection. bucket_mb (4): aimed size of a gradient bucket.
+
+    Checkpoints and checks:
+        checkpoint_dir ("./checkpoints"): folder. save_interval (1000): steps between checkpoints; 0 saves none.
+        snapshot_every_steps (None): steps between snapshots to go back to; None takes them when they are needed.
+        hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
+
+    Log:
+        compact_log (True): one line per log interval. log_step_every (100): steps of that interval.
+        log_act (False): log every activation that travels.
+    """
+
+    vocab_size: int = setting(50257, low=1)
+    d_model: int = setting(768, low=1)
+    n_heads: int = setting(12, low=1)
+    n_layers: int = setting(12, low=1)
+    d_ff: int = setting(3072, low=1)
+    max_seq_len: int = setting(1024, low=1)
+    dropout: float = setting(0.1, low=0, below=1)
+
+    num_epochs: int = setting(1, low=1)
+    batch_size: int = setting(8, low=1, env=("BATCH_SIZE",))
+    learning_rate: float = setting(3e-4, low=0)
+    weight_decay: float = setting(0.01, low=0)
+    max_grad_norm: float | None = setting(None, low=0)
+    accumulation_steps: int = setting(1, low=1)
+    precision: str = setting("fp32", choices=("fp32", "bf16", "fp16", "fp64"))
+    use_amp: bool = setting(False)
+    optimizer_site: str = setting("workers", choices=("workers", "orchestrator"))
+    scheduler_interval: str = setting("step", choices=("step", "epoch", "validation"))
+    sync_batchnorm: bool = setting(False)
+    seed: int = setting(0, low=0, high=2**63 - 1)
+    deterministic: bool = setting(False)
+    threads_per_worker: int | None = setting(None, low=1)
+
+    master_ip: str = setting("127.0.0.1", env=("MASTER_IP", "CPU_HOST"))
+    master_port: int = setting(0, low=0, high=65535, env=("MASTER_PORT", "TRAINING_PORT"))
+    gpu_host: str = setting("", env=("GPU_HOST",))
+    num_workers: int = setting(1, low=1, high=4096, env=("NUM_WORKERS",))
+    tls: bool = setting(True)
+
+    loader_workers: int = setting(0, low=0)
+    prefetch_steps: int = setting(1, low=0)
+
+    data_parallel: bool = setting(True, env=("DATA_PARALLEL",))
+    model_parallel: bool = setting(False, env=("MODEL_PARALLEL",))
+    pipeline_parallel: bool = setting(False, env=("PIPELINE_PARALLEL",))
+    tensor_parallel: bool = setting(False, env=("TENSOR_PARALLEL",))
+    data_parallel_size: int | None = setting(None, low=1)
+    pipeline_parallel_size: int | None = setting(None, low=1)
+    tensor_parallel_size: int = setting(2, low=1, env=("TENSOR_PARALLEL_SIZE",))
+    micro_batches: int = setting(4, low=1, env=("MICRO_BATCHES",))
+
+    activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",))
+    ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",))
+    max_resends: int = setting(0, low=0, env=("RESENDS_MAX",))
+    resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",))
+    connect_timeout_s: float = setting(10.0, above=0)
+    heartbeat_s: float = setting(2.0, above=0)
+    silence_s: float = setting(15.0, above=0)
+    grace_s: float = setting(30.0, low=0)
+    rejoin_timeout_s: float = setting(300.0, low=0)
+    interrupt_grace_s: float = setting(5.0, low=0)
+
+    socket_buffer_mb: int = setting(16, low=1, high=1024)
+    window_mb: int = setting(256, low=1)
+    bucket_mb: float = setting(4.0, above=0, high=1024)
+
+    checkpoint_dir: str = setting("./checkpoints")
+    save_interval: int = setting(1000, low=0)
+    snapshot_every_steps: int | None = setting(None, low=0)
+    hash_every_steps: int = setting(100, low=0)
+
+    compact_log: bool = setting(True, env=("COMPACT_LOG",))
+    log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",))
+    log_act: bool = setting(False, env=("LOG_ACT",))
+
+    _origins: dict[str, Origin] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check the value; an unknown name is refused with the near one."""
+        if name == "_origins":
+            object.__setattr__(self, name, value)
+            return
+        object.__setattr__(self, _known(name, "assignment"), _checked(name, value, "argument"))
+        self.__dict__.get("_origins", {}).pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------------ sources
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> DistributedConfig:
+        """Read the environment: GUAVA_<FIELD> for every field, before the older names (MASTER_IP, ACT_TIMEOUT_SEC ...).
+
+        Args:
+            environ: defaults to the process's own environment.
+
+        Raises:
+            ConfigError: a value is wrong, or a GUAVA_ variable looks like a misspelt field.
+        """
+        return cls._from_layers([sources.from_environ(environ, _table())])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DistributedConfig:
+        """Make a configuration from what `to_dict` returned.
+
+        Raises:
+            ConfigError: an unknown key (the near one is named) or a wrong value.
+        """
+        return cls._from_layers([{_known(key, "dictionary"): (value, "dictionary") for key, value in values.items()}])
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None = None,
+        env_file: str | Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> DistributedConfig:
+        """Gather all sources: arguments, then the environment, then `.env`, then `config.yaml`, then the defaults.
+
+        Args:
+            path: YAML file; None reads `config.yaml` of the current folder if there is one.
+            env_file: file of KEY=value lines; None reads `.env` of the current folder if there is one.
+            environ: defaults to the process's own environment.
+            **arguments: fields; they win over everything.
+
+        Raises:
+            ConfigError: a named file is missing or cannot be read, an unknown key, a wrong value.
+        """
+        table = _table()
+        return cls._from_layers(
+            [
+                {_known(name, "argument"): (value, "argument") for name, value in arguments.items()},
+                sources.from_environ(environ, table),
+                sources.from_env_file(env_file, table),
+                sources.from_yaml(path, table),
+            ]
+        )
+
+    @classmethod
+    def _from_layers(cls, layers: list[sources.Layer]) -> DistributedConfig:
+        """Join layers, the first that names a field wins. A losing value is not looked at."""
+        joined: sources.Layer = {}
+        for layer in reversed(layers):
+            joined.update(layer)
+        config = cls(**{name: _checked(name, value, origin) for name, (value, origin) in joined.items()})
+        config._origins.update({name: origin for name, (_, origin) in joined.items()})
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as plain data (for JSON, YAML or `from_dict`)."""
+        return {name: getattr(self, name) for name in _kinds()}
+
+    def replace(self, **changes: Any) -> DistributedConfig:
+        """Return a copy with some fields changed.
+
+        Raises:
+            ConfigError: an unknown name or a wrong value.
+        """
+        given = {_known(name, "argument"): (value, "argument") for name, value in changes.items()}
+        kept = {name: (value, self.origin(name)) for name, value in self.to_dict().items()}
+        return self._from_layers([given, kept])
+
+    def origin(self, name: str) -> Origin:
+        """Where a field's value came from: "argument", "environment variable X", "file config.yaml", "default"."""
+        default = next(spec.default for spec in fields(self) if spec.name == _known(name, "configuration"))
+        return self._origins.get(name, "default" if getattr(self, name) == default else "argument")
+
+    # --------------------------------------------------------------------------------------------- what follows
+
+    @property
+    def effective_precision(self) -> str:
+        """The precision to train in: `use_amp` makes "fp16" of "fp32", as AMP has always meant."""
+        return "fp16" if self.use_amp and self.precision == "fp32" else self.precision
+
+    @property
+    def layers_per_gpu(self) -> dict[int, tuple[int, int]]:
+        """`get_layers_per_gpu()`, always up to date."""
+        return self.get_layers_per_gpu()
+
+    def get_layers_per_gpu(self) -> dict[int, tuple[int, int]]:
+        """Return [start, end) of the layers that each rank holds.
+
+        Raises:
+            ConfigError: the axes do not multiply to the number of workers, or a stage would be empty.
+        """
+        mesh = self.mesh()
+        spans = divide_layers(self.n_layers, mesh.stages)
+        return {rank: spans[mesh.stage_of(rank)] for rank in range(mesh.size)}
+
+    def tensor_parallel_groups(self) -> list[list[int]]:
+        """Return the ranks that share their layers: [[0, 1], [2, 3]] for groups of two among four workers.
+
+        Raises:
+            ConfigError: the axes do not multiply to the number of workers.
+        """
+        mesh = self.mesh()
+        return [list(range(first, first + mesh.tensor)) for first in range(0, mesh.size, mesh.tensor)]
+
+    def get_parallelism_strategy(self) -> str:
+        """Return DATA_PARALLEL, MODEL_PARALLEL, PIPELINE_PARALLEL, TENSOR_PARALLEL, or HYBRID for several axes.
+
+        Model and pipeline are one axis: a pipeline is model parallelism that works on micro-batches.
+        """
+        axes = {
+            "DATA_PARALLEL": self.data_parallel,
+            "PIPELINE_PARALLEL" if self.pipeline_parallel else "MODEL_PARALLEL": self._by_layers,
+            "TENSOR_PARALLEL": self.tensor_parallel,
+        }
+        used = [name for name, on in axes.items() if on]
+        if not used:
+            raise ConfigError("no parallelism is on; set data_parallel=True (it serves a single worker too)")
+        return used[0] if len(used) == 1 else "HYBRID"
+
+    def mesh(self, num_workers: int | None = None) -> Mesh:
+        """Return the sizes of the axes for so many workers (default: `num_workers`).
+
+        Raises:
+            ConfigError: they do not multiply to it; the message shows the arithmetic.
+        """
+        data = self.data_parallel_size if self.data_parallel else 1
+        stages = self.pipeline_parallel_size if self._by_layers else 1
+        tensor = self.tensor_parallel_size if self.tensor_parallel else 1
+        return make_mesh(self.num_workers if num_workers is None else num_workers, data, stages, tensor)
+
+    def adapt_to_gpus(self, num_gpus: int) -> DistributedConfig:
+        """Fit the cluster to so many GPUs, in place: a size that no longer divides them is made smaller or left open.
+
+        Returns:
+            The same object, so that calls can be chained.
+
+        Raises:
+            ConfigError: `num_gpus` is no count.
+        """
+        self.num_workers = num_gpus
+        if self.tensor_parallel:
+            self.tensor_parallel_size = largest_divisor(num_gpus, self.tensor_parallel_size)
+        try:
+            self.mesh()
+        except ConfigError:
+            self.data_parallel_size = self.pipeline_parallel_size = None
+        return self
+
+    def validate(self, num_workers: int | None = None) -> None:
+        """Check what no single field shows.
+
+        Args:
+            num_workers: workers that are here; default the expected number.
+
+        Raises:
+            ConfigError: with the arithmetic, and where the values came from.
+        """
+        strategy, mesh = self.get_parallelism_strategy(), self.mesh(num_workers)
+        if self.silence_s <= self.heartbeat_s:
+            raise ConfigError(
+                f"silence_s {self.silence_s:g} (from {self.origin('silence_s')}) must be longer than heartbeat_s "
+                f"{self.heartbeat_s:g} (from {self.origin('heartbeat_s')}), or every quiet connection counts as dead"
+            )
+        if self.use_amp and self.precision == "fp64":
+            raise ConfigError('use_amp with precision "fp64" contradict each other; leave one of them out')
+        if mesh.stages > 1 and strategy != "MODEL_PARALLEL" and self.batch_size < self.micro_batches:
+            raise ConfigError(f"micro_batches {self.micro_batches} cannot be cut from batch_size {self.batch_size}")
+        self._check_model_shape(mesh)
+
+    def _check_model_shape(self, mesh: Mesh) -> None:
+        """Only where the mesh divides the model: a model of another kind may leave these fields at their defaults."""
+        if mesh.stages > 1:
+            divide_layers(self.n_layers, mesh.stages)
+        if mesh.tensor > 1 and self.n_heads % mesh.tensor:
+            raise ConfigError(f"n_heads {self.n_heads} cannot be shared by tensor_parallel_size {mesh.tensor} workers")
+        if mesh.tensor > 1 and self.d_model % self.n_heads:
+            raise ConfigError(f"d_model {self.d_model} is no multiple of n_heads {self.n_heads}")
+
+    @property
+    def _by_layers(self) -> bool:
+        return self.model_parallel or self.pipeline_parallel
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    hints = typing.get_type_hints(DistributedConfig)
+    return {spec.name: hints[spec.name] for spec in fields(DistributedConfig) if spec.init}
+
+
+@cache
+def _limits() -> dict[str, Mapping[str, Any]]:
+    return {spec.name: spec.metadata for spec in fields(DistributedConfig) if spec.init}
+
+
+def _table() -> sources.Table:
+    return {name: (kind, _limits()[name]["env"]) for name, kind in _kinds().items()}
+
+
+def _checked(name: str, value: Any, origin: Origin) -> Any:
+    if isinstance(value, sources.Text):
+        value = parse(name, value, _kinds()[name], origin)
+    return check(name, value, _kinds()[name], _limits()[name], origin)
+
+
+def _known(name: str, origin: Origin) -> str:
+    if name not in _kinds():
+        raise ConfigError(f"{name!r} is no setting (from {origin}).{near(name, _kinds())}")
+    return name

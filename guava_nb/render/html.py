@@ -1,0 +1,65 @@
+"""Views as HTML that needs no script and no style sheet, readable on light and on dark pages.
+
+Colours are the page's own: greys are half transparent, text inherits. Everything that came from outside is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from guava_nb.render.redact import redact
+from guava_nb.render.view import Progress, Table, View
+
+__all__ = ["lines_html", "table_html", "to_html"]
+
+_LINE = "rgba(128,128,128,.35)"
+_CELL = f"padding:2px 12px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
+_BAR = "rgba(70,140,90,.85)"
+
+
+def to_html(view: View, lines: Sequence[str] = ()) -> str:
+    """The whole view as one `div`; `lines` are shown below it in fixed pitch."""
+    head = f"<b>{_safe(view.title)}</b> {_safe(view.headline)}"
+    parts = [f'<div style="margin:2px 0">{head}</div>']
+    parts += [_bar(view.progress)] if view.progress is not None else []
+    parts += [table_html(table) for table in view.tables if table.rows]
+    parts += [f'<div style="opacity:.8">{_safe(note)}</div>' for note in view.notes]
+    parts += [lines_html(lines)] if lines else []
+    return f'<div style="font-size:13px;line-height:1.45">{"".join(parts)}</div>'
+
+
+def table_html(table: Table) -> str:
+    """A table; the first column of a list of facts is its header."""
+    head = "".join(f'<th style="{_CELL};opacity:.7">{_safe(name)}</th>' for name in table.columns)
+    body = "".join(_row(row) for row in table.rows)
+    title = f'<div style="margin-top:6px;opacity:.7">{_safe(table.title)}</div>' if table.title else ""
+    header = f"<thead><tr>{head}</tr></thead>" if table.columns else ""
+    return f'{title}<table style="border-collapse:collapse;margin:2px 0">{header}<tbody>{body}</tbody></table>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in cells) + "</tr>"
+
+
+def lines_html(lines: Sequence[str]) -> str:
+    """Output of workers, unchanged but escaped."""
+    text = "\n".join(_safe(line) for line in lines)
+    style = f"margin:6px 0;padding:4px 8px;border-left:3px solid {_LINE};background:transparent;white-space:pre-wrap"
+    return f'<pre style="{style}">{text}</pre>'
+
+
+def _bar(progress: Progress) -> str:
+    """A bar; while the total is unknown it stays empty and only the count is told."""
+    width = 100 * (progress.fraction or 0.0)
+    total = "?" if progress.total is None else str(progress.total)
+    label = f"{progress.done}/{total} {_safe(progress.unit)}s"
+    fill = f'<div style="width:{width:.1f}%;height:8px;background:{_BAR}"></div>'
+    return (
+        f'<div style="display:flex;align-items:center;gap:8px"><div style="flex:1;max-width:420px;'
+        f'border:1px solid {_LINE}" role="progressbar" aria-valuenow="{width:.0f}">{fill}</div>{label}</div>'
+    )
+
+
+def _safe(text: str) -> str:
+    return escape(redact(text))

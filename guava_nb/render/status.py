@@ -1,0 +1,128 @@
+"""Makes views of what the orchestrator and a worker say about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from guava_nb.engine.status import RunStatus, Status, WorkerStatus
+from guava_nb.render.values import (
+    short_bytes,
+    show_bytes,
+    show_float,
+    show_percent,
+    show_rate,
+    show_seconds,
+)
+from guava_nb.render.view import Progress, Table, View
+
+__all__ = ["WorkerSelf", "run_view", "session_view", "summary_view", "worker_view"]
+
+#: States of a run in which nothing moves any more.
+ENDED = frozenset({"done", "stopped", "failed"})
+
+
+class WorkerSelf(Protocol):
+    """What a worker knows of itself; `step` is None before its first one."""
+
+    @property
+    def state(self) -> str: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def step(self) -> int | None: ...  # noqa: D102
+    @property
+    def device(self) -> str: ...  # noqa: D102
+    @property
+    def address(self) -> str: ...  # noqa: D102
+    @property
+    def detail(self) -> str: ...  # noqa: D102
+
+
+def session_view(status: Status) -> View:
+    """A whole session: where it listens, who is there, what runs. Never the join code."""
+    ready = sum(worker.state in ("ready", "working") for worker in status.workers)
+    facts = [("mode", status.mode), ("workers", f"{ready} ready of {status.expected_workers} expected")]
+    facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
+    run = status.run
+    facts += [("run", f"{run.state}, {_headline(run)}")] if run is not None else []
+    notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
+    headline = f"{status.state} at {status.address}" if status.address else status.state
+    return View("session", headline, None, (Table((), tuple(facts)), _workers(status.workers)), notes)
+
+
+def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> View:
+    """A run while it goes: a bar, the numbers beside it, the workers below it."""
+    progress = Progress(run.step, run.total_steps)
+    notes = (run.message,) if run.message else ()
+    return View(run.state, _headline(run), progress, (_workers(workers),), notes)
+
+
+def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> View:
+    """A run after its end: what was done, how fast, at which cost on the wire."""
+    facts: list[tuple[str, str]] = [
+        ("steps", f"{run.step} in {run.epoch} of {run.num_epochs} epochs, {run.samples} samples"),
+        ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(run.samples_per_s, 'samples')}"),
+        ("loss", _loss_path(run)),
+    ]
+    facts += [("validation", _validation(run.val[-1]))] if run.val else []
+    facts.append(("wire", _wire(run)))
+    notes = (run.message,) if run.message else ()
+    return View(run.state, "", Progress(run.step, run.total_steps), (Table((), tuple(facts)), _workers(workers)), notes)
+
+
+def worker_view(worker: WorkerSelf) -> View:
+    """A worker seen from its own notebook."""
+    step = "no step yet" if worker.step is None else f"step {worker.step}"
+    headline = f"{worker.state} on {worker.device} for {worker.address}, {step}"
+    return View(f"worker {worker.name}", headline, notes=(worker.detail,) if worker.detail else ())
+
+
+def _headline(run: RunStatus) -> str:
+    """The numbers of one line; those not known yet are left out, a bar has no room for excuses."""
+    total = "" if run.total_steps is None else f"/{run.total_steps}"
+    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}"]
+    parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
+    parts += [f"val {_validation(run.val[-1])}"] if run.val else []
+    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None else []
+    return ", ".join(parts)
+
+
+def _validation(point: tuple[int, float, float | None]) -> str:
+    _, loss, accuracy = point
+    return f"loss {show_float(loss)}" + ("" if accuracy is None else f" accuracy {show_float(accuracy)}")
+
+
+def _loss_path(run: RunStatus) -> str:
+    if not run.losses:
+        return show_float(run.loss)
+    return f"{show_float(run.losses[0][1])} at the start, {show_float(run.losses[-1][1])} at the end"
+
+
+def _wire(run: RunStatus) -> str:
+    wire = run.wire
+    parts = [f"{show_bytes(wire.out_bytes)} out", f"{show_bytes(wire.in_bytes)} in"]
+    named = [("samples", wire.sample_bytes), ("gradients", wire.gradient_bytes), ("parameters", wire.parameter_bytes)]
+    detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
+    return ", ".join(parts) + (f" ({detail})" if detail else "")
+
+
+def _workers(workers: Sequence[WorkerStatus]) -> Table:
+    columns = ("worker", "state", "device", "share", "step", "wait", "samples", "out", "in", "note")
+    return Table(columns, tuple(_worker_row(worker) for worker in workers))
+
+
+def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
+    device = worker.device if worker.device_name in ("", worker.device) else f"{worker.device} {worker.device_name}"
+    return (
+        worker.name,
+        worker.state,
+        device,
+        "-" if worker.share is None else show_percent(worker.share),
+        "-" if worker.step_s is None else show_seconds(worker.step_s),
+        "-" if worker.wait_s is None else show_seconds(worker.wait_s),
+        str(worker.samples),
+        short_bytes(worker.out_bytes),
+        short_bytes(worker.in_bytes),
+        worker.detail,
+    )

@@ -1,0 +1,56 @@
+"""Numbers with their units, for people. What was not measured is said, never shown as 0."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["NOT_MEASURED", "show_bytes", "show_float", "show_percent", "show_rate", "show_seconds", "short_bytes"]
+
+NOT_MEASURED = "not measured"
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def show_bytes(count_bytes: int | None) -> str:
+    """Bytes in decimal units, as networks count them: 1500 is "1.5 kB"."""
+    if count_bytes is None:
+        return NOT_MEASURED
+    value, unit = float(count_bytes), 0
+    # 999.95 would print as "1000.0": it belongs to the next unit already.
+    while abs(value) >= (1000 if unit == 0 else 999.95) and unit < len(_BYTE_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_BYTE_UNITS[unit]}"
+
+
+def short_bytes(count_bytes: int | None) -> str:
+    """Bytes for a table cell: a dash where `show_bytes` would need three words."""
+    return "-" if count_bytes is None else show_bytes(count_bytes)
+
+
+def show_seconds(duration_s: float | None) -> str:
+    """A duration with the unit that keeps two or three digits: "340 µs", "12.3 ms", "4.56 s", "3 min 05 s"."""
+    if duration_s is None or math.isnan(duration_s):
+        return NOT_MEASURED
+    if duration_s < 0.000_999_5:
+        return f"{duration_s * 1e6:.0f} µs"
+    if duration_s < 0.999_5:
+        return f"{duration_s * 1e3:.3g} ms"
+    if duration_s < 59.95:
+        return f"{duration_s:.3g} s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def show_rate(per_s: float | None, what: str) -> str:
+    """A speed: "512 samples/s"."""
+    return NOT_MEASURED if per_s is None else f"{per_s:.3g} {what}/s" if per_s < 1000 else f"{per_s:,.0f} {what}/s"
+
+
+def show_float(value: float | None, digits: int = 4) -> str:
+    """A loss, an accuracy or a learning rate with `digits` significant digits."""
+    return NOT_MEASURED if value is None else f"{value:.{digits}g}"
+
+
+def show_percent(fraction: float | None) -> str:
+    """A share of one as a percentage: 0.333 is "33 %"."""
+    return NOT_MEASURED if fraction is None else f"{fraction * 100:.0f} %"
