@@ -32,10 +32,7 @@ def _keys(command: Command) -> tuple[str, str]:
 
 def _completer(command: Command, worker_names: Callable[[], list[str]]) -> Callable[[Any, Any], list[str]]:
     def complete(shell: Any, event: Any) -> list[str]:
-        # Of a cell magic the whole cell is "the line"; only its first line is ours to complete.
-        line = getattr(event, "text_until_cursor", None) or event.line
-        if "\n" in event.line and not event.line.startswith(line):
-            return []
+        line = event.text_until_cursor
         before = line[: len(line) - len(event.symbol)].split()[1:]
         if command.name == "guava_log" and not event.symbol.startswith("-") and not before:
             return [name for name in worker_names() if name.startswith(event.symbol)] + list(command.flags())

@@ -71,15 +71,15 @@ class GuavaMagics(Magics):
     @_command(commands.WORKER)
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker."""
-        ui = choose_ui(self.shell)
-        if self.session.has_worker:
-            say("This notebook's worker is running already; showing it.")
-        else:
+        panel, code = make_panel(choose_ui(self.shell)), self.session.code_to_join(args)
+        if code:
             say(grant_text(detect_host(self.shell)))
-        self.session.join(args)
+            self.session.join(code, args)
+        else:
+            say("This notebook's worker is in that session already.")
         if args.detach:
             return self._show(*self.session.views())
-        return self.session.work(make_panel(ui))
+        return self.session.work(panel)
 
     @line_cell_magic
     @_command(commands.SHARE)
@@ -152,6 +152,10 @@ class GuavaMagics(Magics):
         """Close everything."""
         say("Closed. %guava_up opens a new session." if self.session.close() else "Nothing was open.")
 
+    def close(self) -> None:
+        """Close everything this notebook started; also called when the kernel ends."""
+        self.session.close()
+
     def _show(self, *views: View) -> None:
         ui = choose_ui(self.shell)
         for view in views:
@@ -172,8 +176,8 @@ def load(shell: Any) -> None:
         return
     magics = GuavaMagics(shell)
     shell.register_magics(magics)
-    install_completion(shell, commands.COMMANDS, magics.session.worker_names)
-    atexit.register(magics.session.close)
+    install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
+    atexit.register(magics.close)
 
 
 def unload(shell: Any) -> None:
@@ -181,13 +185,13 @@ def unload(shell: Any) -> None:
     magics = _loaded(shell)
     if magics is None:
         return
-    atexit.unregister(magics.session.close)
+    atexit.unregister(magics.close)
     remove_completion(shell, commands.COMMANDS)
     for kind in ("line", "cell"):
         for command in commands.COMMANDS:
             shell.magics_manager.magics[kind].pop(command.name, None)
     shell.magics_manager.registry.pop(GuavaMagics.__name__, None)
-    magics.session.close()
+    magics.close()
 
 
 def _loaded(shell: Any) -> GuavaMagics | None:

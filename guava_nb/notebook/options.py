@@ -84,8 +84,9 @@ class Command:
         if waiting is not None and waiting.takes_value:
             return _values(waiting, symbol, namespace)
         positional = next((entry for entry in self.options if not entry.flags[0].startswith("-")), None)
-        values = _values(positional, symbol, namespace) if positional and not symbol.startswith("-") else []
-        return values + [name for name in self.flags() if name.startswith(symbol) and name not in before]
+        if positional is not None and not symbol.startswith("-"):
+            return _values(positional, symbol, namespace)  # nothing here lets IPython offer files
+        return [name for name in self.flags() if name.startswith(symbol) and name not in before]
 
     def _check_flags(self, words: Sequence[str]) -> None:
         """Before argparse: it would complain of a missing option first and never come to the typo."""

@@ -193,8 +193,8 @@ class NotebookSession:
         """Whether a worker started from this notebook lives."""
         return self._worker is not None and bool(self._worker.alive)
 
-    def join(self, args: argparse.Namespace) -> None:
-        """Start the worker, or keep the living one when the code is the same.
+    def code_to_join(self, args: argparse.Namespace) -> str:
+        """The code of the session to join; empty when this notebook's worker is in that session already.
 
         Raises:
             UsageError: no code, or a living worker belongs to another session.
@@ -202,10 +202,12 @@ class NotebookSession:
         code = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
         if not code:
             raise UsageError("%guava_worker needs the join code that %guava_up shows on the other side")
-        if self.has_worker:
-            if code != self._worker_code:
-                raise UsageError("this notebook works for another session already; %guava_down leaves it")
-            return
+        if self.has_worker and code != self._worker_code:
+            raise UsageError("this notebook works for another session already; %guava_down leaves it")
+        return "" if self.has_worker else code
+
+    def join(self, code: str, args: argparse.Namespace) -> None:
+        """Start the worker."""
         self._worker = self._start_worker(code, device=args.device or "auto", name=args.name)
         self._worker_code = code
 

@@ -44,7 +44,7 @@ class TextSurface:
 
     def draw(self, view: View, lines: Sequence[str]) -> None:
         """Move the bar."""
-        bar = self._bar or self._open(view)
+        bar = self._open(view) if self._bar is None else self._bar  # a bar without a total has no truth value
         for line in _capped(lines):
             bar.write(redact(line), file=sys.stdout)
         bar.set_description_str(view.title if view.progress else f"{view.title}: {view.headline}", refresh=False)
@@ -110,7 +110,9 @@ class DisplaySurface:
         """Close the widget's model, so that the notebook file keeps none."""
         widget, self._widget = self._widget, None
         if widget is not None:
-            widget.close()
+            for model in (widget, widget.layout, getattr(widget, "style", None)):  # closing a widget leaves its parts
+                if model is not None:
+                    model.close()
 
     def _open(self, html: str, text: str) -> None:
         self._widget = _html_widget(html) if self._want_widget else None

@@ -17,9 +17,10 @@ from IPython.core.error import UsageError
 __all__ = ["expand", "near", "split_line"]
 
 _OPENING = {"(": ")", "[": "]", "{": "}"}
-# Doubled signs stand for themselves. A JSON object never looks like {name}, so it passes unchanged.
+_NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*"
+# "$$" and "{{name}}" stand for the plain signs. JSON passes unchanged: its objects never look like {name}.
 _VARIABLE = re.compile(
-    r"\{\{|\}\}|\$\$|\{(?P<braced>[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*)\}|\$(?P<plain>[^\W\d]\w*)", re.UNICODE
+    rf"\$(?P<dollar>\$)|\{{(?P<plain>\{{{_NAME}\}})\}}|\{{(?P<braced>{_NAME})\}}|\$(?P<word>[^\W\d]\w*)"
 )
 
 
@@ -90,12 +91,12 @@ def expand(word: str, namespace: Mapping[str, Any]) -> str:
 
 
 def _value(match: re.Match[str], namespace: Mapping[str, Any]) -> str:
-    expression = match["braced"] or match["plain"]
+    expression = match["braced"] or match["word"]
     if expression is None:
-        return match[0][0]
+        return match["dollar"] or match["plain"]
     root, *steps = re.split(r"[.\[]", expression)
     if root not in namespace:
-        double = "$$" if match["plain"] else "{{ }}"
+        double = "$$" if match["word"] else f"{{{{{root}}}}}"
         raise UsageError(
             f"{match[0]}: this notebook has no variable {root}{near(root, namespace)} ({double} gives the plain sign)"
         )
