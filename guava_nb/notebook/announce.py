@@ -1,0 +1,39 @@
+"""The sentences that need care: how a join code is handed over, and what joining grants."""
+
+from __future__ import annotations
+
+from html import escape
+
+from guava_nb.notebook.host import Host, colab_rule
+
+__all__ = ["GRANT", "code_html", "code_text", "grant_text"]
+
+GRANT = (
+    "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
+    "machine, until it closes or you interrupt this cell. Join only a session whose owner you trust."
+)
+_SECRET = "The join code is a secret: who has it can take part. Clear this output before you share the notebook."
+_CALL = "Run this in the notebook that has the GPU:"
+
+
+def _cell(code: str) -> str:
+    return f"%pip install -q guava-nb\n%load_ext guava_nb\n%guava_worker {code}"
+
+
+def code_text(code: str) -> str:
+    """The cell to run on the other side, as text. Holds the secret."""
+    body = "\n".join(f"    {line}" for line in _cell(code).splitlines())
+    return f"{_CALL}\n\n{body}\n\n{_SECRET}"
+
+
+def code_html(code: str) -> str:
+    """The same as HTML: one click into the box marks all of it. Holds the secret."""
+    style = "user-select:all;-webkit-user-select:all;padding:6px 8px;border:1px solid rgba(128,128,128,.35)"
+    style += ";background:transparent;white-space:pre-wrap;overflow-wrap:anywhere"
+    box = f'<pre style="{style}">{escape(_cell(code))}</pre>'
+    return f'<div>{_CALL}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
+
+
+def grant_text(host: Host) -> str:
+    """What to know before joining from this host."""
+    return "\n".join(text for text in (GRANT, colab_rule(host)) if text)

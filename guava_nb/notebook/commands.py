@@ -1,0 +1,154 @@
+"""The table of all magics: their options, choices and help. No code beyond that."""
+
+from __future__ import annotations
+
+from guava_nb.notebook.options import Command, Option, choice, flag, integer, json_object, number, option, shares, word
+
+__all__ = ["COMMANDS", "MODES", "MODES_TO_COME"]
+
+MODES = ("data",)
+MODES_TO_COME = ("pipeline", "tensor", "zero", "hybrid")
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+_INTERVALS = ("step", "epoch", "validation")
+_SITES = ("workers", "orchestrator")
+_DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
+
+
+def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
+    return option(flag_name, metavar="|".join(names), type=choice(*names), complete=names, help=text)
+
+
+def _json(flag_name: str, text: str) -> Option:
+    return option(flag_name, metavar="JSON", type=json_object, help=text)
+
+
+def _expression(flag_name: str, text: str, required: bool = False) -> Option:
+    return option(flag_name, metavar="EXPR", required=required, complete="names", help=text)
+
+
+UP = Command(
+    "guava_up",
+    "Open a session: listen for workers and show the join code. Run again: shows the same session.",
+    (
+        option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
+        option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
+        option(
+            "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
+        ),
+        option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        option("--name", metavar="NAME", help="a name for the session"),
+        flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
+        flag("--show-code", help="show the join code even when all workers are local"),
+    ),
+    "%guava_up --workers 2",
+)
+WORKER = Command(
+    "guava_worker",
+    "Work for a session until it closes. First interrupt: leave after the step; second: end the process.",
+    (
+        word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
+        option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
+        option("--name", metavar="NAME", help="how this worker is called in tables and logs"),
+        flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
+    ),
+    "%guava_worker guava1:...",
+)
+SHARE = Command(
+    "guava_share",
+    "Run this cell here; if it succeeds, share its text with all workers.",
+    (
+        option(
+            "--name", metavar="NAME", help="name of the cell; the newest text per name counts (default: the cell's id)"
+        ),
+    ),
+    "%%guava_share --name model",
+    sign="%%",
+)
+MODE = Command(
+    "guava_mode",
+    "Choose how work is spread; without an argument, show it.",
+    (
+        word(
+            "mode",
+            nargs="?",
+            metavar="MODE",
+            type=choice(*MODES, *MODES_TO_COME),
+            complete=MODES,
+            help="data: each worker has the whole model and a part of each batch",
+        ),
+    ),
+    "%guava_mode data",
+)
+TRAIN = Command(
+    "guava_train",
+    "Train over all workers. Blocks and returns the run; the first interrupt stops after the step, the second at once.",
+    (
+        option(
+            "--model", metavar="NAME", required=True, help="class or function of a shared cell, or package.module:name"
+        ),
+        _json("--model-args", "keyword arguments of the model"),
+        option(
+            "--loss", metavar="NAME", help="a torch criterion (CrossEntropyLoss) or a shared function(outputs, targets)"
+        ),
+        _json("--loss-args", "keyword arguments of a torch criterion"),
+        option(
+            "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
+        ),
+        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression("--val", "DataLoader to validate on"),
+        option("--epochs", metavar="N", type=integer(1), help="passes over the data"),
+        option("--optimizer", metavar="NAME", help="a torch.optim class or a shared function of the named parameters"),
+        _json("--optimizer-args", "keyword arguments of the optimizer"),
+        option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args"),
+        option("--weight-decay", metavar="X", type=number, help="weight decay, short for --optimizer-args"),
+        option("--scheduler", metavar="NAME", help="a torch.optim.lr_scheduler class or a shared function"),
+        _json("--scheduler-args", "keyword arguments of the scheduler"),
+        _one("--scheduler-interval", _INTERVALS, "what the scheduler counts"),
+        option("--clip", metavar="X", type=number, help="largest global gradient norm"),
+        option("--accumulate", metavar="N", type=integer(1), help="batches per optimizer step"),
+        _one("--precision", _PRECISIONS, "arithmetic of forward and backward"),
+        option("--val-interval", metavar="N", type=integer(1), help="optimizer steps between validations"),
+        option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
+        option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
+        _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
+        option("--resume", metavar="PATH", help="go on from a checkpoint"),
+        option("-o", "--out", metavar="NAME", help="also store the run in this variable"),
+    ),
+    "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
+    one_of=("loss", "step"),
+)
+VALIDATE = Command(
+    "guava_validate",
+    "Loss and accuracy of the trained model on a DataLoader.",
+    (_expression("--data", "DataLoader of the notebook", required=True),),
+    "%guava_validate --data test",
+)
+STATUS = Command("guava_status", "Who is there, what runs, how far it is.")
+LOG = Command(
+    "guava_log",
+    "Last lines that workers printed.",
+    (
+        word("worker", nargs="?", metavar="WORKER", complete="workers", help="only this worker"),
+        option("-n", metavar="N", type=integer(1), default=50, help="how many lines (default 50)"),
+    ),
+    "%guava_log worker-0 -n 20",
+)
+SAVE = Command(
+    "guava_save",
+    "Write a checkpoint of the last committed step.",
+    (word("path", metavar="PATH", help="file to write"),),
+    "%guava_save digits.pt",
+)
+RESUME = Command(
+    "guava_resume",
+    "Load a checkpoint; the next %guava_train goes on from it.",
+    (word("path", metavar="PATH", help="file that %%guava_save wrote"),),
+    "%guava_resume digits.pt",
+)
+STOP = Command(
+    "guava_stop", "Stop the detached run after its step (again: at once), or let this notebook's worker leave."
+)
+DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
+
+COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, STATUS, LOG, SAVE, RESUME, STOP, DOWN)

@@ -1,0 +1,205 @@
+"""The magics: each parses its line, calls the session once and shows what came back."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
+
+from guava_nb.notebook import commands
+from guava_nb.notebook.announce import code_html, code_text, grant_text
+from guava_nb.notebook.completion import install_completion, remove_completion
+from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.options import Command
+from guava_nb.notebook.panel import make_panel
+from guava_nb.notebook.screen import choose_ui, say, show, show_bundle
+from guava_nb.notebook.session import NotebookSession
+from guava_nb.notebook.watching import Interrupted
+from guava_nb.render import View
+
+__all__ = ["GuavaMagics", "load", "unload"]
+
+
+def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a magic its parser, its help and its manners: the method gets parsed arguments only."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: GuavaMagics, line: str, cell: str | None = None) -> Any:
+            try:
+                args = command.parse(line, self.shell.user_ns)
+                if args is None:
+                    return say(command.help())
+                return method(self, args) if cell is None else method(self, args, cell)
+            except KeyboardInterrupt:
+                raise Interrupted(f"%{command.name} was cut short; %guava_status shows where things stand") from None
+
+        call.__doc__ = f"{command.help()}\n"
+        return no_var_expand(call)
+
+    return decorate
+
+
+@magics_class
+class GuavaMagics(Magics):
+    """All magics of guava_nb over one `NotebookSession`."""
+
+    def __init__(self, shell: Any, session: NotebookSession | None = None) -> None:
+        super().__init__(shell)
+        self.session = session or NotebookSession(shell)
+
+    @line_magic
+    @_command(commands.UP)
+    def guava_up(self, args: argparse.Namespace) -> None:
+        """Open the session or show the open one, and hand out the join code."""
+        notes = self.session.open(args)
+        (view,) = self.session.views()[:1]
+        if self.session.is_local_only and not args.show_code:
+            notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
+        else:
+            self._show_code()
+        closing = "%guava_down closes the session."
+        self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))
+
+    @line_magic
+    @_command(commands.WORKER)
+    def guava_worker(self, args: argparse.Namespace) -> None:
+        """Say what joining grants, join, and show the worker."""
+        panel, code = make_panel(choose_ui(self.shell)), self.session.code_to_join(args)
+        if code:
+            say(grant_text(detect_host(self.shell)))
+            self.session.join(code, args)
+        else:
+            say("This notebook's worker is in that session already.")
+        if args.detach:
+            return self._show(*self.session.views())
+        return self.session.work(panel)
+
+    @line_cell_magic
+    @_command(commands.SHARE)
+    def guava_share(self, args: argparse.Namespace, cell: str | None = None) -> None:
+        """Run a cell and share it."""
+        if cell is None:
+            raise UsageError("%%guava_share is a cell magic: two percent signs, on the first line of the cell to share")
+        name = self.session.share(args.name, cell)
+        say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
+
+    @line_magic
+    @_command(commands.MODE)
+    def guava_mode(self, args: argparse.Namespace) -> None:
+        """Name the mode."""
+        if args.mode in commands.MODES_TO_COME:
+            raise UsageError(f"this version has data mode only; {args.mode} mode is not in it")
+        say("Mode data: every worker has the whole model and trains on its part of each batch.")
+
+    @line_magic
+    @_command(commands.TRAIN)
+    def guava_train(self, args: argparse.Namespace) -> Any:
+        """Train and return the run."""
+        return self.session.train(args, make_panel(choose_ui(self.shell)))
+
+    @line_magic
+    @_command(commands.VALIDATE)
+    def guava_validate(self, args: argparse.Namespace) -> Any:
+        """Return loss, accuracy and samples."""
+        return self.session.validate(args)
+
+    @line_magic
+    @_command(commands.STATUS)
+    def guava_status(self, args: argparse.Namespace) -> None:
+        """Show everything there is."""
+        views = self.session.views()
+        if not views:
+            say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")
+        self._show(*views)
+
+    @line_magic
+    @_command(commands.LOG)
+    def guava_log(self, args: argparse.Namespace) -> None:
+        """Write workers' lines."""
+        lines = self.session.log(args.worker, args.n)
+        say("\n".join(lines) if lines else "No worker has printed anything yet.")
+
+    @line_magic
+    @_command(commands.SAVE)
+    def guava_save(self, args: argparse.Namespace) -> None:
+        """Write a checkpoint."""
+        path = self.session.save(args.path)
+        say(f"Saved {_size(path)} to {path}. Plain PyTorch reads it: torch.load({str(path)!r}, weights_only=True)")
+
+    @line_magic
+    @_command(commands.RESUME)
+    def guava_resume(self, args: argparse.Namespace) -> None:
+        """Load a checkpoint."""
+        path = self.session.resume(args.path)
+        say(f"Loaded {path}; the next %guava_train goes on from it.")
+
+    @line_magic
+    @_command(commands.STOP)
+    def guava_stop(self, args: argparse.Namespace) -> None:
+        """Stop what runs."""
+        say(self.session.stop())
+
+    @line_magic
+    @_command(commands.DOWN)
+    def guava_down(self, args: argparse.Namespace) -> None:
+        """Close everything."""
+        say("Closed. %guava_up opens a new session." if self.session.close() else "Nothing was open.")
+
+    def close(self) -> None:
+        """Close everything this notebook started; also called when the kernel ends."""
+        self.session.close()
+
+    def _show(self, *views: View) -> None:
+        ui = choose_ui(self.shell)
+        for view in views:
+            show(view, ui)
+
+    def _show_code(self) -> None:
+        """The one place where the secret is written out, because a person asked for it."""
+        code = self.session.join_code()
+        if choose_ui(self.shell) in ("text", "none"):
+            say(code_text(code), secret=True)
+        else:
+            show_bundle(code_text(code), code_html(code), secret=True)
+
+
+def load(shell: Any) -> None:
+    """Register the magics in a shell; called by `%load_ext guava_nb`. Loading twice changes nothing."""
+    if _loaded(shell) is not None:
+        return
+    magics = GuavaMagics(shell)
+    shell.register_magics(magics)
+    install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
+    atexit.register(magics.close)
+
+
+def unload(shell: Any) -> None:
+    """Close everything this notebook started and take the magics away."""
+    magics = _loaded(shell)
+    if magics is None:
+        return
+    atexit.unregister(magics.close)
+    remove_completion(shell, commands.COMMANDS)
+    for kind in ("line", "cell"):
+        for command in commands.COMMANDS:
+            shell.magics_manager.magics[kind].pop(command.name, None)
+    shell.magics_manager.registry.pop(GuavaMagics.__name__, None)
+    magics.close()
+
+
+def _loaded(shell: Any) -> GuavaMagics | None:
+    found: GuavaMagics | None = shell.magics_manager.registry.get(GuavaMagics.__name__)
+    return found
+
+
+def _size(path: Path) -> str:
+    from guava_nb.render.values import show_bytes
+
+    return show_bytes(path.stat().st_size) if path.exists() else "the checkpoint"

@@ -1,0 +1,302 @@
+"""The one object behind all magics of a notebook: at most one orchestrator, at most one worker, the shared cells.
+
+Holds no network and no training of its own; every method is a few calls into `Orchestrator`, `Run` and `WorkerHandle`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.engine.status import RunStatus
+from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.notebook.names import cell_name
+from guava_nb.notebook.panel import Frame, LineTail, Panel
+from guava_nb.notebook.tokens import near
+from guava_nb.notebook.training import resolve, training_arguments
+from guava_nb.notebook.watching import watch
+from guava_nb.render import View, run_view, session_view, summary_view, worker_view
+
+__all__ = ["NotebookSession"]
+
+#: Seconds that workers started on this machine get to load torch and join.
+LOCAL_JOIN_S = 180.0
+#: Seconds that a worker gets to finish its step when the notebook closes.
+LEAVE_S = 5.0
+_NO_SESSION = "no session is open here: run %guava_up first"
+
+
+def _new_orchestrator(**settings: Any) -> Any:
+    from guava_nb.orchestrator import Orchestrator
+
+    return Orchestrator(**settings)
+
+
+def _start_worker(code: str, device: str, name: str | None) -> Any:
+    from guava_nb.worker import start_worker
+
+    return start_worker(code, device=device, name=name)
+
+
+class NotebookSession:
+    """What this notebook takes part in. The factories are the two objects' own; tests give others."""
+
+    def __init__(
+        self,
+        shell: Any,
+        new_orchestrator: Callable[..., Any] = _new_orchestrator,
+        start_worker: Callable[..., Any] = _start_worker,
+    ) -> None:
+        self._shell = shell
+        self._new_orchestrator = new_orchestrator
+        self._start_worker = start_worker
+        self._orchestrator: Any = None
+        self._settings: dict[str, Any] = {}
+        self._num_local = 0
+        self._worker: Any = None
+        self._worker_code = ""
+        self._cells: dict[str, str] = {}
+
+    # ------------------------------------------------------------------------------------------------ orchestrator
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an orchestrator listens; one that was closed from Python counts as gone."""
+        return self._orchestrator is not None and self._orchestrator.status().state == "open"
+
+    def open(self, args: argparse.Namespace) -> list[str]:
+        """Open the session, or keep the open one, and start the local workers still missing.
+
+        Returns:
+            Sentences on what was not done as asked.
+        """
+        settings = _orchestrator_settings(args)
+        notes = self._refused_settings(settings) if self.is_open else []
+        if not self.is_open:
+            orchestrator = self._new_orchestrator(**settings)
+            orchestrator.open()
+            self._orchestrator, self._settings, self._num_local = orchestrator, settings, 0
+            notes += self._share_again()
+        self._start_local(args.local or 0)
+        return notes
+
+    def join_code(self) -> str:
+        """The secret itself."""
+        return str(self._orchestrator.join_code.encode())
+
+    @property
+    def is_local_only(self) -> bool:
+        """Whether every worker that training waits for was started here: then nobody needs the code."""
+        return bool(self._num_local) and self._num_local >= self._orchestrator.expected_workers
+
+    def share(self, given_name: str | None, text: str) -> str:
+        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
+
+        Raises:
+            UsageError: the cell failed here.
+            SourceError: the cell cannot run elsewhere.
+        """
+        name = cell_name(given_name, self._shell, text)
+        result = self._shell.run_cell(text)
+        if not result.success:
+            error = result.error_before_exec or result.error_in_exec
+            raise UsageError(f"cell {name} is not shared: it failed here with {type(error).__name__}")
+        if self.is_open:
+            self._orchestrator.share(text, name=name)
+        self._cells[name] = text
+        return name
+
+    def train(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Start a run; unless detached, block until it ended and raise its error if it failed. Returns the run."""
+        orchestrator, names = self._need_session(), self._shell.user_ns
+        if orchestrator.run is not None and not orchestrator.run.done:
+            raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
+        arguments = training_arguments(args, names)
+        if args.out is not None and not args.out.isidentifier():
+            raise UsageError(f"--out {args.out}: not a name for a variable")
+        orchestrator.register_model(args.model, args.model_args or {})
+        tail = LineTail(orchestrator.log)
+        run = orchestrator.start_training(**arguments, detach=True)
+        if args.out is not None:
+            names[args.out] = run
+        if not args.detach:
+            self._follow(run, tail, panel)
+        return run
+
+    def validate(self, args: argparse.Namespace) -> Any:
+        """Loss, accuracy and number of samples on a loader of the notebook."""
+        return self._need_session().validate(resolve(args.data, self._shell.user_ns, "--data"))
+
+    def save(self, path: str) -> Path:
+        """Write a checkpoint; returns where it lies."""
+        return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
+
+    def resume(self, path: str) -> Path:
+        """Load a checkpoint."""
+        source = Path(path).expanduser()
+        self._need_session().load_checkpoint(source)
+        return source
+
+    def log(self, worker: str | None, num_lines: int) -> list[str]:
+        """Last lines of one worker or of all; in a worker's notebook, of that worker."""
+        if not self.is_open and self._worker is not None:
+            return list(self._worker.status().lines)[-num_lines:]
+        orchestrator = self._need_session()
+        known = self.worker_names()
+        if worker is not None and worker not in known:
+            listed = ", ".join(known) or "none has joined"
+            raise UsageError(f"no worker is called {worker}{near(worker, known)} Workers: {listed}")
+        return list(orchestrator.log(worker=worker, n=num_lines))
+
+    def worker_names(self) -> list[str]:
+        """Names of all workers the orchestrator knows, for messages and completion."""
+        return [worker.name for worker in self._orchestrator.status().workers] if self.is_open else []
+
+    def views(self) -> list[View]:
+        """What there is to show: the session, the worker of this notebook, both, or nothing."""
+        views = [session_view(self._orchestrator.status())] if self.is_open else []
+        return views + ([worker_view(self._worker.status())] if self._worker is not None else [])
+
+    def stop(self) -> str:
+        """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
+        if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
+            return _interrupt_run(self._orchestrator.run)
+        if self._worker is not None and self._worker.alive:
+            self._worker.leave()
+            return "The worker leaves after its step; %guava_down ends it at once."
+        return "Nothing is running here."
+
+    def close(self) -> bool:
+        """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
+        orchestrator, self._orchestrator = self._orchestrator, None
+        worker, self._worker = self._worker, None
+        self._num_local, self._worker_code = 0, ""
+        try:
+            if worker is not None and worker.alive:
+                worker.leave()
+                if not worker.wait(LEAVE_S):
+                    worker.kill()
+        finally:
+            if orchestrator is not None:
+                orchestrator.close()
+        return orchestrator is not None or worker is not None
+
+    # ------------------------------------------------------------------------------------------------------ worker
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker started from this notebook lives."""
+        return self._worker is not None and bool(self._worker.alive)
+
+    def code_to_join(self, args: argparse.Namespace) -> str:
+        """The code of the session to join; empty when this notebook's worker is in that session already.
+
+        Raises:
+            UsageError: no code, or a living worker belongs to another session.
+        """
+        code = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
+        if not code:
+            raise UsageError("%guava_worker needs the join code that %guava_up shows on the other side")
+        if self.has_worker and code != self._worker_code:
+            raise UsageError("this notebook works for another session already; %guava_down leaves it")
+        return "" if self.has_worker else code
+
+    def join(self, code: str, args: argparse.Namespace) -> None:
+        """Start the worker."""
+        self._worker = self._start_worker(code, device=args.device or "auto", name=args.name)
+        self._worker_code = code
+
+    def work(self, panel: Panel) -> None:
+        """Block until the worker ended."""
+        worker = self._worker
+        tail = LineTail(lambda: worker.status().lines)
+
+        def frame() -> Frame:
+            return worker_view(worker.status()), tail.new()
+
+        watch(worker.wait, frame, frame, panel, lambda count: _interrupt_worker(worker, count))
+
+    # ----------------------------------------------------------------------------------------------------- private
+
+    def _need_session(self) -> Any:
+        if not self.is_open:
+            raise UsageError(_NO_SESSION)
+        return self._orchestrator
+
+    def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
+        changed = sorted(name for name, value in settings.items() if self._settings.get(name) != value)
+        if not changed:
+            return []
+        return [
+            f"The session is open already, so {', '.join(changed)} did not change; %guava_down first, then %guava_up."
+        ]
+
+    def _share_again(self) -> list[str]:
+        """Cells shared before this session opened; one that is refused must not keep the session from opening."""
+        notes = []
+        for name, text in self._cells.items():
+            try:
+                self._orchestrator.share(text, name=name)
+            except GuavaError as error:
+                notes.append(f"Cell {name} is not shared: {error}")
+        return notes
+
+    def _start_local(self, wanted: int) -> None:
+        missing = wanted - self._num_local
+        if missing <= 0:
+            return
+        self._orchestrator.launch_workers(missing)
+        self._num_local = wanted
+        self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
+
+    def _follow(self, run: Any, tail: LineTail, panel: Panel) -> None:
+        """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
+        orchestrator = self._orchestrator
+
+        def frame(view: Callable[..., View]) -> Frame:
+            return view(run.status(), orchestrator.status().workers), tail.new()
+
+        watch(
+            run.wait,
+            lambda: frame(run_view),
+            lambda: frame(summary_view),
+            panel,
+            lambda count: _interrupt_run(run, count),
+        )
+        status: RunStatus = run.status()
+        if status.state == "failed":
+            run.result()
+
+
+def _orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given on the line; defaults, environment and files are the configuration's business."""
+    local = args.local or 0
+    expected = args.workers if args.workers is not None else (local or None)
+    if args.workers is not None and local > args.workers:
+        raise ConfigError(f"--local {local} starts more workers than --workers {args.workers} expects")
+    given = {"host": args.host, "port": args.port, "expected_workers": expected, "name": args.name}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if args.no_tls:
+        settings["tls"] = False
+    return settings
+
+
+def _interrupt_run(run: Any, count: int = 1) -> str:
+    stopping = run.status().state == "stopping"
+    run.interrupt()
+    if count == 1 and not stopping:
+        return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."
+    return "Aborting the step now; the model keeps the state of the last committed step."
+
+
+def _interrupt_worker(worker: Any, count: int) -> str:
+    if count == 1:
+        worker.leave()
+        return "Leaving after this step. Interrupt again to end the process now."
+    worker.kill()
+    return "The worker's process is ended."

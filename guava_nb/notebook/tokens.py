@@ -1,0 +1,117 @@
+"""From the text of a magic's line to its words.
+
+IPython would fill in `{x}` and `$x` itself, but it does so nowhere on the line when one name is unknown, says nothing
+of it, and takes JSON for a name. So the magics opt out of that; here quotes and brackets keep a word
+together, ` #` starts a comment, `{name}` and `$name` are replaced by the variable's text, an unknown name is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from IPython.core.error import UsageError
+
+__all__ = ["expand", "near", "split_line"]
+
+_OPENING = {"(": ")", "[": "]", "{": "}"}
+_NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*"
+# "$$" and "{{name}}" stand for the plain signs. JSON passes unchanged: its objects never look like {name}.
+_VARIABLE = re.compile(
+    rf"\$(?P<dollar>\$)|\{{(?P<plain>\{{{_NAME}\}})\}}|\{{(?P<braced>{_NAME})\}}|\$(?P<word>[^\W\d]\w*)"
+)
+
+
+def near(word: str, names: Iterable[str]) -> str:
+    """The end of a sentence that proposes the name `word` may have meant, or nothing."""
+    found = get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def split_line(line: str) -> list[str]:
+    """Words of a line. Outside brackets quotes are taken off; backslashes are plain characters (Windows paths).
+
+    Raises:
+        UsageError: a quote or a bracket is never closed.
+    """
+    words: list[str] = []
+    position = 0
+    while position < len(line):
+        if line[position].isspace():
+            position += 1
+        elif line[position] == "#":
+            break
+        else:
+            word, position = _word(line, position)
+            words.append(word)
+    return words
+
+
+def _word(line: str, position: int) -> tuple[str, int]:
+    """One word from `position` to the next blank outside quotes and brackets, and where it ends."""
+    characters: list[str] = []
+    closing: list[str] = []
+    quote = ""
+    while position < len(line):
+        character = line[position]
+        if quote:
+            quote, keep = ("", bool(closing)) if character == quote else (quote, True)
+        elif character.isspace() and not closing:
+            break
+        elif character in "'\"":
+            quote, keep = character, bool(closing)
+        else:
+            keep = True
+            _nest(character, closing)
+        if keep:
+            characters.append(character)
+        position += 1
+    if quote or closing:
+        # The line itself is not repeated: it may hold half a join code, which nothing recognises.
+        raise UsageError(f"this line opens a quote or a bracket and never closes it: {quote or closing[-1]} is missing")
+    return "".join(characters), position
+
+
+def _nest(character: str, closing: list[str]) -> None:
+    if character in _OPENING:
+        closing.append(_OPENING[character])
+    elif closing and character == closing[-1]:
+        closing.pop()
+
+
+def expand(word: str, namespace: Mapping[str, Any]) -> str:
+    """Put the text of variables in place of `{name}`, `{name.attribute}`, `{name[key]}` and `$name`.
+
+    Raises:
+        UsageError: the notebook has no such variable.
+    """
+    return _VARIABLE.sub(lambda match: _value(match, namespace), word)
+
+
+def _value(match: re.Match[str], namespace: Mapping[str, Any]) -> str:
+    expression = match["braced"] or match["word"]
+    if expression is None:
+        return match["dollar"] or match["plain"]
+    root, *steps = re.split(r"[.\[]", expression)
+    if root not in namespace:
+        double = "$$" if match["word"] else f"{{{{{root}}}}}"
+        raise UsageError(
+            f"{match[0]}: this notebook has no variable {root}{near(root, namespace)} ({double} gives the plain sign)"
+        )
+    value = namespace[root]
+    for step in steps:
+        value = _step(value, step, match[0])
+    return str(value)
+
+
+def _step(value: Any, step: str, whole: str) -> Any:
+    """An attribute, or an item when the step ends with the closing bracket."""
+    try:
+        if not step.endswith("]"):
+            return getattr(value, step)
+        key = step[:-1]
+        return value[int(key)] if key.isdigit() else value[key]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UsageError(f"{whole}: {type(error).__name__}: {error}") from None

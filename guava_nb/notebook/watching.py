@@ -1,0 +1,96 @@
+"""Blocking in a cell until something ends, with interrupts that mean something.
+
+An interrupt is counted, not raised: a `KeyboardInterrupt` in the middle of a display message would tear it. The first
+one and the second one mean different things, so none may get lost between two instructions of the loop.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from guava_nb.notebook.panel import Frame, Panel
+from guava_nb.notebook.screen import say
+
+__all__ = ["POLL_S", "Interrupted", "Interrupts", "watch"]
+
+#: Seconds of one wait: how late an interrupt is noticed at most.
+POLL_S = 0.25
+
+
+class Interrupted(KeyboardInterrupt):
+    """A cell was interrupted where there was nothing to finish; shown as one line, and stops "run all"."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the sentence alone: IPython calls this instead of printing a traceback."""
+        return [f"Interrupted: {self}"]
+
+
+class Interrupts:
+    """Counts SIGINT while the block runs; in a thread that cannot take signals it counts what it is told only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._previous: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A handler that was not set from Python comes back as None and cannot be set again from here.
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def watch(
+    wait: Callable[[float], bool],
+    frame: Callable[[], Frame],
+    last_frame: Callable[[], Frame],
+    panel: Panel,
+    on_interrupt: Callable[[int], str],
+) -> None:
+    """Draw until `wait(seconds)` says that it ended.
+
+    Args:
+        wait: blocks for at most the given seconds; True when it is over.
+        frame: makes what the panel shows while it goes on.
+        last_frame: makes what stays at the end.
+        panel: is finished on return, also when something raises.
+        on_interrupt: does what the n-th interrupt means and returns the sentence to say.
+    """
+    with Interrupts() as interrupts:
+        try:
+            _loop(wait, frame, panel, on_interrupt, interrupts)
+            panel.finish(last_frame)
+        finally:
+            panel.close()
+
+
+def _loop(
+    wait: Callable[[float], bool],
+    frame: Callable[[], Frame],
+    panel: Panel,
+    on_interrupt: Callable[[int], str],
+    interrupts: Interrupts,
+) -> None:
+    answered, ended = 0, False
+    while not ended:
+        try:
+            ended = wait(POLL_S)
+        except KeyboardInterrupt:  # raised by hand, or in a thread that has no signals
+            interrupts.count += 1
+        while answered < interrupts.count and not ended:
+            answered += 1
+            say(on_interrupt(answered))
+        if not ended:
+            panel.update(frame)

@@ -1,0 +1,143 @@
+"""The panel and interrupts in a real kernel: what a front end would receive."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+SETUP = """
+from guava_nb.notebook import load
+from guava_nb.notebook.magics import GuavaMagics
+from guava_nb.notebook.panel import make_panel
+from guava_nb.notebook.session import NotebookSession
+from guava_nb.render import Progress, View
+from tests.support.fake_session import FakeOrchestrator, FakeRun, FakeWorker
+run = FakeRun(num_steps=10_000)
+shell = get_ipython()
+load(shell)
+magics = shell.magics_manager.registry["GuavaMagics"]
+magics.session = NotebookSession(shell, lambda **settings: FakeOrchestrator(settings, run), FakeWorker)
+loader = []
+"""
+TRAIN = "%guava_train --model Net --loss L --data loader"
+
+
+class Kernel:
+    """Runs cells and keeps every message they caused."""
+
+    def __init__(self, manager: Any, client: Any) -> None:
+        self.manager, self.client = manager, client
+
+    def run(self, cell: str, interrupt_after: str = "") -> SimpleNamespace:
+        """Run a cell; sends one interrupt when `interrupt_after` first appears in a message."""
+        messages: list[Any] = []
+
+        def keep(message: Any) -> None:
+            nonlocal interrupt_after
+            messages.append(message)
+            if interrupt_after and interrupt_after in str(message["content"]):
+                interrupt_after = ""
+                self.manager.interrupt_kernel()
+
+        reply = self.client.execute_interactive(cell, timeout=60, output_hook=keep, allow_stdin=False)
+        by_type = {
+            kind: [m["content"] for m in messages if m["msg_type"] == kind]
+            for kind in {m["msg_type"] for m in messages}
+        }
+        text = "".join(content["text"] for content in by_type.get("stream", []))
+        return SimpleNamespace(status=reply["content"]["status"], messages=messages, text=text, **by_type)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    env = {name: value for name, value in os.environ.items() if name not in ("CI", "GUAVA_UI")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    manager, client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=60)
+    started = Kernel(manager, client)
+    try:
+        assert started.run(SETUP).status == "ok"
+        assert started.run("%guava_up --local 1").status == "ok"
+        yield started
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def fresh_run(kernel: Kernel, ui: str, source: str = "FakeRun(num_steps=10_000)") -> None:
+    cell = f"import os; os.environ['GUAVA_UI'] = {ui!r}; run = {source}; magics.session._orchestrator.next_run = run"
+    assert kernel.run(cell).status == "ok"
+
+
+@pytest.mark.parametrize("ui", ["widget", "html", "text"])
+def test_ten_thousand_updates_are_few_messages_and_nothing_live_stays(kernel: Kernel, ui: str) -> None:
+    fresh_run(kernel, ui)
+    started = time.monotonic()
+    shown = kernel.run(f"r = {TRAIN}")
+    allowed = 10 + 12 * (time.monotonic() - started)  # four drawings a second, each a message or three
+    assert shown.status == "ok"
+    assert len(shown.messages) < allowed, [m["msg_type"] for m in shown.messages]
+    assert sum(len(str(message["content"])) for message in shown.messages) < 20_000 + 20_000 * (
+        time.monotonic() - started
+    )
+    if ui == "text":
+        assert "10000/10000" in shown.text
+        return
+    first, last = shown.display_data[0], shown.update_display_data[-1]
+    assert set(first["data"]) == {"text/plain", "text/html"} | ({WIDGET} if ui == "widget" else set())
+    assert set(last["data"]) == {"text/plain", "text/html"}
+    assert last["transient"]["display_id"] == first["transient"]["display_id"]
+    assert "10000/10000 steps" in last["data"]["text/html"]
+
+
+def test_the_kernels_interrupt_button_stops_after_the_step_again_and_again(kernel: Kernel) -> None:
+    for _ in range(3):
+        fresh_run(kernel, "text", "FakeRun(num_steps=10**9)")
+        kernel.run("import time; wait = run.wait; run.wait = lambda s: (time.sleep(0.02), wait(s))[1]")
+        shown = kernel.run(f"r = {TRAIN}", interrupt_after="training:")
+        assert shown.status == "ok"
+        assert "Stopping after this step" in shown.text
+        assert "Traceback" not in str(shown.messages)
+        assert "stopped" in shown.text
+    assert kernel.run("assert r.state == 'stopped' and r.interrupts == 1").status == "ok"
+
+
+def test_an_interrupt_of_a_plain_magic_is_one_line_and_an_error(kernel: Kernel) -> None:
+    kernel.run("import time; magics.session.validate = lambda args: (print('now', flush=True), time.sleep(30))")
+    shown = kernel.run("%guava_validate --data loader", interrupt_after="now")
+    assert shown.status == "error"
+    assert shown.error[0]["traceback"] == [
+        "Interrupted: %guava_validate was cut short; %guava_status shows where things stand"
+    ]
+
+
+def test_user_mistakes_are_one_line_on_the_page(kernel: Kernel) -> None:
+    shown = kernel.run("%guava_train --model Net --loss L --data laoder")
+    assert shown.status == "error"
+    assert shown.text.count("\n") == 1
+    assert "did you mean loader?" in shown.text
+
+
+def test_a_broken_comm_switches_the_panel_off_and_training_goes_on(kernel: Kernel) -> None:
+    fresh_run(kernel, "widget", "FakeRun(num_steps=100)")
+    shown = kernel.run(
+        "import comm.base_comm as c\nkept = c.BaseComm.publish_msg\n"
+        "def broken(*a, **k): raise LookupError('parent_header')\n"
+        "import ipykernel.comm.comm as ic\nkept = ic.BaseComm.publish_msg\nic.BaseComm.publish_msg = broken\n"
+        f"try:\n    r = get_ipython().run_line_magic('guava_train', {TRAIN.split(' ', 1)[1]!r})\n"
+        "finally:\n    ic.BaseComm.publish_msg = kept\nassert r.state == 'done'"
+    )
+    assert shown.status == "ok", shown.text
+
+
+def test_the_python_of_the_kernel_is_this_one(kernel: Kernel) -> None:
+    assert sys.executable in kernel.run("import sys; print(sys.executable)").text

@@ -1,0 +1,194 @@
+"""Stand-ins for the orchestrator, its run and a worker: same names as the real ones, no network, no training, no clock.
+
+A fake run commits one step per `wait`, so a test decides by counting, never by sleeping.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from guava_nb.engine.status import RunStatus, Status, WorkerStatus
+from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
+
+SECRET_CODE = "guava1:c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
+
+
+class FakeCode:
+    """A join code that hides itself unless asked."""
+
+    def encode(self) -> str:
+        return SECRET_CODE
+
+    def __repr__(self) -> str:
+        return "JoinCode(127.0.0.1:4242, secret hidden)"
+
+
+@dataclass
+class FakeRun:
+    """Ends after `num_steps` waits; sends real interrupts to this process before the waits in `interrupt_at`."""
+
+    num_steps: int = 5
+    interrupt_at: Sequence[int] = ()
+    raise_at: Sequence[int] = ()
+    error: GuavaError | None = None
+    step: int = 0
+    waits: int = 0
+    interrupts: int = 0
+    state: str = "training"
+
+    @property
+    def done(self) -> bool:
+        return self.state in ("done", "stopped", "failed")
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self.waits in self.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+        self.waits += 1
+        if self.waits - 1 in self.raise_at:
+            raise KeyboardInterrupt
+        self.step += 0 if self.done else 1
+        if self.interrupts:
+            self.state = "stopped"
+        elif self.step >= self.num_steps:
+            self.state = "failed" if self.error else "done"
+        return self.done
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
+        self.state = "stopping"
+
+    def status(self) -> RunStatus:
+        losses = tuple((step, 2.0 / step) for step in range(1, self.step + 1))
+        return RunStatus(
+            "run-1", self.state, "data", 1, 1, self.step, self.num_steps, self.step * 32, 0.5 * self.step, 64.0,
+            losses[-1][1] if losses else None, losses, ((self.step, 0.5, 0.9),) if self.done else (),
+        )  # fmt: skip
+
+    def result(self) -> FakeRun:
+        if self.error:
+            raise self.error
+        return self
+
+    def report(self) -> dict[str, Any]:
+        return {"steps": self.step}
+
+
+@dataclass
+class FakeOrchestrator:
+    """Remembers what it was asked to do, in order, in `calls`."""
+
+    settings: dict[str, Any]
+    next_run: FakeRun = field(default_factory=FakeRun)
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    cells: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    run: FakeRun | None = None
+    state: str = "closed"
+    num_workers: int = 0
+    too_few: bool = False
+
+    @property
+    def expected_workers(self) -> int:
+        return int(self.settings.get("expected_workers", 1))
+
+    @property
+    def join_code(self) -> FakeCode:
+        return FakeCode()
+
+    def open(self) -> FakeCode:
+        self.state = "open"
+        return self.join_code
+
+    def launch_workers(self, count: int, device: str = "auto") -> None:
+        self.calls.append(("launch", count))
+        self.num_workers += count
+
+    def wait_for_workers(self, count: int | None = None, timeout: float | None = None) -> None:
+        if self.too_few:
+            raise RendezvousTimeout("1 of 2 workers joined within 180 s; look at %guava_log")
+
+    def share(self, source: str, name: str | None = None) -> None:
+        if "!pip" in source:
+            raise SourceError(f"cell {name}, line 1: notebook syntax cannot run on a worker")
+        self.cells[str(name)] = source
+
+    def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
+        self.calls.append(("model", (model, args)))
+
+    def start_training(self, train_loader: Any, val_loader: Any = None, **options: Any) -> FakeRun:
+        self.calls.append(("train", {"train_loader": train_loader, "val_loader": val_loader, **options}))
+        self.run = self.next_run
+        return self.run
+
+    def validate(self, loader: Any) -> dict[str, Any]:
+        return {"loss": 0.25, "accuracy": 0.75, "samples": len(loader)}
+
+    def save_checkpoint(self, path: Path) -> Path:
+        Path(path).write_bytes(b"x" * 1500)
+        return Path(path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.calls.append(("load", Path(path)))
+
+    def status(self) -> Status:
+        workers = tuple(
+            WorkerStatus(f"worker-{rank}", rank, "ready", "cpu", "CPU", "host") for rank in range(self.num_workers)
+        )
+        run = self.run.status() if self.run else None
+        return Status(self.state, "127.0.0.1:4242", "data", self.expected_workers, workers, run, tuple(self.cells))
+
+    def log(self, worker: str | None = None, n: int = 50) -> list[str]:
+        return [line for line in self.lines if worker is None or line.startswith(worker)][-n:]
+
+    def close(self) -> None:
+        self.state = "closed"
+
+
+@dataclass
+class FakeWorkerStatus:
+    state: str
+    name: str
+    step: int | None
+    device: str
+    address: str
+    detail: str = ""
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class FakeWorker:
+    """Ends after `num_waits` waits, or when it was told to leave or killed."""
+
+    code: str
+    device: str = "auto"
+    name: str | None = None
+    num_waits: int = 3
+    interrupt_at: Sequence[int] = ()
+    stubborn: bool = False
+    waits: int = 0
+    calls: list[str] = field(default_factory=list)
+    alive: bool = True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self.waits in self.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+        self.waits += 1
+        left = "leave" in self.calls and not self.stubborn
+        if left or "kill" in self.calls or self.waits >= self.num_waits:
+            self.alive = False
+        return not self.alive
+
+    def leave(self) -> None:
+        self.calls.append("leave")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+        self.alive = False
+
+    def status(self) -> FakeWorkerStatus:
+        state = "working" if self.alive else "left"
+        return FakeWorkerStatus(state, self.name or "worker-0", self.waits, "cpu", "127.0.0.1:4242", "", ("hello",))

@@ -1,0 +1,82 @@
+"""A real InteractiveShell with the magics over fakes; what it prints is judged as a person would see it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from guava_nb.notebook.magics import GuavaMagics, load, unload
+from guava_nb.notebook.session import NotebookSession
+from tests.support.fake_session import FakeOrchestrator, FakeRun, FakeWorker
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Notebook:
+    """Runs cells; `orchestrators` and `workers` are the fakes made so far, `next_run` and `worker_options` shape the next."""
+
+    def __init__(self, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+        self.shell = shell
+        self.orchestrators: list[FakeOrchestrator] = []
+        self.workers: list[FakeWorker] = []
+        self.next_run = FakeRun()
+        self.worker_options: dict[str, Any] = {}
+        self.too_few = False
+        self._capsys = capsys
+        load(shell)
+        self.magics: GuavaMagics = shell.magics_manager.registry["GuavaMagics"]
+        self.magics.session = NotebookSession(shell, self._new_orchestrator, self._start_worker)
+
+    @property
+    def orchestrator(self) -> FakeOrchestrator:
+        return self.orchestrators[-1]
+
+    def run(self, cell: str) -> SimpleNamespace:
+        """Run a cell; returns ok, value and everything it wrote, without colours."""
+        self._capsys.readouterr()
+        result = self.shell.run_cell(cell, store_history=True)
+        captured = self._capsys.readouterr()
+        text = _ANSI.sub("", captured.out + captured.err)
+        return SimpleNamespace(ok=result.success, value=result.result, text=text, lines=text.strip().splitlines())
+
+    def complete(self, line: str) -> list[str]:
+        """What tab offers at the end of a line."""
+        with provisionalcompleter():
+            return [found.text for found in self.shell.Completer.completions(line, len(line))]
+
+    def _new_orchestrator(self, **settings: Any) -> FakeOrchestrator:
+        self.orchestrators.append(FakeOrchestrator(settings, self.next_run, too_few=self.too_few))
+        return self.orchestrator
+
+    def _start_worker(self, code: str, device: str, name: str | None) -> FakeWorker:
+        self.workers.append(FakeWorker(code, device, name, **self.worker_options))
+        return self.workers[-1]
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        config = Config()
+        config.HistoryManager.enabled = False
+        yield InteractiveShell.instance(config=config)
+        InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def notebook(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Notebook]:
+    monkeypatch.setenv("GUAVA_UI", "text")
+    monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
+    unload(shell)
+    shell.reset(new_session=True)
+    yield Notebook(shell, capsys)
+    unload(shell)

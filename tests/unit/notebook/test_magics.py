@@ -1,0 +1,490 @@
+"""Every magic through a real shell over fakes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guava_nb import errors
+from guava_nb.notebook import commands, magics
+from guava_nb.notebook.host import Host
+from guava_nb.notebook.magics import GuavaMagics, load, unload
+from tests.support.fake_session import SECRET_CODE, FakeRun
+
+NAMES = [command.name for command in commands.COMMANDS]
+TRAIN = "%guava_train --model Net --loss CrossEntropyLoss --data loader"
+
+
+def line_of(name: str, rest: str) -> str:
+    return f"%{name} {rest}"
+
+
+# ------------------------------------------------------------------------------------------------- manners of all
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("flag", ["-h", "--help", "--nonsense -h"])
+def test_help_is_printed_and_nothing_is_done(notebook: Any, name: str, flag: str) -> None:
+    shown = notebook.run(line_of(name, flag))
+    assert shown.ok
+    assert f"guava_{name.removeprefix('guava_')}" in shown.text
+    assert "Traceback" not in shown.text
+    assert not notebook.orchestrators
+    assert not notebook.workers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_option_is_one_line(notebook: Any, name: str) -> None:
+    shown = notebook.run(line_of(name, "--hepl"))
+    assert not shown.ok
+    assert len(shown.lines) == 1
+    assert "did you mean --help?" in shown.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_on_the_line_is_an_answer_or_one_line(notebook: Any, name: str) -> None:
+    shown = notebook.run(line_of(name, "# only a comment"))
+    assert "Traceback" not in shown.text
+    assert shown.ok or len(shown.lines) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_question_mark_shows_the_help(notebook: Any, name: str) -> None:
+    assert notebook.magics.shell.find_magic(name).__doc__.startswith("usage:")
+
+
+def test_every_magic_of_the_table_exists_and_is_short() -> None:
+    for name in NAMES:
+        method = inspect.unwrap(getattr(GuavaMagics, name))
+        assert len(inspect.getsource(method).splitlines()) <= 15 + 3, name  # decorators and docstring beside the body
+
+
+@pytest.mark.parametrize(
+    "error_class",
+    [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GuavaError)],
+)
+def test_each_error_of_ours_is_shown_without_a_traceback(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch, error_class: type[errors.GuavaError]
+) -> None:
+    error = (
+        error_class("w0", "ValueError", "bad") if error_class is errors.RemoteError else error_class("what went wrong")
+    )
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(notebook.magics.session, "stop", fail)
+    shown = notebook.run("%guava_stop")
+    assert not shown.ok
+    assert len(shown.lines) == 1
+    assert error_class.__name__ in shown.text
+
+
+def test_an_interrupt_anywhere_is_one_line_and_fails_the_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(notebook.magics.session, "stop", interrupted)
+    shown = notebook.run("%guava_stop")
+    assert not shown.ok
+    assert len(shown.lines) == 1
+    assert "cut short" in shown.text
+
+
+# -------------------------------------------------------------------------------------------------------- going up
+
+
+def test_up_shows_the_code_and_the_cell_to_run(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --workers 2 --port 4242 --no-tls # with a comment")
+    assert shown.ok
+    assert f"    %guava_worker {SECRET_CODE}" in shown.text.splitlines()
+    assert "secret" in shown.text
+    assert "127.0.0.1:4242" in shown.text
+    assert shown.value is None
+    assert notebook.orchestrator.settings == {"port": 4242, "expected_workers": 2, "tls": False}
+
+
+def test_up_twice_is_the_same_session(notebook: Any) -> None:
+    first, second = notebook.run("%guava_up --workers 2"), notebook.run("%guava_up --workers 2")
+    assert len(notebook.orchestrators) == 1
+    assert first.text == second.text
+    assert "%guava_down" in second.text
+
+
+def test_up_again_with_other_settings_says_that_they_did_not_change(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2")
+    shown = notebook.run("%guava_up --workers 2 --port 9")
+    assert "port did not change" in shown.text
+    assert len(notebook.orchestrators) == 1
+
+
+def test_local_workers_are_started_once_and_need_no_code(notebook: Any) -> None:
+    first = notebook.run("%guava_up --local 2")
+    notebook.run("%guava_up --local 2")
+    assert notebook.orchestrator.calls == [("launch", 2)]
+    assert SECRET_CODE not in first.text
+    assert "2 ready of 2" in first.text
+    assert SECRET_CODE in notebook.run("%guava_up --local 2 --show-code").text
+    notebook.run("%guava_up --local 3")
+    assert notebook.orchestrator.calls == [("launch", 2), ("launch", 1)]
+
+
+def test_too_few_local_workers_is_one_line_and_the_session_stays(notebook: Any) -> None:
+    notebook.too_few = True
+    shown = notebook.run("%guava_up --local 2")
+    assert not shown.ok
+    assert len(shown.lines) == 1
+    assert notebook.run("%guava_status").text.startswith("session: open")
+
+
+def test_more_local_workers_than_expected_is_refused(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --local 3 --workers 2")
+    assert len(shown.lines) == 1
+    assert not notebook.orchestrators
+
+
+def test_an_orchestrator_closed_from_python_is_replaced(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    notebook.orchestrator.close()
+    assert "run %guava_up first" in notebook.run("%guava_save x.pt").text
+    notebook.run("%guava_up")
+    assert len(notebook.orchestrators) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- cells
+
+
+def test_share_runs_here_then_travels(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    shown = notebook.run("%%guava_share --name model # the net\nwidth = 3\nclass Net: pass")
+    assert shown.text.strip() == "Cell model is shared."
+    assert notebook.shell.user_ns["width"] == 3
+    assert notebook.orchestrator.cells == {"model": "width = 3\nclass Net: pass\n"}
+
+
+def test_cells_shared_before_up_and_before_a_second_up_travel_too(notebook: Any) -> None:
+    assert "as soon as" in notebook.run("%%guava_share\nclass Net: pass").text
+    notebook.run("%guava_up")
+    assert list(notebook.orchestrator.cells) == ["Net"]
+    notebook.run("%guava_down")
+    notebook.run("%guava_up")
+    assert list(notebook.orchestrator.cells) == ["Net"]
+
+
+def test_a_refused_early_cell_is_told_at_up_and_does_not_stop_it(notebook: Any) -> None:
+    notebook.run("%%guava_share --name bad\ntext = '''\n!pip install x\n'''")
+    shown = notebook.run("%guava_up")
+    assert shown.ok
+    assert "Cell bad is not shared: cell bad, line 1" in shown.text
+
+
+def test_a_cell_that_fails_here_is_not_shared(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    shown = notebook.run("%%guava_share --name model\n1 / 0")
+    assert not shown.ok
+    assert "ZeroDivisionError" in shown.text
+    assert shown.lines[-1] == "UsageError: cell model is not shared: it failed here with ZeroDivisionError"
+    assert notebook.orchestrator.cells == {}
+
+
+def test_the_newest_text_of_a_rerun_cell_counts(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    for width in (1, 2):
+        notebook.run(f"%%guava_share\nclass Net:\n    width = {width}")
+    assert notebook.orchestrator.cells == {"Net": "class Net:\n    width = 2\n"}
+
+
+def test_braces_and_dollars_of_a_cell_are_left_alone(notebook: Any) -> None:
+    notebook.run("%guava_up\nx = 5")
+    notebook.run("%%guava_share --name c\ntable = {x: '$x {x}'}")
+    assert notebook.orchestrator.cells["c"] == "table = {x: '$x {x}'}\n"
+
+
+def test_the_line_form_of_share_says_what_to_do(notebook: Any) -> None:
+    assert "two percent signs" in notebook.run("%guava_share").text
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader, loaders = [1], {'val': [2]}\nwidth = 8")
+    shown = notebook.run(
+        TRAIN + ' --model-args {"width": $width, "deep": true} --val loaders["val"] --epochs 2 --optimizer AdamW '
+        "--optimizer-args {'betas': (0.9, 0.99)} --lr 1e-3 --weight-decay=0 --scheduler StepLR --scheduler-args "
+        "'{\"step_size\": 3}' --scheduler-interval epoch --clip 1 --accumulate 2 --precision bf16 --val-interval 4 "
+        "--seed 7 --shares 2,1 --optimizer-site orchestrator --resume a.pt -o my_run  # done"
+    )
+    assert shown.ok, shown.text
+    assert ("model", ("Net", {"width": 8, "deep": True})) in notebook.orchestrator.calls
+    assert notebook.orchestrator.calls[-1] == ("train", {
+        "train_loader": [1], "val_loader": [2], "criterion": "CrossEntropyLoss", "num_epochs": 2, "optimizer": "AdamW",
+        "optimizer_args": {"betas": (0.9, 0.99), "lr": 1e-3, "weight_decay": 0.0}, "scheduler": "StepLR",
+        "scheduler_args": {"step_size": 3}, "scheduler_interval": "epoch", "max_grad_norm": 1.0,
+        "accumulation_steps": 2, "precision": "bf16", "val_interval": 4, "seed": 7, "shares": (2.0, 1.0),
+        "optimizer_site": "orchestrator", "resume": Path("a.pt"), "detach": True,
+    })  # fmt: skip
+    assert notebook.shell.user_ns["my_run"] is shown.value
+    notebook.orchestrator.run = None
+    notebook.run(TRAIN)
+    assert notebook.orchestrator.calls[-1] == ("train", {
+        "train_loader": [1], "val_loader": None, "criterion": "CrossEntropyLoss", "detach": True,
+    })  # fmt: skip
+
+
+def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = []")
+    shown = notebook.run(f"r = {TRAIN}")
+    assert shown.ok
+    assert notebook.shell.user_ns["r"] is notebook.orchestrator.run
+    assert "5/5" in shown.text
+    assert "validation" in shown.text
+    assert "2 at the start, 0.4 at the end" in shown.text
+
+
+def test_workers_lines_reach_the_cell_that_waits_and_are_shown_before_the_error(notebook: Any) -> None:
+    notebook.next_run = FakeRun(error=errors.NotFinite("loss is NaN on worker-0 in step 5"))
+    notebook.run("%guava_up --local 1\nloader = []")
+    lines = notebook.orchestrator.lines
+    lines += ["worker-0: old line"]
+    real_wait = notebook.next_run.wait
+
+    def wait(timeout_s: float) -> bool:
+        lines.append(f"worker-0: line {notebook.next_run.waits}")
+        return real_wait(timeout_s)
+
+    notebook.next_run.wait = wait
+    shown = notebook.run(TRAIN)
+    assert not shown.ok
+    assert "old line" not in shown.text
+    assert [shown.text.count(f"worker-0: line {n}") for n in range(5)] == [1] * 5
+    assert shown.lines[-1].startswith("NotFinite: loss is NaN")
+    assert shown.text.index("line 4") < shown.text.index("NotFinite")
+
+
+def test_first_interrupt_stops_after_the_step_and_the_next_cell_trains_on(notebook: Any) -> None:
+    notebook.next_run = FakeRun(num_steps=50, interrupt_at=(2,))
+    notebook.run("%guava_up --local 1\nloader = []")
+    before = signal.getsignal(signal.SIGINT)
+    for _ in range(20):
+        shown = notebook.run(TRAIN)
+        assert shown.ok
+        assert shown.value.state == "stopped"
+        assert "Stopping after this step" in shown.text
+        assert "Traceback" not in shown.text
+        assert "KeyboardInterrupt" not in shown.text
+        assert signal.getsignal(signal.SIGINT) is before
+        notebook.orchestrator.next_run = FakeRun(num_steps=50, interrupt_at=(2,))
+
+
+def test_second_interrupt_aborts_now(notebook: Any) -> None:
+    run = notebook.next_run = FakeRun(num_steps=50, raise_at=(2, 3))
+    notebook.run("%guava_up --local 1\nloader = []")
+    shown = notebook.run(TRAIN)
+    assert shown.ok
+    assert run.interrupts == 2
+    assert "Aborting the step now" in shown.text
+
+
+def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = []")
+    shown = notebook.run(f"{TRAIN} --detach")
+    assert shown.value.waits == 0
+    assert "a run is going on" in notebook.run(TRAIN).text
+    assert "training, epoch 1/1" in notebook.run("%guava_status").text
+    assert "Stopping after this step" in notebook.run("%guava_stop").text
+    assert "Aborting" in notebook.run("%guava_stop").text
+    shown.value.wait()
+    assert notebook.run("%guava_stop").text.strip() == "Nothing is running here."
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ("--model Net --loss L --data laoder", "did you mean loader?"),
+        ("--model Net --loss L --data loader[9]", "IndexError"),
+        ("--model Net --data loader", "one of --loss or --step"),
+        ("--model Net --loss L --step s --data loader", "only one of --loss or --step"),
+        ("--loss L --data loader", "--model"),
+        ("--model Net --loss L --data loader --epoch 3", "did you mean --epochs?"),
+        ("--model Net --loss L --data loader --epochs 3 --epochs 4", "--epochs is given twice"),
+        ("--model Net --loss L --data loader --epochs three", "'three' is not a whole number"),
+        ("--model Net --loss L --data loader --epochs 0", "0 is not 1 or more"),
+        ("--model Net --loss L --data loader --precision bf61", "did you mean bf16?"),
+        ("--model Net --loss L --data loader --lr 1 --optimizer-args {'lr':2}", "both set lr"),
+        ("--model Net --loss L --data loader --model-args [1]", "does not map names to values"),
+        ("--model Net --loss L --data loader --model-args {width", "never closes"),
+        ("--model Net --loss L --data {laoder}", "did you mean loader?"),
+        ("--model Net --loss L --data loader --val-interval 3", "--val-interval needs --val"),
+        ("--model Net --loss L --data loader --out 3x", "not a name"),
+        ("--model Net --loss L --data loader extra", "one word too many"),
+        ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
+        ("--model Net --loss L --data loader --lr nan", "not a finite number"),
+    ],
+)
+def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, said: str) -> None:
+    notebook.run("%guava_up --local 1\nloader = [1]")
+    shown = notebook.run(f"%guava_train {rest}")
+    assert not shown.ok
+    assert len(shown.lines) == 1, shown.text
+    assert said in shown.text
+    assert notebook.orchestrator.run is None
+
+
+def test_magics_that_need_a_session_say_so(notebook: Any) -> None:
+    notebook.run("loader = [1]")
+    for line in (TRAIN, "%guava_validate --data loader", "%guava_save x.pt", "%guava_resume x.pt", "%guava_log"):
+        shown = notebook.run(line)
+        assert not shown.ok
+        assert "run %guava_up first" in shown.lines[0]
+
+
+def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
+    notebook.run(f"%guava_up\nloader = [1, 2]\nfolder = {str(tmp_path)!r}")
+    assert notebook.run("%guava_validate --data loader").value == {"loss": 0.25, "accuracy": 0.75, "samples": 2}
+    shown = notebook.run("%guava_save {folder}/a.pt")
+    assert "Saved 1.5 kB" in shown.text
+    assert "weights_only=True" in shown.text
+    notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
+    assert notebook.orchestrator.calls == [("load", tmp_path / "with blank.pt")]
+
+
+def test_mode(notebook: Any) -> None:
+    assert "Mode data" in notebook.run("%guava_mode data").text
+    assert "Mode data" in notebook.run("%guava_mode").text
+    assert "data mode only" in notebook.run("%guava_mode pipeline").text
+    assert "did you mean pipeline?" in notebook.run("%guava_mode pipelin").text
+
+
+def test_log(notebook: Any) -> None:
+    notebook.run("%guava_up --local 2")
+    assert "No worker has printed" in notebook.run("%guava_log").text
+    notebook.orchestrator.lines += [f"worker-{n % 2}: {n}" for n in range(100)]
+    assert len(notebook.run("%guava_log").lines) == 50
+    assert notebook.run("%guava_log worker-1 -n 2").lines == ["worker-1: 97", "worker-1: 99"]
+    shown = notebook.run("%guava_log worker-l")
+    assert len(shown.lines) == 1
+    assert "did you mean worker-" in shown.text
+
+
+def test_down_twice(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    assert "Closed" in notebook.run("%guava_down").text
+    assert notebook.orchestrator.state == "closed"
+    assert "Nothing was open" in notebook.run("%guava_down").text
+    assert "Nothing here yet" in notebook.run("%guava_status").text
+
+
+# ---------------------------------------------------------------------------------------------------------- worker
+
+
+def test_worker_says_what_it_grants_before_it_joins_then_blocks(notebook: Any) -> None:
+    shown = notebook.run(f"%guava_worker {SECRET_CODE} --device cpu --name gpu-box")
+    assert shown.ok
+    assert notebook.workers[0].code == SECRET_CODE
+    assert (notebook.workers[0].device, notebook.workers[0].name) == ("cpu", "gpu-box")
+    assert not notebook.workers[0].alive
+    assert shown.text.index("Joining lets the orchestrator run") < shown.text.index("worker gpu-box")
+    assert shown.text.count("hello") <= 1
+
+
+def test_worker_code_may_come_from_a_variable_or_the_environment(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run(f"code = {SECRET_CODE!r}")
+    notebook.run("%guava_worker {code}")
+    monkeypatch.setenv("GUAVA_JOIN_CODE", SECRET_CODE)
+    notebook.run("%guava_worker")
+    assert [worker.code for worker in notebook.workers] == [SECRET_CODE] * 2
+
+
+def test_worker_twice_keeps_the_living_one(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 100}
+    notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    shown = notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    assert "already" in shown.text
+    assert len(notebook.workers) == 1
+    refused = notebook.run("%guava_worker guava1:another-code-altogether --detach")
+    assert "another session" in refused.lines[-1]
+    assert "working" in notebook.run("%guava_status").text
+    assert notebook.run("%guava_log").lines == ["hello"]
+    assert "leaves after its step" in notebook.run("%guava_stop").text
+
+
+def test_worker_interrupts(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 100, "interrupt_at": (1,)}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert shown.ok
+    assert notebook.workers[-1].calls == ["leave"]
+    notebook.worker_options = {"num_waits": 100, "interrupt_at": (1, 2), "stubborn": True}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert shown.ok
+    assert notebook.workers[-1].calls == ["leave", "kill"]
+    assert "Traceback" not in shown.text
+
+
+def test_in_colab_the_rule_is_told_before_joining(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(magics, "detect_host", lambda shell: Host.COLAB)
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert "compute units" in shown.text.split("worker worker-0")[0]
+
+
+def test_closing_lets_the_worker_leave_and_kills_one_that_does_not(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 100}
+    notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    notebook.run("%guava_down")
+    assert notebook.workers[-1].calls == ["leave"]
+    notebook.worker_options = {"num_waits": 100, "stubborn": True}
+    notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    notebook.run("%guava_down")
+    assert notebook.workers[-1].calls == ["leave", "kill"]
+
+
+# --------------------------------------------------------------------------------------------- secrets and loading
+
+
+def test_the_code_is_nowhere_but_in_the_output_of_up(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 1\nloader = []")
+    notebook.orchestrator.num_workers = 1
+    notebook.orchestrator.lines.append(f"worker-0: someone printed {SECRET_CODE}")
+    texts = [notebook.run(line).text for line in ("%guava_status", "%guava_log", TRAIN, f"%guava_stop {SECRET_CODE}")]
+    texts += [
+        notebook.run(line).text for line in (f"%guava_worker {SECRET_CODE} --nam x", f"%guava_worker {SECRET_CODE}")
+    ]
+    assert all(SECRET_CODE not in text for text in texts)
+    assert SECRET_CODE not in repr(notebook.shell.user_ns.get("Out"))
+
+
+def test_unload_closes_everything_and_takes_the_magics_away(notebook: Any) -> None:
+    notebook.run("%guava_up")
+    load(notebook.shell)
+    assert notebook.shell.magics_manager.registry["GuavaMagics"] is notebook.magics
+    unload(notebook.shell)
+    unload(notebook.shell)
+    assert notebook.orchestrator.state == "closed"
+    assert "not found" in notebook.run("%guava_status").text
+    load(notebook.shell)
+    assert "Nothing here yet" in notebook.run("%guava_status").text
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("%guava_train --prec", ["--precision"]),
+        ("%guava_train --precision b", ["bf16"]),
+        ("%guava_train --data load", ["loader", "loaders"]),
+        ("%guava_mode ", ["data"]),
+        ("%%guava_share --n", ["--name"]),
+        ("%guava_worker x --device cu", ["cuda", "cuda:0"]),
+        ("%guava_log worker-", ["worker-0", "worker-1"]),
+    ],
+)
+def test_tab_completes_options_and_values(notebook: Any, line: str, offered: list[str]) -> None:
+    notebook.run("loader, loaders = 1, 2\n%guava_up --local 2")
+    found = notebook.complete(line)
+    assert set(offered) <= set(found), found
