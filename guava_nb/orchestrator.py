@@ -61,6 +61,7 @@ class Orchestrator:
         self.config.validate()
         self.run: Run | None = None
         self._ledger = source.SourceLedger()
+        self._module: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
         self._ensemble: Ensemble | None = None
@@ -183,7 +184,9 @@ class Orchestrator:
         Raises:
             SourceError: it is no Python that another machine can run.
         """
-        return self._ledger.add(name or f"cell-{len(self._ledger.cells()) + 1}", text)
+        chosen = name or f"cell-{len(self._ledger.cells()) + 1}"
+        self._ledger.add(chosen, text)
+        return chosen
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
         """Return the last lines that a worker printed; of all workers with their names in front.
@@ -225,11 +228,14 @@ class Orchestrator:
             self._ensemble = None if instance is not None else self._ensemble
 
     def _shared(self) -> ModuleType | None:
+        """The module of the shared cells, built anew only when a cell changed: cells may take long or print."""
         cells = self._ledger.cells()
         if not cells:
             return None
-        self._ledger.check()
-        return source.build_module(cells)
+        if self._module is None or self._module[0] != self._ledger.digest():
+            self._ledger.check()
+            self._module = (self._ledger.digest(), source.build_module(cells))
+        return self._module[1]
 
     def _replica(self, spec: RunSpec, shared: ModuleType | None) -> Replica:
         replica = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))

@@ -19,9 +19,9 @@ from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.link.events import (
+    Event,
     MessageArrived,
     SessionClosed,
-    SessionEvent,
     SessionOpened,
     SessionResumed,
     SessionSuspect,
@@ -63,13 +63,13 @@ class Cluster:
         self._ranks: dict[bytes, int] = {}
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
-        self._events: queue.SimpleQueue[SessionEvent | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._dispatch, name="guava-cluster", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------ events from sessions
 
-    def on_event(self, event: SessionEvent) -> None:
+    def on_event(self, event: Event) -> None:
         """Take a session's event; called from reader threads."""
         if isinstance(event, MessageArrived) and not isinstance(event.message, (Hello, Log, Leave, Goodbye, Refused)):
             rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
@@ -87,7 +87,7 @@ class Cluster:
             except GuavaError as error:
                 log.warning("event of a session was dropped: %s", error)
 
-    def _handle(self, event: SessionEvent) -> None:
+    def _handle(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
             self._on_message(event)
             event.done()
@@ -136,7 +136,7 @@ class Cluster:
             member.detail = cause
             self.notice(f"{member.name}: {cause}")
 
-    def _on_session_change(self, rank: int, event: SessionEvent) -> None:
+    def _on_session_change(self, rank: int, event: Event) -> None:
         name = self.roster.members[rank].name
         if isinstance(event, SessionSuspect) and self.roster.suspect(rank, str(event.cause)):
             self._announce(Suspected(rank), f"{name}: connection broke ({event.cause}); its work goes to others")

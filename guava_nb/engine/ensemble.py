@@ -12,6 +12,7 @@ from typing import Any
 from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.job import Job
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.source import pip_name
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
     Cell,
@@ -202,8 +203,8 @@ class Ensemble:
 def preparation_text(name: str, answer: Prepared) -> str:
     """Say why a worker could not build its replica, and what to do."""
     if answer.missing_module:
-        top = answer.missing_module.split(".")[0]
-        return f"{name} cannot import {answer.missing_module!r}: run  %pip install {top}  in its notebook, then start again"
+        package = pip_name(answer.missing_module.split(".")[0])
+        return f"{name} cannot import {answer.missing_module!r}: run  %pip install {package}  in its notebook, then start again"
     if answer.ok:
         return (
             f"{name} built a model with other parameters than the orchestrator's: use the same versions of the code and of "

@@ -22,7 +22,7 @@ from guava_nb.data.tree import pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import GuavaError, PreparationError
+from guava_nb.errors import PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
@@ -234,15 +234,8 @@ class WorkerLoop:
         self._on_progress("preparing", self._generation, -1)
         try:
             self._replica = self._build(message)
-        except ModuleNotFoundError as error:
-            self._send(Prepared(message.run_id, False, missing_module=error.name or str(error)), ())
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            cause = error.__cause__
-            if isinstance(cause, ModuleNotFoundError):
-                self._send(Prepared(message.run_id, False, missing_module=cause.name or str(cause)), ())
-                return
-            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
-            self._send(Prepared(message.run_id, False, problem=problem, traceback=traceback.format_exc()), ())
+            self._send(Prepared(message.run_id, False, "", _missing(error), str(error), traceback.format_exc()), ())
         else:
             self._run_id, self._prepare, self._committed = message.run_id, message, -1
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
@@ -425,6 +418,15 @@ class WorkerLoop:
         self._send(
             Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace), ()
         )
+
+
+def _missing(error: BaseException) -> str:
+    """The module whose absence caused this error, "" when it was something else."""
+    named = str(getattr(error, "missing_module", ""))
+    for link in (error, error.__cause__):
+        if not named and isinstance(link, ModuleNotFoundError):
+            named = link.name or ""
+    return named
 
 
 def _cut(part: Any, pieces: int) -> list[Any]:

@@ -12,9 +12,9 @@ from guava_nb.engine.loop import WorkerLoop
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import (
+    Event,
     MessageArrived,
     SessionClosed,
-    SessionEvent,
     SessionResumed,
     SessionSuspect,
 )
@@ -91,7 +91,7 @@ class Membership:
         except LinkClosed:
             self._ended.set()  # the loop gets its SessionClosed in a moment
 
-    def _on_event(self, event: SessionEvent) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
             self.loop.post(event.message, event.payload, event.done)
         elif isinstance(event, SessionClosed):

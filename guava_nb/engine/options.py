@@ -15,5 +15,5 @@ def link_options(config: DistributedConfig) -> LinkOptions:
         heartbeat_s=config.heartbeat_s,
         silence_s=config.silence_s,
         grace_s=config.grace_s,
-        socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20))),
+        socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20)) or None),
     )

@@ -1,0 +1,316 @@
+"""Losses at every phase of a step, without a network: exact places, no clocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.run import Run
+from guava_nb.errors import NotFinite, PreparationError, RemoteError, WorkerLost
+from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, StateLoaded
+from tests.support.direct import DirectWorker, make_cluster, once_after
+from tests.support.training import dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = make_cluster()
+    yield made
+    made.close()
+
+
+Hook = Callable[[DirectWorker, Message], None]
+
+
+def start(cluster: Cluster, hooks: list[Hook | None]) -> list[DirectWorker]:
+    workers = [
+        DirectWorker(cluster, f"w{k}", *([hook] if hook else [])).start() for k, hook in enumerate(hooks)
+    ]
+    cluster.wait_for(len(hooks), 10)
+    return workers
+
+
+def finish(run: Run) -> Run:
+    assert run.wait(60), run
+    return run.result()
+
+
+def assert_undisturbed(run: Run, epochs: int = 2) -> None:
+    model, losses = plain(spec(), loader(), epochs)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, Committed])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_worker_lost_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message], count: int) -> None:
+    hook = once_after(count, kind, lambda worker: worker.die())
+    start(cluster, [None, hook, None])
+    job = job_for(cluster, spec(), plan_for(loader()))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run)
+    assert job.run.generations == 2
+
+
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, Committed])
+def test_a_cut_connection_resumed_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
+    def cut(worker: DirectWorker) -> None:
+        worker.go_away()
+        threading.Timer(0.1, worker.come_back).start()
+
+    hook = once_after(3, kind, cut)
+    start(cluster, [None, hook])
+    job = job_for(cluster, spec(), plan_for(loader()))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run)
+
+
+def test_a_worker_that_comes_back_late_gets_the_state_again(cluster: Cluster) -> None:
+    back = threading.Event()
+    hook = once_after(2, GradientBucket, lambda worker: worker.go_away())
+    workers = start(cluster, [None, hook])
+
+    class ComeBack:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == 5:
+                workers[1].come_back()
+                back.set()
+
+    job = job_for(cluster, spec(), plan_for(loader(), 4, callbacks=[ComeBack()]))
+    job.start()
+    finish(job.run)
+    assert hook.fired and back.is_set()
+    assert_undisturbed(job.run, 4)
+    assert job.run.generations == 3 and cluster.roster.members[1].samples > 0
+
+
+def test_all_connections_cut_together_wait_for_their_return(cluster: Cluster) -> None:
+    workers: list[DirectWorker] = []
+
+    def cut_all(_: DirectWorker) -> None:
+        for worker in workers:
+            worker.go_away()
+        threading.Timer(0.1, lambda: [w.come_back() for w in workers]).start()
+
+    hook = once_after(3, GradientBucket, cut_all)
+    workers += start(cluster, [None, hook])
+    job = job_for(cluster, spec(), plan_for(loader()))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run)
+
+
+def test_a_newcomer_takes_part_from_the_next_boundary(cluster: Cluster) -> None:
+    start(cluster, [None])
+    late: list[DirectWorker] = []
+
+    class Join:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == 3:
+                late.append(DirectWorker(cluster, "late").start())
+                cluster.wait_for(2, 10)
+
+    job = job_for(cluster, spec(), plan_for(loader(), 4, callbacks=[Join()]))
+    job.start()
+    finish(job.run)
+    assert_undisturbed(job.run, 4)
+    assert cluster.roster.members[1].samples > 0
+
+
+def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(cluster: Cluster) -> None:
+    def replace(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "spare").start()
+
+    hook = once_after(6, Committed, replace)  # in the second epoch of four steps
+    start(cluster, [hook])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run, 3)
+
+
+def test_all_workers_lost_for_good_is_said(cluster: Cluster) -> None:
+    start(cluster, [once_after(2, Ready, lambda worker: worker.die())])
+    job = job_for(cluster, spec(), plan_for(loader(), rejoin_timeout_s=0.3))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(WorkerLost, match=r"all workers are gone.*w0: it vanished"):
+        job.run.result()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nan_stops_everyone_before_it_is_applied(cluster: Cluster, workers: int, precision: str) -> None:
+    data = dataset(64, torch.float64 if precision == "fp64" else torch.float32)
+    data.tensors[0][50] = float("nan")
+    batches = torch.utils.data.DataLoader(data, batch_size=16)
+    start(cluster, [None] * workers)
+    job = job_for(cluster, spec(precision=precision), plan_for(batches, 1))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(NotFinite, match=rf"on w{workers - 1 if workers == 1 else 0} at step 4 \(samples 48 to"):
+        job.run.result()
+    assert len(job.run.history) == 3
+    clean = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(48)), batch_size=16)
+    model, _ = plain(spec(precision=precision), clean, 1)
+    assert difference(job.run.model(), model) <= (1e-9 if precision == "fp64" else 1e-4)
+
+
+def test_an_error_of_the_user_s_code_comes_with_its_traceback_and_workers_stay(cluster: Cluster) -> None:
+    start(cluster, [None, None])
+    bad = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long)))
+    job = job_for(cluster, spec(), plan_for(bad, 1))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(RemoteError, match=r"worker w\d raised RuntimeError: mat1 and mat2") as caught:
+        job.run.result()
+    assert "forward" in caught.value.remote_traceback
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
+def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluster) -> None:
+    class Broken(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 17:
+                raise OSError("file 17 is damaged")
+            return torch.zeros(10, dtype=torch.float64), 0
+
+    start(cluster, [None, None])
+    job = job_for(cluster, spec(), plan_for(torch.utils.data.DataLoader(Broken(), batch_size=4), 1))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(Exception, match="17"):
+        job.run.result()
+    assert len(job.run.history) <= 4 and cluster.roster.ready() == [0, 1]
+
+
+def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
+    from guava_nb.engine.ensemble import Ensemble
+    from guava_nb.engine.training import TrainingJob
+    from guava_nb.protocol.messages import Cell
+    from tests.support.training import replica
+
+    start(cluster, [None])
+    plan = plan_for(loader(), 1)
+    ensemble = Ensemble("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
+    run = Run("run-1", "data", 1, None)
+    job = TrainingJob(ensemble, plan, run, cluster, lambda *a: None)
+    job.start()
+    assert run.wait(30)
+    with pytest.raises(PreparationError, match=r"w0 cannot import 'no_such_library_xyz': run  %pip install no_such"):
+        run.result()
+    assert run.history == []
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupts_stop_at_a_commit_and_the_next_run_goes_on(cluster: Cluster, step: int, workers: int) -> None:
+    start(cluster, [None] * workers)
+    holder: list[Any] = []
+
+    class Interrupt:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == step:
+                holder[0].interrupt()
+
+    job = job_for(cluster, spec(), plan_for(loader(), callbacks=[Interrupt()]))
+    holder.append(job)
+    job.start()
+    assert job.run.wait(30) and job.run.state == "stopped"
+    done = len(job.run.history)
+    assert step <= done <= step + 2
+    model, losses = plain(spec(), loader(), limit=done)
+    assert losses_of(job.run) == pytest.approx(losses, abs=1e-12)
+    assert difference(job.run.model(), model) <= 1e-9
+    assert (job.run.lost_samples, job.run.duplicated_samples) == (0, 0)
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
+def test_a_second_interrupt_ends_at_once(cluster: Cluster) -> None:
+    held = threading.Event()
+    started = threading.Event()
+
+    def hold(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, Ready):
+            started.set()
+            held.wait(20)
+
+    start(cluster, [hold])
+    job = job_for(cluster, spec(), plan_for(loader()))
+    job.start()
+    assert started.wait(20)
+    job.interrupt()
+    assert not job.run.wait(0.3)
+    job.interrupt()
+    assert job.run.wait(20) and job.run.state == "stopped" and job.run.history == []
+    held.set()
+
+
+def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) -> None:
+    workers: list[DirectWorker] = []
+
+    def spoil(worker: DirectWorker) -> None:
+        with torch.no_grad():
+            next(worker.loop._replica.model.parameters()).add_(1.0)  # type: ignore[union-attr]
+
+    hook = once_after(1, StateLoaded, spoil)
+    workers += start(cluster, [None, hook])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    for worker in workers:
+        assert difference(worker.loop._replica.model, job.run.model()) == 0.0  # type: ignore[union-attr]
+
+
+def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:
+    from guava_nb.protocol.messages import Evaluated
+
+    from guava_nb.data.feed import Feed
+
+    hook = once_after(3, Evaluated, lambda worker: worker.die())
+    start(cluster, [None, hook])
+    plan = plan_for(loader(), 1)
+    plan.val_feed = Feed(torch.utils.data.DataLoader(dataset(101), batch_size=7))
+    job = job_for(cluster, spec(), plan)
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    (score,) = job.run.validations
+    model = job.run.model().eval()
+    x, y = dataset(101).tensors
+    with torch.no_grad():
+        out = model(x)
+    assert score["samples"] == 101
+    assert score["accuracy"] == float((out.argmax(1) == y).double().mean())
+    assert score["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(out, y)), abs=1e-12)
+
+
+def test_optimizer_factory_wrong_is_refused_here() -> None:
+    from guava_nb.errors import GuavaError
+    from tests.support.training import replica
+
+    with pytest.raises(GuavaError, match="AdamW"):
+        replica(spec(optimizer=Factory("AdamWW", {"lr": 0.1})))

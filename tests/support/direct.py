@@ -1,0 +1,152 @@
+"""A cluster without a network: worker loops on threads, joined to the cluster by encoded messages in memory.
+
+Everything above the link is real. Faults are exact: "after the n-th message of this type, this worker is gone".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.loop import WorkerLoop
+from guava_nb.engine.output import OutputLog
+from guava_nb.errors import LinkBroken, LinkClosed
+from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
+from guava_nb.protocol.messages import Hello, Message, channel_of
+
+
+def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, memoryview]:
+    """What the wire does: encode, decode, and put the payload into memory of its own."""
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+    return again, memoryview(bytearray(b"".join(bytes(b) for b in buffers)))
+
+
+class DirectSession:
+    """The orchestrator's end."""
+
+    def __init__(self, worker: DirectWorker) -> None:
+        self.session_id = worker.identity
+        self.wire_out: dict[int, int] = {}
+        self.wire_in: dict[int, int] = {}
+        self.round_trip_s = None
+        self.closed = False
+        self._worker = worker
+        self._kept: list[tuple[Message, memoryview]] = []
+
+    def send(self, message: Message, channel: int, buffers: Sequence[memoryview] = ()) -> None:
+        if self.closed:
+            raise LinkClosed("closed")
+        assert channel == channel_of(message)
+        copy = _copy(message, buffers)
+        with self._worker.lock:
+            if self._worker.away:
+                self._kept.append(copy)
+                return
+        if not self._worker.dead:
+            self._worker.loop.post(*copy)
+
+    def release(self) -> None:
+        for message, payload in self._kept:
+            self._worker.loop.post(message, payload)
+        self._kept.clear()
+
+    def close(self, reason: str = "") -> None:
+        self.closed = True
+        self._worker.loop.end()
+
+
+class DirectWorker:
+    """One worker loop on its own thread.
+
+    `hook(message)` sees everything it sends, on its own thread, before it goes out; it may call `die` or `go_away`.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        hook: Callable[[DirectWorker, Message], None] = lambda worker, message: None,
+        own_model: torch.nn.Module | None = None,
+    ) -> None:
+        self.identity = name.encode()
+        self.name = name
+        self.dead = self.away = False
+        self.lock = threading.RLock()
+        self.session = DirectSession(self)
+        self.error: BaseException | None = None
+        self._cluster = cluster
+        self._hook = hook
+        self._kept: list[MessageArrived] = []
+        self.loop = WorkerLoop(self._send, torch.device("cpu"), own_model)
+        self.thread = threading.Thread(target=self._run, name=f"guava-direct-{name}", daemon=True)
+
+    def start(self) -> DirectWorker:
+        self.thread.start()
+        hello = Hello(self.name, "spawned", {}, "here", 1, "cpu", "CPU", "", None, 1, None)
+        self._send(hello, ())
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.error = error
+
+    def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        self._hook(self, message)
+        if self.dead:
+            return
+        copy, payload = _copy(message, buffers)
+        event = MessageArrived(self.session, channel_of(message), copy, payload, lambda: None)  # type: ignore[arg-type]
+        with self.lock:
+            if self.away:
+                self._kept.append(event)
+                return
+        self._cluster.on_event(event)
+
+    def die(self) -> None:
+        """Vanish: nothing more goes out, nothing more comes in, the session is over."""
+        if not self.dead:
+            self.dead = True
+            self.loop.end()
+            self._cluster.on_event(SessionClosed(self.session, LinkBroken("it vanished"), False))  # type: ignore[arg-type]
+
+    def go_away(self) -> None:
+        """Break all connections; both sides keep what they send."""
+        with self.lock:
+            self.away = True
+        self._cluster.on_event(SessionSuspect(self.session, LinkBroken("cut")))  # type: ignore[arg-type]
+
+    def come_back(self) -> None:
+        """Resume: everything kept arrives in order."""
+        with self.lock:
+            self.away = False
+            kept, self._kept = self._kept, []
+        self._cluster.on_event(SessionResumed(self.session))  # type: ignore[arg-type]
+        for event in kept:
+            self._cluster.on_event(event)
+        self.session.release()
+
+
+def make_cluster() -> Cluster:
+    return Cluster(OutputLog(None))
+
+
+def once_after(count: int, kind: type[Message], action: Callable[[Any], None]) -> Callable[[Any, Message], None]:
+    """A hook that acts before the `count`-th message of a type goes out, once; `hook.fired` tells whether it did."""
+    seen = [0]
+
+    def hook(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, kind):
+            seen[0] += 1
+            if seen[0] == count:
+                hook.fired = True  # type: ignore[attr-defined]
+                action(worker)
+
+    hook.fired = False  # type: ignore[attr-defined]
+    return hook

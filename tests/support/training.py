@@ -1,0 +1,122 @@
+"""A small training problem, its plain PyTorch answer, and the same through the engine without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from guava_nb.data.feed import Feed
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.plan import TrainingPlan
+from guava_nb.engine.replica import Replica
+from guava_nb.engine.run import Run
+from guava_nb.engine.source import resolve
+from guava_nb.engine.training import TrainingJob
+from guava_nb.protocol.messages import Factory, RunSpec
+
+
+class SmallNet(torch.nn.Module):
+    """Two layers; optionally dropout and batch norm."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(10, 16)
+        self.norm = torch.nn.BatchNorm1d(16) if norm else torch.nn.Identity()
+        self.drop = torch.nn.Dropout(dropout)
+        self.last = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def dataset(rows: int = 101, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, 10, generator=generator, dtype=torch.float64).to(dtype)
+    return TensorDataset(x, torch.randint(0, 4, (rows,), generator=generator))
+
+
+def loader(rows: int = 101, batch_size: int = 32, dtype: torch.dtype = torch.float64, seed: int = 9) -> DataLoader[Any]:
+    return DataLoader(
+        dataset(rows, dtype), batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def spec(**changes: Any) -> RunSpec:
+    fields: dict[str, Any] = {
+        "model": Factory(f"{__name__}:SmallNet"),
+        "criterion": Factory("CrossEntropyLoss"),
+        "step": None,
+        "optimizer": Factory("AdamW", {"lr": 0.01}),
+        "scheduler": None,
+        "precision": "fp64",
+        "bucket_bytes": 1024,
+        "hash_every_steps": 3,
+        **changes,
+    }
+    return RunSpec(**fields)
+
+
+def replica(run_spec: RunSpec) -> Replica:
+    return Replica(run_spec, lambda name: resolve(name, None), torch.device("cpu"))
+
+
+def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
+    ensemble = Ensemble(run_id, run_spec, (), replica(run_spec))
+    run = Run(run_id, "data", plan.num_epochs, None)
+    job = TrainingJob(ensemble, plan, run, cluster, lambda path, position, step: None)
+    run.connect(run._wire, job.interrupt, lambda: ensemble.master.model)
+    return job
+
+
+def plan_for(data: Any, epochs: int = 2, **changes: Any) -> TrainingPlan:
+    return TrainingPlan(Feed(data), None, epochs, **changes)
+
+
+def plain(
+    run_spec: RunSpec, data: Any, epochs: int = 2, accumulate: int = 1, limit: int | None = None
+) -> tuple[torch.nn.Module, list[float]]:
+    """The oracle: one process, whole batches, nothing of ours but the initial weights."""
+    model = replica(run_spec).model
+    optimizer = getattr(torch.optim, run_spec.optimizer.name)(model.parameters(), **run_spec.optimizer.args)
+    schedule = None
+    if run_spec.scheduler is not None:
+        schedule = getattr(torch.optim.lr_scheduler, run_spec.scheduler.name)(optimizer, **run_spec.scheduler.args)
+    criterion = torch.nn.CrossEntropyLoss(reduction="sum")
+    losses: list[float] = []
+    model.train()
+    for _ in range(epochs):
+        group: list[Any] = []
+        batches = list(data)
+        for index, batch in enumerate(batches):
+            group.append(batch)
+            if len(group) < accumulate and index < len(batches) - 1:
+                continue
+            count = sum(len(y) for _, y in group)
+            optimizer.zero_grad()
+            total = sum(criterion(model(x), y) for x, y in group) / count
+            total.backward()
+            if run_spec.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), run_spec.max_grad_norm)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            losses.append(float(total.detach()))
+            group = []
+            if limit is not None and len(losses) == limit:
+                return model, losses
+    return model, losses
+
+
+def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
+    """Largest absolute difference of any parameter or buffer."""
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[k].double() - theirs[k].double()).abs().max()) for k in ours)
+
+
+def losses_of(run: Run) -> Sequence[float]:
+    return [record["loss"] for record in run.history]
