@@ -86,7 +86,11 @@ class Orchestrator:
         if self._code is None:
             cluster = Cluster(OutputLog(self._log_folder), self._notice)
             listener = Listener(
-                link_options(self.config), cluster.on_event, self.config.master_ip, self.config.master_port, tls=self.config.tls
+                link_options(self.config),
+                cluster.on_event,
+                self.config.master_ip,
+                self.config.master_port,
+                tls=self.config.tls,
             )
             listener.start()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
@@ -307,9 +311,13 @@ class Orchestrator:
         """
         cluster = self._open_cluster()
         if self.run is not None and not self.run.done:
-            raise ClusterError(f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop")
+            raise ClusterError(
+                f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
+            )
         if not cluster.roster.ready():
-            raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here")
+            raise ClusterError(
+                "no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here"
+            )
         if num_epochs < 1:
             raise ConfigError(f"num_epochs is {num_epochs}; at least 1 is needed")
         shared = self._shared()
@@ -360,7 +368,9 @@ class Orchestrator:
         (path, content), self._resume = self._resume, None
         checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
         try:
-            ensemble.master.load_state({k: content[k] for k in ("model", "optimizer", "scheduler", "scaler") if k in content})
+            ensemble.master.load_state(
+                {k: content[k] for k in ("model", "optimizer", "scheduler", "scaler") if k in content}
+            )
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"

@@ -47,7 +47,9 @@ def write(path: Path, state: Mapping[str, Any], step: int, position: Position, s
         torch.save(content, partial)
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)") from error
+        raise CheckpointError(
+            f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)"
+        ) from error
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Cluster:
             if rank is None or mailbox is None:
                 event.done()  # from a run that is over, or before the worker said hello
                 return
-            mailbox.post(FromWorker(rank, event.message, event.payload, event.done))
+            mailbox.post(FromWorker(rank, event.message, memoryview(event.payload), event.done))
         else:
             self._events.put(event)
 
@@ -255,4 +255,3 @@ def _status_text(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     return f"signal {-status}" + (" (killed; often by the system for lack of memory)" if status == -9 else "")
-

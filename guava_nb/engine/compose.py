@@ -63,7 +63,9 @@ def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: 
     return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
 
 
-def optimizer_arguments(optimizer: Reference, given: Mapping[str, Any] | None, config: DistributedConfig) -> dict[str, Any]:
+def optimizer_arguments(
+    optimizer: Reference, given: Mapping[str, Any] | None, config: DistributedConfig
+) -> dict[str, Any]:
     """Return the optimizer's arguments; without any, learning rate and weight decay come from the configuration."""
     if given is not None:
         return dict(given)
@@ -94,7 +96,9 @@ def build_spec(
         ConfigError, SourceError: something is wrong or exists only here.
     """
     if (criterion is None) == (step is None):
-        raise ConfigError("give either a criterion (loss of outputs and targets) or a step (of model and batch), not both")
+        raise ConfigError(
+            "give either a criterion (loss of outputs and targets) or a step (of model and batch), not both"
+        )
     chosen = {
         "scheduler_interval": config.scheduler_interval,
         "optimizer_site": config.optimizer_site,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from guava_nb.data.feed import Feed
 from guava_nb.data.tree import pack
 from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.events import Wake
+from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.job import Job
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message
 
@@ -83,7 +83,7 @@ class Evaluation:
 
     def _free(self) -> list[int]:
         """Ranks that can take a batch, those with least to do first."""
-        load = {rank: 0 for rank in self._ensemble.in_step(self._job)}
+        load = dict.fromkeys(self._ensemble.in_step(self._job), 0)
         for rank in self._holder.values():
             if rank in load:
                 load[rank] += 1

@@ -78,7 +78,7 @@ def plan_step(
             rows[k] += last - first
     busy = [k for k in range(len(team)) if rows[k]]
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
-    messages = []
+    messages: list[tuple[Shard, Buffers]] = []
     for index, k in enumerate(busy):
         tree, buffers = pack(pieces[k])
         span = (ids[k][0], ids[k][-1]) if ids[k] else None

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
 from guava_nb.errors import GuavaError
@@ -61,7 +61,7 @@ class WorkerHandle:
         self._code, self._device, self._wanted = code, device, name
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
-        self._last = {"state": "starting", "step": -1, "detail": ""}
+        self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
         self._name = name
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._ended = threading.Event()

@@ -57,7 +57,9 @@ class SampleLedger:
         """Return (lost, duplicated): draws without a commit, and commits without a draw."""
         lost = duplicated = 0
         for epoch in sorted(set(self._drawn) | set(self._committed)):
-            drawn, committed = (np.array(d.get(epoch, array("q")), dtype=np.int64) for d in (self._drawn, self._committed))
+            drawn, committed = (
+                np.array(d.get(epoch, array("q")), dtype=np.int64) for d in (self._drawn, self._committed)
+            )
             ids, inverse = np.unique(np.concatenate([drawn, committed]), return_inverse=True)
             difference = np.bincount(inverse[: len(drawn)], minlength=len(ids)) - np.bincount(
                 inverse[len(drawn) :], minlength=len(ids)

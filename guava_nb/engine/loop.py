@@ -248,9 +248,7 @@ class WorkerLoop:
             torch.set_num_threads(message.spec.threads)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
-        return Replica(
-            message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model
-        )
+        return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
 
     def _on_load(self, replica: Replica, message: LoadState, payload: memoryview) -> None:
         replica.load_state(unpack(message.state, payload))
@@ -317,7 +315,9 @@ class WorkerLoop:
 
     def _on_abort(self, replica: Replica, message: Abort) -> None:
         self._generation = max(self._generation, message.generation)
-        given_up = [n for n, s in self._steps.items() if n > message.last_committed and s.generation < message.generation]
+        given_up = [
+            n for n, s in self._steps.items() if n > message.last_committed and s.generation < message.generation
+        ]
         if any(self._steps[n].done for n in given_up):
             replica.restore()
         for number in given_up:
@@ -369,7 +369,9 @@ class WorkerLoop:
 
         def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
             spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
-            head = GradientBucket(message.run_id, message.generation, message.step, message.shard, bucket, present, spec)
+            head = GradientBucket(
+                message.run_id, message.generation, message.step, message.shard, bucket, present, spec
+            )
             self._send(head, [tensor_bytes(flat)])
 
         while True:
@@ -412,11 +414,14 @@ class WorkerLoop:
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         text = str(error)
         if memory:
-            text += ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
+            text += (
+                ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
+            )
         trace = "".join(traceback.format_exception(error))
         generation = self._steps[step].generation if step in self._steps else self._generation
         self._send(
-            Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace), ()
+            Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
+            (),
         )
 
 
@@ -433,4 +438,4 @@ def _cut(part: Any, pieces: int) -> list[Any]:
     """Cut one batch into at most `pieces` parts of about equal size."""
     rows = num_rows(part)
     edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
-    return split_rows(part, list(zip(edges, edges[1:], strict=False)))
+    return list(split_rows(part, list(zip(edges, edges[1:], strict=False))))

@@ -93,7 +93,7 @@ class Membership:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
-            self.loop.post(event.message, event.payload, event.done)
+            self.loop.post(event.message, memoryview(event.payload), event.done)
         elif isinstance(event, SessionClosed):
             self._closed, self._by_peer = event.cause, event.by_peer
             self.loop.end()

@@ -17,7 +17,13 @@ REFRESH_S = 0.25
 def watch(run: Run, show: bool = True) -> None:
     """Wait for the run on the calling thread, with a bar; an interrupt stops the run, a second one at once."""
     bar = tqdm(
-        total=run.total_steps, unit="step", file=sys.stderr, mininterval=0.5, disable=not show, dynamic_ncols=True, leave=True
+        total=run.total_steps,
+        unit="step",
+        file=sys.stderr,
+        mininterval=0.5,
+        disable=not show,
+        dynamic_ncols=True,
+        leave=True,
     )
     try:
         while True:
@@ -32,7 +38,7 @@ def watch(run: Run, show: bool = True) -> None:
         bar.close()
 
 
-def _update(bar: tqdm, status: RunStatus) -> None:  # type: ignore[type-arg]
+def _update(bar: tqdm[None], status: RunStatus) -> None:
     postfix = {"epoch": f"{status.epoch}/{status.num_epochs}"}
     if status.loss is not None:
         postfix["loss"] = f"{status.loss:.4f}"

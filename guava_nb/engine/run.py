@@ -129,7 +129,9 @@ class Run:
                 loss=last["loss"] if last else None,
                 losses=tuple((r["step"], r["loss"]) for r in thin(history)),
                 val=tuple((v["step"], v["loss"], v["accuracy"]) for v in self.validations),
-                learning_rate=next((r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None),
+                learning_rate=next(
+                    (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
+                ),
                 message=self._message,
                 wire=self.wire,
             )
@@ -165,7 +167,9 @@ class Run:
     def __repr__(self) -> str:
         """One line: what and how far."""
         last = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
-        return f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
+        return (
+            f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
+        )
 
     # ------------------------------------------------------------------------------------------------- for the job
 

@@ -64,7 +64,12 @@ class StarExchange:
         job.on(Committed, self._on_committed)
 
     def issue(
-        self, epoch: int, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], split: SplitFn | None
+        self,
+        epoch: int,
+        group: Sequence[LoadedBatch],
+        team: tuple[int, ...],
+        weights: Sequence[float],
+        split: SplitFn | None,
     ) -> Flight:
         """Share a group of batches among the team and send the shards."""
         ensemble, cluster = self._ensemble, self._job.cluster
@@ -154,7 +159,9 @@ class StarExchange:
         present, total = flight.sums[bucket].result(self._ensemble.master.layout.bucket(bucket).present_bytes)
         self._send_flat(flight, bucket, present, total, commit)
 
-    def _send_flat(self, flight: Flight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None) -> None:
+    def _send_flat(
+        self, flight: Flight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None
+    ) -> None:
         spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
         machine = flight.machine
         message = MeanBucket(self._ensemble.run_id, machine.generation, machine.step, bucket, present, spec, commit)

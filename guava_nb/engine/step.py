@@ -150,7 +150,7 @@ class StepMachine:
 
     def on_lost(self, rank: int, survivors: Iterable[int]) -> list[Instruction]:
         """An owner is gone: hand its unfinished shards to the survivors, those with least to do first."""
-        load = {survivor: 0 for survivor in sorted(survivors)}
+        load = dict.fromkeys(sorted(survivors), 0)
         if self.decided or not load:
             return []
         open_tasks = [task for task in self.tasks if not self._shard_done(task.index)]

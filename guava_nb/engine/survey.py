@@ -60,8 +60,8 @@ def _worker(member: Member, session: Session | None, run: Run | None) -> WorkerS
 
 def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireBytes:
     """Add up the counters of sessions by kind of traffic."""
-    out = {channel: 0 for channel in Channel}
-    back = {channel: 0 for channel in Channel}
+    out = dict.fromkeys(Channel, 0)
+    back = dict.fromkeys(Channel, 0)
     for session in sessions:
         for total, counted in ((out, session.wire_out), (back, session.wire_in)):
             for channel, nbytes in counted.items():

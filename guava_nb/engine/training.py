@@ -20,13 +20,13 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.events import Interrupted, Wake
-from guava_nb.engine.star import StarExchange
 from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.flight import Flight
 from guava_nb.engine.job import Job, NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
+from guava_nb.engine.star import StarExchange
 from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 

@@ -28,9 +28,7 @@ Hook = Callable[[DirectWorker, Message], None]
 
 
 def start(cluster: Cluster, hooks: list[Hook | None]) -> list[DirectWorker]:
-    workers = [
-        DirectWorker(cluster, f"w{k}", *([hook] if hook else [])).start() for k, hook in enumerate(hooks)
-    ]
+    workers = [DirectWorker(cluster, f"w{k}", *([hook] if hook else [])).start() for k, hook in enumerate(hooks)]
     cluster.wait_for(len(hooks), 10)
     return workers
 
@@ -171,7 +169,9 @@ def test_nan_stops_everyone_before_it_is_applied(cluster: Cluster, workers: int,
 
 def test_an_error_of_the_user_s_code_comes_with_its_traceback_and_workers_stay(cluster: Cluster) -> None:
     start(cluster, [None, None])
-    bad = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long)))
+    bad = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
+    )
     job = job_for(cluster, spec(), plan_for(bad, 1))
     job.start()
     assert job.run.wait(30)
@@ -286,9 +286,9 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
 
 
 def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:
-    from guava_nb.protocol.messages import Evaluated
-
     from guava_nb.data.feed import Feed
+
+    from guava_nb.protocol.messages import Evaluated
 
     hook = once_after(3, Evaluated, lambda worker: worker.die())
     start(cluster, [None, hook])

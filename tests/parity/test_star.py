@@ -48,7 +48,14 @@ def test_float64_weights_and_losses_equal_plain_pytorch(cluster: Cluster, worker
 
 @pytest.mark.parametrize(
     ("workers", "rows", "batch", "shares"),
-    [(3, 101, 65, None), (3, 101, 65, (5, 1, 2)), (4, 21, 8, None), (3, 7, 2, None), (2, 9, 1, None), (2, 64, 24, (3, 1))],
+    [
+        (3, 101, 65, None),
+        (3, 101, 65, (5, 1, 2)),
+        (4, 21, 8, None),
+        (3, 7, 2, None),
+        (2, 9, 1, None),
+        (2, 64, 24, (3, 1)),
+    ],
 )
 def test_odd_batches_and_unequal_shares(
     cluster: Cluster, workers: int, rows: int, batch: int, shares: tuple[float, ...] | None

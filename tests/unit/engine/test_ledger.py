@@ -56,5 +56,8 @@ def test_balance_is_the_multiset_difference(drawn: list[int], committed: list[in
     ledger = SampleLedger()
     ledger.draw(0, drawn)
     ledger.commit(0, committed)
-    expected = (sum((Counter(drawn) - Counter(committed)).values()), sum((Counter(committed) - Counter(drawn)).values()))
+    expected = (
+        sum((Counter(drawn) - Counter(committed)).values()),
+        sum((Counter(committed) - Counter(drawn)).values()),
+    )
     assert ledger.balance() == expected
