@@ -22,7 +22,7 @@ from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import Reference, build_spec, factory_name, plain_arguments
-from guava_nb.engine.ensemble import Ensemble, raise_for
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, raise_for
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, launch
@@ -35,7 +35,7 @@ from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, WorkerLost
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Factory, RunSpec
@@ -414,19 +414,7 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------------------- state and score
 
     def _state_of(self, ensemble: Ensemble) -> dict[str, Any]:
-        """Return the state of the last committed step, fetched from a worker when it is not here."""
-        if ensemble.master_step == ensemble.step:
-            return ensemble.master.state()
-        job = Job(self._open_cluster())
-        ensemble.attach(job)
-        with job.attached():
-            try:
-                return ensemble.fetch(job, timeout_s=self.config.grace_s + self.config.silence_s)
-            except NobodyLeft as error:
-                raise WorkerLost(
-                    f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of "
-                    f"step {ensemble.master_step + 1}"
-                ) from error
+        return fetch_between_runs(ensemble, self._open_cluster(), self.config.grace_s + self.config.silence_s)
 
     def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
         self._state_of(ensemble)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from guava_nb.data.tree import pack, unpack
-from guava_nb.engine.job import Job
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.source import pip_name
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
@@ -27,7 +28,7 @@ from guava_nb.protocol.messages import (
     StateLoaded,
 )
 
-__all__ = ["Ensemble", "preparation_text"]
+__all__ = ["Ensemble", "fetch_between_runs", "preparation_text", "raise_for"]
 
 
 class Ensemble:
@@ -198,6 +199,27 @@ class Ensemble:
         if optimizer:
             self.master_step = self.step
         return state
+
+
+def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
+    """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
+
+    Raises:
+        WorkerLost: the workers that hold it are gone.
+        ClusterError: a run is in progress.
+    """
+    if ensemble.master_step == ensemble.step:
+        return ensemble.master.state()
+    job = Job(cluster)
+    ensemble.attach(job)
+    try:
+        with job.attached():
+            return ensemble.fetch(job, timeout_s=timeout_s)
+    except NobodyLeft as error:
+        raise WorkerLost(
+            f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of step "
+            f"{ensemble.master_step + 1}"
+        ) from error
 
 
 def preparation_text(name: str, answer: Prepared) -> str:

@@ -26,6 +26,10 @@ def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, mem
     return again, memoryview(bytearray(b"".join(bytes(b) for b in buffers)))
 
 
+#: Threads of one process share torch's random state on the CPU; real workers are processes of their own.
+_RANDOM_STATE = threading.Lock()
+
+
 class DirectSession:
     """The orchestrator's end."""
 
@@ -83,6 +87,13 @@ class DirectWorker:
         self._hook = hook
         self._kept: list[MessageArrived] = []
         self.loop = WorkerLoop(self._send, torch.device("cpu"), own_model)
+        run_shard = self.loop._run_shard
+
+        def one_at_a_time(*args: Any) -> Any:
+            with _RANDOM_STATE:
+                return run_shard(*args)
+
+        self.loop._run_shard = one_at_a_time  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run, name=f"guava-direct-{name}", daemon=True)
 
     def start(self) -> DirectWorker:

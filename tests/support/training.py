@@ -10,7 +10,7 @@ from guava_nb.data.feed import Feed
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.plan import TrainingPlan
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.run import Run
@@ -68,7 +68,12 @@ def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str
     ensemble = Ensemble(run_id, run_spec, (), replica(run_spec))
     run = Run(run_id, "data", plan.num_epochs, None)
     job = TrainingJob(ensemble, plan, run, cluster, lambda path, position, step: None)
-    run.connect(run._wire, job.interrupt, lambda: ensemble.master.model)
+
+    def model() -> torch.nn.Module:
+        fetch_between_runs(ensemble, cluster, 20)
+        return ensemble.master.model
+
+    run.connect(run._wire, job.interrupt, model)
     return job
 
 
