@@ -120,6 +120,8 @@ class StarExchange:
             if isinstance(instruction, Halt):
                 raise self._not_finite(flight, instruction, tensor)
             if isinstance(instruction, Add):
+                if message.bucket == BUFFERS:  # averaged by rows, where gradients are summed
+                    tensor.mul_(flight.machine.tasks[message.shard].rows / flight.machine.rows)
                 flight.add(message.bucket, message.shard, tensor, message.present)
         self._carry_out(flight, instructions)
 

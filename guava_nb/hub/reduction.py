@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from guava_nb.errors import TrainingError
+
 __all__ = ["BucketSum", "is_finite"]
 
 
@@ -54,6 +56,11 @@ class BucketSum:
     def _accumulate(self, tensor: torch.Tensor) -> None:
         if self._total is None:
             self._total = tensor
+        elif self._total.shape != tensor.shape:
+            raise TrainingError(
+                f"shards of one step sent {self._total.numel()} and {tensor.numel()} elements for the same bucket: a buffer of "
+                "the model changed in the forward of some shards only; change it in every forward, or outside of it"
+            )
         else:
             self._total.add_(tensor)
 
