@@ -1,8 +1,8 @@
 """What can be said: every message as a typed record.
 
-Knows the records and their numbers; knows nothing of framing, sockets or tensors' libraries. A record travels as msgpack
-(one array per record, fields in order). Tensor bytes never stand inside a record: they follow it as the frame's payload,
-described by `TensorSpec` in the record's `Tree` or `FlatTensor`.
+Knows the records and their numbers; knows nothing of framing, sockets or tensors' libraries. A record travels as
+msgpack (one array per record, fields in order). Tensor bytes never stand inside a record: they follow it as the frame's
+payload, described by `TensorSpec` in the record's `Tree` or `FlatTensor`.
 
 Numbers in `MESSAGE_KINDS` are the wire format: never reuse one.
 """
@@ -71,7 +71,7 @@ class FlatTensor(msgspec.Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------------------------------------------------- connection
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Dialler to listener, first record after the mutual proof: this connection belongs to that session.
 
     Attributes:
@@ -95,7 +95,7 @@ class Attach(Message):
     last_kind: int = 0
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
     """Listener to dialler: accepted; `received` as in `Attach`, `resumed` tells whether the session was known."""
 
     resumed: bool
@@ -106,7 +106,7 @@ class Attached(Message):
     last_kind: int = 0
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Either side: no, for this reason; `next_step` tells a person what to do."""
 
     code: str
@@ -114,26 +114,26 @@ class Refused(Message):
     next_step: str = ""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Asks for a `Pong` with the same number; fills silence."""
 
     sent_ns: int
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """Answers a `Ping`."""
 
     sent_ns: int
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """Everything up to `sequence` on `channel` has been consumed: its bytes count no longer against the window."""
 
     channel: int
     sequence: int
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """This side ends the session on purpose; nothing follows."""
 
     reason: str
@@ -143,7 +143,7 @@ class Goodbye(Message):
 # ------------------------------------------------------------------------------------------------------------- cluster
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Worker to orchestrator once its session stands: who I am and what I have."""
 
     name: str
@@ -161,7 +161,7 @@ class Hello(Message):
     speed_hint: float = 1.0
 
 
-class Accept(Message):
+class Accept(Message, frozen=True):
     """Orchestrator to worker: you take part under this name."""
 
     name: str
@@ -222,7 +222,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     deterministic: bool = False
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """Orchestrator to worker: build what this run needs. Cells are the whole ledger, in order of first appearance."""
 
     run_id: str
@@ -230,7 +230,7 @@ class Prepare(Message):
     spec: RunSpec
 
 
-class Prepared(Message):
+class Prepared(Message, frozen=True):
     """Worker to orchestrator: built, or why not.
 
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
@@ -245,7 +245,7 @@ class Prepared(Message):
     traceback: str = ""
 
 
-class LoadState(Message):
+class LoadState(Message, frozen=True):
     """Orchestrator to worker: become this state. The tree holds model, optimizer, scheduler, scaler."""
 
     run_id: str
@@ -255,7 +255,7 @@ class LoadState(Message):
     want_hash: bool = True
 
 
-class StateLoaded(Message):
+class StateLoaded(Message, frozen=True):
     """Worker to orchestrator: the state is in place."""
 
     run_id: str
@@ -265,7 +265,7 @@ class StateLoaded(Message):
     device_kind: str  # device type and torch version; hashes must be equal within one
 
 
-class FetchState(Message):
+class FetchState(Message, frozen=True):
     """Orchestrator to worker: send the state as of the last committed step."""
 
     request_id: int
@@ -274,7 +274,7 @@ class FetchState(Message):
     optimizer: bool = True
 
 
-class State(Message):
+class State(Message, frozen=True):
     """Worker to orchestrator: the answer to `FetchState`."""
 
     request_id: int
@@ -283,7 +283,7 @@ class State(Message):
     state: Tree
 
 
-class Shard(Message):
+class Shard(Message, frozen=True):
     """Orchestrator to worker (BATCH): the instruction STEP with its data.
 
     A step is done by every worker: those with no shard of it still get its means and commit.
@@ -314,7 +314,7 @@ class Shard(Message):
     sample_ids: tuple[int, int] | None = None
 
 
-class StepInfo(Message):
+class StepInfo(Message, frozen=True):
     """Orchestrator to worker without a shard in this step: it exists, wait for its means and commit."""
 
     run_id: str
@@ -324,7 +324,7 @@ class StepInfo(Message):
     want_hash: bool = False
 
 
-class GradientBucket(Message):
+class GradientBucket(Message, frozen=True):
     """Worker to orchestrator (GRADIENT): one bucket of one shard, summed over its rows, divided by global_rows.
 
     `present` has a bit per parameter of the bucket, lowest bit first: set when the parameter got a gradient.
@@ -340,7 +340,7 @@ class GradientBucket(Message):
     tensor: FlatTensor
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """Worker to orchestrator: forward and backward of this shard are done and its buckets are on their way."""
 
     run_id: str
@@ -357,17 +357,18 @@ class Ready(Message):
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """Apply the step: every mean is multiplied by `scale`; with `skip` nothing is applied but the scaler learns of it."""
+    """Apply the step: every mean is multiplied by `scale`; with `skip` only the scaler learns of it."""
 
     scale: float
     skip: bool
     epoch_end: bool = False
 
 
-class MeanBucket(Message):
+class MeanBucket(Message, frozen=True):
     """Orchestrator to worker (GRADIENT): one bucket summed over all shards in shard order.
 
-    With optimizer_site="orchestrator" it carries new parameter values instead. The last bucket of a step carries `commit`.
+    With optimizer_site="orchestrator" it carries new parameter values instead. The last bucket of a step carries
+    `commit`.
     """
 
     run_id: str
@@ -379,7 +380,7 @@ class MeanBucket(Message):
     commit: Commit | None = None
 
 
-class CommitStep(Message):
+class CommitStep(Message, frozen=True):
     """Orchestrator to worker (GRADIENT): commit where there is no last mean to carry it (a model without gradients)."""
 
     run_id: str
@@ -388,7 +389,7 @@ class CommitStep(Message):
     commit: Commit
 
 
-class Committed(Message):
+class Committed(Message, frozen=True):
     """Worker to orchestrator: the step is applied here."""
 
     run_id: str
@@ -399,7 +400,7 @@ class Committed(Message):
     loss_scale: float = 1.0
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Orchestrator to worker (CONTROL): forget every step after `last_committed`; restore buffers and random state."""
 
     run_id: str
@@ -408,7 +409,7 @@ class Abort(Message):
     reason: str
 
 
-class Tick(Message):
+class Tick(Message, frozen=True):
     """Orchestrator to worker: advance an epoch- or validation-driven scheduler once, after `after_step`."""
 
     run_id: str
@@ -416,7 +417,7 @@ class Tick(Message):
     metric: float | None = None
 
 
-class Evaluate(Message):
+class Evaluate(Message, frozen=True):
     """Orchestrator to worker (BATCH): forward only on this batch at the state after `after_step`."""
 
     run_id: str
@@ -426,7 +427,7 @@ class Evaluate(Message):
     batch: Tree
 
 
-class Evaluated(Message):
+class Evaluated(Message, frozen=True):
     """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
 
     run_id: str
@@ -437,7 +438,7 @@ class Evaluated(Message):
     rows: int
 
 
-class EndRun(Message):
+class EndRun(Message, frozen=True):
     """Orchestrator to worker: this run is over; free its model."""
 
     run_id: str
@@ -446,7 +447,7 @@ class EndRun(Message):
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
-class Log(Message):
+class Log(Message, frozen=True):
     """Worker to orchestrator (METRICS): lines it printed; `dropped` were left out by the rate limit."""
 
     stream: str
@@ -454,7 +455,7 @@ class Log(Message):
     dropped: int = 0
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Worker to orchestrator: user code raised, or the worker could not do what was asked."""
 
     run_id: str
@@ -467,7 +468,7 @@ class Failure(Message):
     traceback: str
 
 
-class CrashReport(Message):
+class CrashReport(Message, frozen=True):
     """From the process that watched a worker: it ended by itself with this status; its last lines."""
 
     name: str
@@ -475,7 +476,7 @@ class CrashReport(Message):
     tail: tuple[str, ...]
 
 
-class Leave(Message):
+class Leave(Message, frozen=True):
     """Worker to orchestrator: I leave after the last committed step; give my shards to others."""
 
     reason: str

@@ -1,0 +1,152 @@
+"""Messages to frames; the one module the rooms above import framing from.
+
+Knows how a message is cut into frames; knows nothing of sockets, threads or what messages mean. Payload bytes are never
+copied on the way out: a frame is a list of buffers for `sendmsg`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from guava_nb.errors import LocalProtocolError, RemoteProtocolError
+from guava_nb.protocol.decoder import Arrived, Decoder
+from guava_nb.protocol.header import (
+    CHUNK_BYTES,
+    CONTINUATION,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_SEQUENCE,
+    UNSEQUENCED,
+    WIRE_VERSION,
+    Limits,
+    pack_header,
+)
+from guava_nb.protocol.messages import KIND_OF, Channel, Message
+from guava_nb.protocol.tensors import check_tensors
+
+__all__ = [
+    "CHUNK_BYTES",
+    "HEADER_BYTES",
+    "MAGIC",
+    "UNSEQUENCED",
+    "WIRE_VERSION",
+    "Arrived",
+    "Decoder",
+    "Limits",
+    "OutgoingMessage",
+    "check_tensors",
+]
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MAX_RECORD_BYTES = Limits().max_record_bytes
+
+
+class OutgoingMessage:
+    """One message on its way out; it can be cut into frames again after a connection broke.
+
+    The buffers are referenced, never copied: whoever made them must leave them alone until the message is acknowledged.
+
+    Attributes:
+        message: the record.
+        channel: the traffic class.
+        sequence: number on its channel from 1; 0 for the records in `UNSEQUENCED`.
+        payload_bytes: bytes of all buffers together.
+        total_bytes: bytes on the wire, headers included, when cut into the largest frames.
+    """
+
+    __slots__ = ("_buffers", "_kind", "_record", "channel", "message", "payload_bytes", "sequence", "total_bytes")
+
+    def __init__(self, message: Message, channel: Channel, sequence: int, buffers: Sequence[memoryview] = ()) -> None:
+        """Encode the record and check what any receiver will check.
+
+        Args:
+            message: the record.
+            channel: the traffic class.
+            sequence: number on its channel from 1; 0 for the records in `UNSEQUENCED`.
+            buffers: C-contiguous buffers; the payload is their concatenation.
+
+        Raises:
+            LocalProtocolError: the record is unknown, cannot be encoded, is larger than 8 MiB, does not describe the
+                buffers, or has a sequence where none belongs (or none where one does).
+        """
+        kind = KIND_OF.get(type(message))
+        if kind is None:
+            raise LocalProtocolError(f"{type(message).__name__} is no record of MESSAGE_KINDS")
+        if (sequence == 0) != (type(message) in UNSEQUENCED) or not 0 <= sequence <= MAX_SEQUENCE:
+            raise LocalProtocolError(f"sequence {sequence} does not suit {type(message).__name__}")
+        self._kind = kind
+        self.message = message
+        self.channel = channel
+        self.sequence = sequence
+        self._buffers = tuple(_flat(buffer) for buffer in buffers if buffer.nbytes)
+        self.payload_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._record = _encode(message, self.payload_bytes)
+        num_frames = max(1, -(-self.payload_bytes // CHUNK_BYTES))
+        self.total_bytes = num_frames * HEADER_BYTES + len(self._record) + self.payload_bytes
+
+    def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
+        """Cut the message into frames, from its start, as often as asked.
+
+        Args:
+            chunk_bytes: payload bytes per frame, 1 to `CHUNK_BYTES`; fewer suit a slow link.
+
+        Yields:
+            One list of buffers per frame, in the order to be sent; the first holds the header.
+        """
+        kind, record = self._kind, self._record
+        left = self.payload_bytes
+        if left <= chunk_bytes:
+            yield [self._header(kind, len(record), left) + record, *self._buffers]
+            return
+        for piece in _cut(self._buffers, chunk_bytes):
+            size = min(chunk_bytes, left)
+            left -= size
+            yield [self._header(kind, len(record), size) + record, *piece]
+            kind, record = CONTINUATION, b""
+
+    def _header(self, kind: int, record_bytes: int, chunk_bytes: int) -> bytes:
+        return pack_header(kind, self.channel, self.sequence, record_bytes, chunk_bytes, self.payload_bytes)
+
+    def __repr__(self) -> str:
+        name = type(self.message).__name__
+        return f"<{name} {self.channel.name} #{self.sequence}, payload {self.payload_bytes} bytes>"
+
+
+def _flat(buffer: memoryview) -> memoryview:
+    if not buffer.c_contiguous:
+        raise LocalProtocolError("a buffer of a payload is not C-contiguous")
+    return buffer if buffer.ndim == 1 and buffer.format == "B" else buffer.cast("B")
+
+
+def _encode(message: Message, payload_bytes: int) -> bytes:
+    name = type(message).__name__
+    try:
+        record = _ENCODER.encode(message)
+        check_tensors(message, payload_bytes)
+    except (TypeError, ValueError, OverflowError, RecursionError, RemoteProtocolError) as error:
+        raise LocalProtocolError(f"{name} cannot be sent: {error}") from error
+    if len(record) > _MAX_RECORD_BYTES:
+        raise LocalProtocolError(
+            f"{name} takes {len(record)} bytes as a record; at most {_MAX_RECORD_BYTES} may travel"
+        )
+    return record
+
+
+def _cut(buffers: Sequence[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """Slice the concatenation of non-empty buffers into pieces of `chunk_bytes`; the last one may be shorter."""
+    piece: list[memoryview] = []
+    room = chunk_bytes
+    for buffer in buffers:
+        at = 0
+        while at < buffer.nbytes:
+            part = buffer[at : at + room]
+            at += part.nbytes
+            room -= part.nbytes
+            piece.append(part)
+            if not room:
+                yield piece
+                piece, room = [], chunk_bytes
+    if piece:
+        yield piece
