@@ -280,6 +280,6 @@ def _owner(port: int) -> str:
 
     with contextlib.suppress(psutil.Error, OSError):
         for link in psutil.net_connections("tcp"):
-            if link.status == psutil.CONN_LISTEN and link.laddr.port == port and link.pid:
+            if link.status == psutil.CONN_LISTEN and link.pid and link.laddr and link.laddr.port == port:
                 return f" by {psutil.Process(link.pid).name()} (process {link.pid})"
     return ""
