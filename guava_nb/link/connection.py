@@ -1,0 +1,339 @@
+"""One connection after its handshake: a thread that reads, a thread that writes, and nobody who waits for them.
+
+Sending. A message queued by any thread goes out from that thread when it is small, nothing waits before it, and the
+stream takes it at once: no thread is woken for it. All else is sent by the writer, most urgent channel first, in frames
+of at most 1 MiB; a more urgent message goes between two frames of a long one. Who sends holds the claim (`_sending`),
+which is what a stream asks for: one sender at a time.
+
+Ending. Whoever notices first that it is over calls `abort`; the reader, woken by it, tells the session. So events come
+from readers only, and never from a thread that merely wanted to send.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
+from guava_nb.link.lane import Lane
+from guava_nb.link.options import LinkOptions
+from guava_nb.protocol.framing import Arrived, Decoder, OutgoingMessage
+from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
+from guava_nb.protocol.state import Event, Role, State, advance, received, sent
+from guava_nb.transport.stream import Buffer, Stream
+
+__all__ = ["Connection"]
+
+logger = logging.getLogger(__name__)
+
+_INLINE_BYTES = 8 << 10  # what a stream that "can send now" takes without waiting
+_BATCH_BYTES = 64 << 10  # small frames are sent together up to here
+_ROUND_TRIP_WEIGHT = 0.25
+_JOIN_S = 10.0
+_HEARTBEATS = frozenset({Ping, Pong})
+
+
+class _Frames:
+    """A message of which not all frames are sent."""
+
+    __slots__ = ("channel", "frames")
+
+    def __init__(self, message: OutgoingMessage) -> None:
+        self.channel = message.channel
+        self.frames: Iterator[list[memoryview | bytes]] = message.frames()
+
+
+class Connection:
+    """Carries a lane until it breaks.
+
+    Args:
+        stream: proved and attached; the connection closes it.
+        decoder: has read everything up to `Attach` or `Attached`.
+        role: which side this is.
+        lane: what to carry.
+        options: patience.
+        on_message: called by the reader for every message of the session, in order.
+        on_over: called by the reader, once, when nothing more comes; `cause` and `goodbye` tell why.
+        early: messages that were read together with `Attached`.
+
+    Attributes:
+        cause: why it ended; None while it stands or when the peer said goodbye.
+        goodbye: the peer's goodbye.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        decoder: Decoder,
+        role: Role,
+        lane: Lane,
+        options: LinkOptions,
+        on_message: Callable[[Connection, Arrived], None],
+        on_over: Callable[[Connection], None],
+        early: Iterable[Arrived] = (),
+    ) -> None:
+        self.cause: GuavaError | None = None
+        self.goodbye: Goodbye | None = None
+        self._stream, self._decoder, self._role, self._lane, self._options = stream, decoder, role, lane, options
+        self._on_message, self._on_over, self._early = on_message, on_over, tuple(early)
+        self._state = State.OPEN
+        self._changed = threading.Condition(lane.lock)
+        self._urgent: deque[OutgoingMessage] = deque()
+        self._open: list[_Frames] = []  # long messages under way, the most urgent last
+        self._farewell: Goodbye | None = None
+        self._started = self._sending = self._aborted = False
+        self._last_sent = time.monotonic() - options.heartbeat_s  # the first Ping goes at once and measures
+        names = f"{lane.name}-{stream.peer}"
+        self._reader = threading.Thread(target=self._read, name=f"guava-read-{names}", daemon=True)
+        self._writer = threading.Thread(target=self._write, name=f"guava-write-{names}", daemon=True)
+
+    @property
+    def peer(self) -> str:
+        """Address of the other end."""
+        return self._stream.peer
+
+    def start(self) -> None:
+        """Begin to read and write."""
+        self._started = True
+        self._stream.set_deadline(self._options.silence_s)
+        self._writer.start()
+        self._reader.start()
+
+    # ------------------------------------------------------------------------------------------ ending, from any thread
+
+    def abort(self, cause: GuavaError) -> None:
+        """End at once; the first cause counts."""
+        with self._lane.lock:
+            self._abort(cause)
+
+    def _abort(self, cause: GuavaError) -> None:
+        if self.cause is None:
+            self.cause = cause
+        self._aborted = True
+        self._changed.notify_all()
+        self._stream.shutdown()
+        if not self._started:
+            self._stream.close()  # no reader will
+
+    def say(self, record: Message) -> None:
+        """Send a record about the connection itself, at once if that cannot wait for the network."""
+        with self._lane.lock:
+            batch = self.claim(record)
+        if batch:
+            self.send_claimed(batch)
+
+    def finish(self, goodbye: Goodbye) -> None:
+        """Say goodbye after all that waits; the peer ends the connection when it has heard."""
+        with self._lane.lock:
+            self._farewell = goodbye
+            self._changed.notify_all()
+
+    def join(self, until: float) -> bool:
+        """Wait for both threads to end, until a monotonic time; True when they have, or when this is one of them."""
+        for thread in (self._reader, self._writer):
+            if thread is threading.current_thread() or not self._started:
+                continue
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                return False
+        return True
+
+    # ---------------------------------------------------------------------- sending; the caller holds the lane's lock
+
+    def wake(self) -> None:
+        """Lock held: let the writer look again."""
+        self._changed.notify()
+
+    def queue(self, record: Message) -> None:
+        """Lock held: queue a record about the connection itself, ahead of all messages."""
+        channel = Channel.HEARTBEAT if type(record) in _HEARTBEATS else Channel.CONTROL
+        self._urgent.append(OutgoingMessage(record, channel, 0))
+
+    def claim(self, record: Message | None = None) -> list[Buffer] | None:
+        """Lock held: queue `record` and take what can go out at once.
+
+        Returns:
+            Buffers that the caller must give to `send_claimed` after releasing the lock; None when the writer does it.
+        """
+        if record is not None:
+            self.queue(record)
+        if self._sending or self._state is not State.OPEN or self._aborted:
+            return None
+        small = not self._open and self._lane.outbox.backlog_bytes() <= _INLINE_BYTES
+        batch = self._take_batch() if small and self._stream.can_send_now() else None
+        if batch:
+            self._sending = True
+        else:
+            self._changed.notify()
+        return batch
+
+    def send_claimed(self, batch: list[Buffer]) -> None:
+        """Lock not held: send what `claim` gave."""
+        try:
+            self._stream.send_all(batch)
+        except GuavaError as problem:
+            self.abort(problem)
+        except (ValueError, BufferError) as problem:
+            self.abort(_payload_gone(problem))
+        with self._lane.lock:
+            self._sending = False
+            self._last_sent = time.monotonic()
+            if self._open or self._urgent or self._aborted or self._farewell or self._lane.outbox.backlog_bytes():
+                self._changed.notify_all()
+
+    def _take_batch(self) -> list[Buffer]:
+        """Take the next frames: one big one, or small ones together."""
+        batch: list[Buffer] = []
+        size = 0
+        try:
+            while size < _BATCH_BYTES and (frame := self._next_frame()) is not None:
+                channel, buffers = frame
+                frame_bytes = sum(map(len, buffers))
+                self._lane.out_bytes[channel] += frame_bytes
+                size += frame_bytes
+                batch += buffers
+        except (ValueError, BufferError) as problem:
+            self._abort(_payload_gone(problem))
+            return []
+        return batch
+
+    def _next_frame(self) -> tuple[Channel, list[memoryview | bytes]] | None:
+        if self._state is not State.OPEN:
+            return None
+        if self._urgent:
+            message = self._urgent.popleft()
+            return message.channel, next(message.frames())
+        while True:
+            fresh = self._lane.outbox.next_sendable(before=self._open[-1].channel if self._open else None)
+            if fresh is not None:
+                self._open.append(_Frames(fresh))
+            if not self._open:
+                return self._goodbye_frame()
+            current = self._open[-1]
+            frame = next(current.frames, None)
+            if frame is not None:
+                return current.channel, frame
+            self._open.pop()
+
+    def _goodbye_frame(self) -> tuple[Channel, list[memoryview | bytes]] | None:
+        if self._farewell is None or self._lane.outbox.backlog_bytes():
+            return None
+        message = OutgoingMessage(self._farewell, Channel.CONTROL, 0)
+        self._state = advance(self._state, self._role, sent(Goodbye))
+        return message.channel, next(message.frames())
+
+    # ------------------------------------------------------------------------------------------------------ the writer
+
+    def _write(self) -> None:
+        while (batch := self._wait_for_batch()) is not None:
+            self.send_claimed(batch)
+
+    def _wait_for_batch(self) -> list[Buffer] | None:
+        with self._lane.lock:
+            while self._state is State.OPEN and not self._aborted:
+                if not self._sending:
+                    self._queue_what_is_due()
+                    batch = self._take_batch()
+                    if batch:
+                        self._sending = True
+                        return batch
+                self._changed.wait(self._idle_s())
+        return None
+
+    def _queue_what_is_due(self) -> None:
+        now = time.monotonic()
+        if self._lane.acks_due_at is not None and now >= self._lane.acks_due_at:
+            self._lane.acks_due_at = None
+            for ack in self._lane.inbox.due_acks():
+                self.queue(ack)
+        if now - self._last_sent >= self._options.heartbeat_s and not self._urgent:
+            self.queue(Ping(time.monotonic_ns()))
+
+    def _idle_s(self) -> float:
+        next_at = self._last_sent + self._options.heartbeat_s
+        if self._sending:  # somebody sends from his own thread and wakes us if anything is left
+            next_at = time.monotonic() + self._options.heartbeat_s
+        if self._lane.acks_due_at is not None:
+            next_at = min(next_at, self._lane.acks_due_at)
+        return max(0.001, next_at - time.monotonic())
+
+    # ------------------------------------------------------------------------------------------------------ the reader
+
+    def _read(self) -> None:
+        try:
+            self._read_to_the_end()
+        except GuavaError as problem:
+            self.abort(problem)
+        except Exception as problem:
+            logger.exception("the reader of %s failed", self.peer)
+            error = LocalProtocolError(f"a bug in the reader of {self.peer}: {problem!r}")
+            error.__cause__ = problem
+            self.abort(error)
+        with self._lane.lock:
+            self._aborted = True  # also where the peer said goodbye: the writer ends
+            self._changed.notify_all()
+        self._stream.shutdown()
+        self._writer.join(_JOIN_S)
+        with self._lane.lock:
+            self._changed.wait_for(lambda: not self._sending, _JOIN_S)
+        self._stream.close()
+        self._on_over(self)
+
+    def _read_to_the_end(self) -> None:
+        for arrived in self._early:
+            self._take(arrived)
+        while self.goodbye is None:
+            count = self._stream.recv_into(self._decoder.get_buffer())
+            if not count:
+                self._end_of_stream()
+                return
+            for arrived in self._decoder.buffer_updated(count):
+                self._take(arrived)
+            if self._decoder.error is not None:
+                raise self._decoder.error
+
+    def _end_of_stream(self) -> None:
+        with self._lane.lock:
+            self._state = advance(self._state, self._role, Event.ENDED)
+            state = self._state
+        if state is State.CLOSED:
+            raise LinkClosed(f"the connection to {self.peer} was closed here")
+        where = " in the middle of a message" if self._decoder.unfinished else ""
+        raise LinkBroken(f"{self.peer} closed the {self._lane.name} connection{where}")
+
+    def _take(self, arrived: Arrived) -> None:
+        message = arrived.message
+        with self._lane.lock:
+            self._state = advance(self._state, self._role, received(type(message)))
+            self._lane.in_bytes[arrived.channel] += arrived.wire_bytes
+        if arrived.sequence:
+            self._on_message(self, arrived)
+        elif isinstance(message, Ack):
+            with self._lane.lock:
+                self._lane.outbox.acked(message.channel, message.sequence)
+                if self._lane.outbox.backlog_bytes():
+                    self._changed.notify()
+        elif isinstance(message, Ping):
+            self.say(Pong(message.sent_ns))
+        elif isinstance(message, Pong):
+            self._measure(message)
+        elif isinstance(message, Goodbye):
+            self.goodbye = message
+        elif isinstance(message, Refused):
+            raise JoinRefused(f"{self.peer} refused: {message.reason}")
+
+    def _measure(self, pong: Pong) -> None:
+        seconds = (time.monotonic_ns() - pong.sent_ns) / 1e9
+        if seconds < 0:
+            return
+        known = self._lane.round_trip_s
+        self._lane.round_trip_s = seconds if known is None else known + _ROUND_TRIP_WEIGHT * (seconds - known)
+
+
+def _payload_gone(problem: Exception) -> LocalProtocolError:
+    error = LocalProtocolError(f"a payload was released before the peer had it: {problem}")
+    error.__cause__ = problem
+    return error

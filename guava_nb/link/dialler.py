@@ -1,0 +1,209 @@
+"""The side that opens connections: dial a listener, come back when a connection breaks, pay a short visit."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+
+from guava_nb.errors import GuavaError, JoinRefused, LinkClosed, VersionMismatch
+from guava_nb.link.events import Event
+from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
+from guava_nb.link.lane import BULK, CONTROL
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.pool import PayloadPool
+from guava_nb.link.session import Session
+from guava_nb.protocol.framing import OutgoingMessage
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Attach, Channel, Message
+from guava_nb.protocol.state import Role
+
+__all__ = ["IDENTITY_BYTES", "DialledSession", "dial", "visit"]
+
+IDENTITY_BYTES = 32
+_SESSION_ID_BYTES = 16
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 3.0
+_STEADY_S = 10.0  # a connection that stood for so long makes the next outage a new one
+
+
+class _Backoff:
+    """Pauses between attempts: none before the first, then doubling, with jitter so that workers do not come in step.
+
+    Remembers across outages: a tunnel that lets each connection in and cuts it at once is not dialled in a tight loop.
+    """
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+        self._last_at = 0.0
+
+    def next_s(self, now: float) -> float:
+        if now - self._last_at > _STEADY_S:
+            self._pause_s = 0.0
+        pause_s = self._pause_s
+        self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause_s))
+        self._last_at = now + pause_s
+        return pause_s * random.uniform(0.5, 1.0)
+
+
+class DialledSession(Session):
+    """A session whose connections this side opens, and opens again. Made by `dial`."""
+
+    role = Role.DIALLER
+
+    def __init__(
+        self, code: JoinCode, identity: bytes, options: LinkOptions, on_event: Callable[[Event], None]
+    ) -> None:
+        """Start with nothing attached; see `dial`."""
+        super().__init__(secrets.token_bytes(_SESSION_ID_BYTES), identity, code.address, options, on_event)
+        self._code = code
+        self._pool = PayloadPool()
+        self._backoff = _Backoff()
+        self._look_again = threading.Event()
+        self._redialler: threading.Thread | None = None
+
+    def redirect(self, code: JoinCode) -> None:
+        """The same listener is reached by another code now: dial that one from here on."""
+        self._code = code
+        self._backoff = _Backoff()
+        self._look_again.set()
+
+    def connect(self) -> None:
+        """Open both connections for the first time.
+
+        Raises:
+            GuavaError: as `guava_nb.link.handshake.attach`.
+        """
+        until = time.monotonic() + self._options.connect_timeout_s
+        try:
+            first = self._attach(CONTROL, until)
+            self._attach(BULK, until)
+        except BaseException:
+            self.end(LinkClosed("dialling failed"), by_peer=False)
+            raise
+        self.open(first.attached.resumed)
+
+    def close(self, reason: str = "closed") -> None:
+        """End the session; see `Session.close`. An attempt to connect that is under way ends by its own deadline."""
+        redialler = self._redialler
+        super().close(reason)
+        if redialler is not None and redialler is not threading.current_thread():
+            redialler.join(self._options.linger_s)
+
+    def _attach(self, name: str, until: float) -> Attachment:
+        """Open and adopt one connection."""
+        lane = self._lanes[name]
+        received = self.fence(name)
+        lane.incarnation += 1
+        mine = self.progress
+        record = Attach(
+            self.session_id,
+            self.identity,
+            name,
+            lane.incarnation,
+            received,
+            mine.last_generation,
+            mine.last_step,
+            mine.last_kind,
+        )
+        made = attach(self._code, record, self._options, self._pool.allocate, max(0.05, until - time.monotonic()))
+        try:
+            self.adopt(name, made.stream, made.decoder, made.attached, made.early)
+        except BaseException:
+            made.stream.close()
+            raise
+        return made
+
+    def _wake(self) -> None:
+        with self._events:
+            self._look_again.set()
+            if self._state == "suspect" and self._redialler is None:
+                name = f"guava-redial-{self.session_id.hex()[:8]}"
+                self._redialler = threading.Thread(target=self._redial, name=name, daemon=True)
+                self._redialler.start()
+
+    def _redial(self) -> None:
+        last: GuavaError | None = None
+        while (missing := self._missing()) is not None:
+            until = self._give_up_at()
+            if time.monotonic() >= until:
+                self.give_up(last)
+                continue
+            self._look_again.clear()
+            self._look_again.wait(min(self._backoff.next_s(time.monotonic()), until - time.monotonic()))
+            try:
+                for name in missing:
+                    self._attach(name, min(until, time.monotonic() + self._options.connect_timeout_s))
+            except (JoinRefused, VersionMismatch) as problem:
+                self.end(problem, by_peer=True)
+            except GuavaError as problem:
+                last = problem
+
+    def _missing(self) -> list[str] | None:
+        """Lanes to dial; None when there is nothing to do, which ends the thread that asks."""
+        with self._events:
+            missing = [name for name, lane in self._lanes.items() if lane.connection is None and lane.goodbye is None]
+            if self._state != "suspect" or self._closing or not missing:
+                self._redialler = None
+                return None
+            return missing
+
+    def _give_up_at(self) -> float:
+        with self._events:
+            lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
+            return min(lost, default=time.monotonic()) + self._options.grace_s
+
+
+def dial(
+    code: JoinCode,
+    on_event: Callable[[Event], None],
+    options: LinkOptions | None = None,
+    identity: bytes | None = None,
+) -> DialledSession:
+    """Join a listener: prove both sides, open control and bulk, and keep them.
+
+    A connection that breaks later is dialled again for `options.grace_s`; then the session is closed.
+
+    Args:
+        code: from the listener.
+        on_event: gets the session's events, `SessionOpened` before this returns.
+        options: patience and sizes.
+        identity: 32 secret bytes; who shows the same ones takes the place of an earlier session. Drawn when None.
+
+    Raises:
+        AuthenticationError: secret or certificate do not match the code.
+        JoinRefused: the listener said no, with its reason.
+        VersionMismatch: it speaks another version.
+        RemoteProtocolError: what answers there is no listener of ours.
+        LinkTimeout: no answer within `options.connect_timeout_s`.
+        LinkBroken: it cannot be reached, or left.
+    """
+    session = DialledSession(code, identity or secrets.token_bytes(IDENTITY_BYTES), options or LinkOptions(), on_event)
+    session.connect()
+    return session
+
+
+def visit(code: JoinCode, identity: bytes, message: Message, options: LinkOptions | None = None) -> None:
+    """Bring one message without a session, as when a worker's process died and its watcher tells why.
+
+    Args:
+        code: from the listener.
+        identity: of the session it is about; need not be known there.
+        message: a record without payload.
+        options: patience.
+
+    Raises:
+        GuavaError: as `dial`; the message may not have arrived then.
+    """
+    options = options or LinkOptions()
+    record = Attach(bytes(_SESSION_ID_BYTES), identity, "report", 0, {})
+    made = attach(code, record, options, PayloadPool(0).allocate, options.connect_timeout_s)
+    try:
+        for frame in OutgoingMessage(message, Channel.CONTROL, 1).frames():
+            made.stream.send_all(frame)
+        deadline = Deadline(options.connect_timeout_s, "confirm the report", code.address)
+        receive_record(made.stream, made.decoder, deadline)  # its goodbye
+    finally:
+        made.stream.close()

@@ -1,0 +1,86 @@
+"""What outlives a connection: one lane's queues, windows and counters.
+
+A session has two lanes, control and bulk; each is carried by one connection at a time. Everything here is guarded by
+the lane's lock, which is never held while waiting for the network or while an event is told.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from guava_nb.protocol.framing import Arrived
+from guava_nb.protocol.messages import CONTROL_CHANNELS, Channel, Goodbye
+from guava_nb.protocol.session import Inbox, Outbox
+
+if TYPE_CHECKING:
+    from guava_nb.link.connection import Connection
+
+__all__ = ["BULK", "CONTROL", "Lane", "Wire", "lane_of"]
+
+CONTROL, BULK = "control", "bulk"
+
+
+def lane_of(channel: Channel) -> str:
+    """The lane that carries a channel."""
+    return CONTROL if channel in CONTROL_CHANNELS else BULK
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of a session so far, headers included, before TLS; what was sent twice counts twice.
+
+    Attributes:
+        out_bytes: sent, per channel.
+        in_bytes: received, per channel.
+    """
+
+    out_bytes: dict[Channel, int]
+    in_bytes: dict[Channel, int]
+
+
+class Lane:
+    """One lane of a session.
+
+    Attributes:
+        name: "control" or "bulk", also the purpose in `Attach`.
+        lock: guards all of it.
+        connection: what carries it now; None while it is broken.
+        lost_at: when it broke (monotonic seconds); None while it stands or before it first stood.
+        incarnation: number of its newest connection, from 0; -1 before the first.
+        goodbye: the peer's last word on it.
+        round_trip_s: smoothed, from Ping to Pong; None before the first.
+        acks_due_at: when acknowledgements held back must go; None when there are none.
+    """
+
+    def __init__(self, name: str, window_bytes: int) -> None:
+        self.name = name
+        self.lock = threading.Lock()
+        self.outbox = Outbox(window_bytes)
+        self.inbox = Inbox(window_bytes)
+        self.connection: Connection | None = None
+        self.lost_at: float | None = None
+        self.incarnation = -1
+        self.goodbye: Goodbye | None = None
+        self.round_trip_s: float | None = None
+        self.acks_due_at: float | None = None
+        self.out_bytes = dict.fromkeys(Channel, 0)
+        self.in_bytes = dict.fromkeys(Channel, 0)
+
+    def consumed(self, arrived: Arrived, ack_delay_s: float) -> None:
+        """The owner is done with a message: acknowledge it, now or in company."""
+        batch = None
+        with self.lock:
+            ack = self.inbox.consumed(arrived.channel, arrived.sequence)
+            connection = self.connection
+            if connection is None:
+                return  # the next connection repeats every acknowledgement
+            if ack is not None:
+                batch = connection.claim(ack)
+            elif self.acks_due_at is None:
+                self.acks_due_at = time.monotonic() + ack_delay_s
+                connection.wake()
+        if batch:
+            connection.send_claimed(batch)

@@ -1,0 +1,58 @@
+"""Settings of a link, in seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from guava_nb.errors import ConfigError
+from guava_nb.transport.options import SocketOptions
+
+__all__ = ["LinkOptions"]
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How patient a link is and how much it holds.
+
+    Attributes:
+        heartbeat_s: a connection that sent nothing for so long sends a Ping.
+        silence_s: a connection on which nothing came for so long counts as broken. Any byte is life.
+        grace_s: how long a broken connection may stay away before the session is closed.
+        connect_timeout_s: for one attempt to connect, from the name to `Attached`.
+        window_bytes: most bytes per channel that may be on their way and not yet consumed.
+        max_payload_bytes: the largest payload that is accepted from the peer.
+        socket: tuning of the TCP sockets.
+        max_unauthenticated: connections that may stand at a listener before they have proved anything.
+        auth_timeout_s: for TLS, proof and `Attach` of a newcomer together.
+        linger_s: how long `Session.close` waits until what was sent before has gone out and the peer has heard.
+        ack_delay_s: how long an acknowledgement may wait for company.
+    """
+
+    heartbeat_s: float = 2.0
+    silence_s: float = 15.0
+    grace_s: float = 30.0
+    connect_timeout_s: float = 10.0
+    window_bytes: int = 256 << 20
+    max_payload_bytes: int = 64 << 30
+    socket: SocketOptions = field(default_factory=SocketOptions)
+    max_unauthenticated: int = 64
+    auth_timeout_s: float = 10.0
+    linger_s: float = 2.0
+    ack_delay_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            ConfigError: a value is out of its range; the message shows it.
+        """
+        for name in ("heartbeat_s", "silence_s", "connect_timeout_s", "window_bytes", "auth_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.max_unauthenticated < 1:
+            raise ConfigError(f"max_unauthenticated must be at least 1, not {self.max_unauthenticated}")
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"silence_s ({self.silence_s:g}) must be at least twice heartbeat_s ({self.heartbeat_s:g}): "
+                "else one late heartbeat breaks the connection"
+            )

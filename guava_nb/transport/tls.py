@@ -1,0 +1,236 @@
+"""TLS 1.3 as a layer over any stream.
+
+`ssl.SSLSocket` must not be read and written by two threads at once, and cannot run over anything but a socket. Here an
+`ssl.SSLObject` works on two memory buffers and the bytes travel over the stream below:
+
+- `_crypto` is held around cryptography only, never while waiting for the network: reading and writing overlap.
+- `_sending` covers encrypting *and* sending, so that records leave in the order they were made.
+- What reading wants to send (a key update) joins the buffer of encrypted bytes. The reader sends it only if that cannot
+  block; otherwise the next sender does: a reader that waits for a sender may wait for a peer that waits for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+from guava_nb.errors import AuthenticationError, LinkBroken, LinkTimeout, RemoteProtocolError
+from guava_nb.transport.certificate import fingerprint_of
+from guava_nb.transport.stream import Buffer, Stream, flatten
+
+__all__ = ["TlsStream"]
+
+_RECORD_BYTES = 16 << 10  # the largest TLS record
+_SEAL_BYTES = 4 * _RECORD_BYTES  # encrypted, then sent: still in the cache then, and below malloc's mmap threshold
+_FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
+
+
+class TlsStream(Stream):
+    """An encrypted stream over another one. Made by `over_client` or `over_server`."""
+
+    def __init__(self, stream: Stream, context: ssl.SSLContext, server_side: bool) -> None:
+        self.local, self.peer = stream.local, stream.peer
+        self._stream = stream
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._crypto = threading.Lock()
+        self._sending = threading.Lock()
+        self._fetched = memoryview(bytearray(_RECORD_BYTES))
+
+    @classmethod
+    def over_client(cls, stream: Stream, fingerprint: bytes, timeout_s: float = 10.0) -> TlsStream:
+        """Shake hands as the dialler and check the listener's certificate.
+
+        Args:
+            stream: connected; closed by the caller if this raises.
+            fingerprint: what `Certificate.fingerprint16` of the listener must be.
+            timeout_s: seconds for the whole handshake.
+
+        Raises:
+            AuthenticationError: another certificate than the join code promises.
+            RemoteProtocolError: the other side does not speak TLS 1.3.
+            LinkTimeout: the handshake took too long.
+            LinkBroken: the connection ended.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # the fingerprint decides, right below
+        tls = cls(stream, context, server_side=False)
+        tls._shake_hands(timeout_s)
+        seen = fingerprint_of(tls._tls.getpeercert(binary_form=True) or b"")
+        if not hmac.compare_digest(seen, fingerprint):
+            raise AuthenticationError(
+                f"{stream.peer} shows the certificate {seen[:4].hex()}..., but the join code says "
+                f"{fingerprint[:4].hex()}...: another listener, or someone in between; ask for the newest join code"
+            )
+        return tls
+
+    @classmethod
+    def over_server(cls, stream: Stream, context: ssl.SSLContext, timeout_s: float = 10.0) -> TlsStream:
+        """Shake hands as the listener.
+
+        Args:
+            stream: connected; closed by the caller if this raises.
+            context: from `Certificate.server_context`.
+            timeout_s: seconds for the whole handshake.
+
+        Raises:
+            RemoteProtocolError: the other side does not speak TLS 1.3.
+            LinkTimeout: the handshake took too long.
+            LinkBroken: the connection ended.
+        """
+        tls = cls(stream, context, server_side=True)
+        tls._shake_hands(timeout_s)
+        return tls
+
+    def _shake_hands(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._handshake_step():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise LinkTimeout(f"the TLS handshake with {self.peer} was not done within {timeout_s:g} s")
+            self._stream.set_deadline(left_s)
+            if not self._fetch():
+                raise LinkBroken(f"{self.peer} closed the connection during the TLS handshake")
+        self._stream.set_deadline(None)
+        self._fetched = memoryview(bytearray(_FETCH_BYTES))
+
+    def _handshake_step(self) -> bool:
+        """Go on as far as the bytes at hand allow; whether the handshake is done."""
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as problem:
+            raise RemoteProtocolError(f"{self.peer} does not speak our TLS: {_reason(problem)}") from problem
+        finally:
+            if self._outgoing.pending:
+                self._stream.send_all((self._outgoing.read(),))
+        return True
+
+    def send_all(self, buffers: Sequence[Buffer]) -> None:
+        """Encrypt and send, a piece that fits the processor's cache at a time."""
+        with self._sending:
+            for piece in _pieces(flatten(buffers)):
+                with self._crypto:
+                    sealed = self._seal(piece)
+                self._stream.send_all((sealed,))
+
+    def _seal(self, piece: list[memoryview]) -> bytes:
+        write = self._tls.write
+        try:
+            for view in piece:
+                done = write(view)  # all of it: memory never pushes back
+                while done < len(view):
+                    done += write(view[done:])
+        except ssl.SSLError as problem:
+            raise LinkBroken(f"TLS to {self.peer} broke: {_reason(problem)}") from problem
+        return self._outgoing.read()
+
+    def recv_into(self, view: memoryview) -> int:
+        """Decrypt into `view` all that is at hand, or wait for the first bytes."""
+        while True:
+            with self._crypto:
+                count = self._open(view)
+            if self._outgoing.pending:
+                self._send_owed()
+            if count is not None:
+                return count
+            if not self._fetch():
+                return 0
+
+    def _open(self, view: memoryview) -> int | None:
+        """Decrypt record after record; None when the next one is not here yet, 0 when the peer ended TLS."""
+        read = cast(Callable[[int, memoryview], int], self._tls.read)  # with a buffer it gives a count
+        size, done = len(view), 0
+        try:
+            while done < size:
+                count = read(size - done, view[done:] if done else view)
+                done += count
+                if not count or not self._incoming.pending:  # room left in view: the record was read to its end
+                    break
+        except ssl.SSLWantReadError:
+            return done or None
+        except ssl.SSLZeroReturnError:
+            return done
+        except ssl.SSLError as problem:
+            raise LinkBroken(f"TLS from {self.peer} broke: {_reason(problem)}") from problem
+        return done
+
+    def _fetch(self) -> int:
+        """Wait for ciphertext; 0 at the end of the stream."""
+        count = self._stream.recv_into(self._fetched)
+        if count:
+            with self._crypto:
+                self._incoming.write(self._fetched[:count])
+        return count
+
+    def _send_owed(self) -> None:
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            if self._stream.can_send_now():
+                with self._crypto:
+                    owed = self._outgoing.read()
+                self._stream.send_all((owed,))
+        finally:
+            self._sending.release()
+
+    def can_send_now(self) -> bool:
+        """Whether nobody is sending and the stream below takes a few kilobytes at once."""
+        return not self._sending.locked() and self._stream.can_send_now()
+
+    def set_deadline(self, recv_s: float | None) -> None:
+        """Let each later wait for ciphertext last at most `recv_s` seconds."""
+        self._stream.set_deadline(recv_s)
+
+    def shutdown(self) -> None:
+        """End the stream below. No TLS alert is sent: it could block; a true end is said by our own goodbye."""
+        self._stream.shutdown()
+
+    def close(self) -> None:
+        """Close the stream below."""
+        self._stream.close()
+
+
+def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Group views to be encrypted and sent at once.
+
+    Small ones are joined into one record, together with the start of a big one that follows: neither a header nor a
+    short list of scalars costs a record of its own. Big ones are cut.
+    """
+    small: list[memoryview] = []
+    small_bytes = 0
+    for view in views:
+        head = min(len(view), _RECORD_BYTES - small_bytes) if small or len(view) < _RECORD_BYTES else 0
+        if head:
+            small.append(view[:head])
+            small_bytes += head
+        if head == len(view):
+            continue
+        lead = [memoryview(b"".join(small))] if small else []
+        small, small_bytes = [], 0
+        first_bytes = _SEAL_BYTES - (_RECORD_BYTES if lead else 0)
+        yield [*lead, view[head : head + first_bytes]]
+        for start in range(head + first_bytes, len(view), _SEAL_BYTES):
+            yield [view[start : start + _SEAL_BYTES]]
+    if small:
+        yield [memoryview(b"".join(small))]
+
+
+def _reason(problem: ssl.SSLError) -> str:
+    known = {
+        "HTTP_REQUEST": "it sent a plain HTTP request (a web browser or scanner)",
+        "HTTPS_PROXY_REQUEST": "it sent an HTTP proxy request (a web browser or scanner)",
+        "WRONG_VERSION_NUMBER": "its bytes are not TLS (plain text to an encrypted port, or the other way round)",
+        "RECORD_LAYER_FAILURE": "its bytes are not TLS (plain text to an encrypted port, or the other way round)",
+        "UNSUPPORTED_PROTOCOL": "it has no TLS 1.3",
+        "NO_SHARED_CIPHER": "no common cipher",
+    }
+    reason = problem.reason or ""
+    return known.get(reason, reason.lower().replace("_", " ") or "bad record")
