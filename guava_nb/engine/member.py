@@ -105,5 +105,5 @@ class Membership:
     def _on_progress(self, state: str, generation: int, step: int) -> None:
         self._step = step
         if self._session is not None:
-            self._session.set_progress(generation, step)
+            self._session.progress.last_generation, self._session.progress.last_step = generation, step
         self._report(state, step, self.loop.name)

@@ -52,8 +52,8 @@ def _worker(member: Member, session: Session | None, run: Run | None) -> WorkerS
         wait_s=member.wait_s,
         round_trip_s=session.round_trip_s if session is not None else None,
         samples=member.samples,
-        out_bytes=sum(session.wire_out.values()) if session is not None else 0,
-        in_bytes=sum(session.wire_in.values()) if session is not None else 0,
+        out_bytes=sum(session.wire.out_bytes.values()) if session is not None else 0,
+        in_bytes=sum(session.wire.in_bytes.values()) if session is not None else 0,
         detail=member.detail,
     )
 
@@ -63,7 +63,7 @@ def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireB
     out = dict.fromkeys(Channel, 0)
     back = dict.fromkeys(Channel, 0)
     for session in sessions:
-        for total, counted in ((out, session.wire_out), (back, session.wire_in)):
+        for total, counted in ((out, session.wire.out_bytes), (back, session.wire.in_bytes)):
             for channel, nbytes in counted.items():
                 total[Channel(channel)] += nbytes
     gradient, parameter = back[Channel.GRADIENT], out[Channel.CHECKPOINT] + back[Channel.CHECKPOINT]

@@ -1,0 +1,127 @@
+"""What a session tells its owner.
+
+Events come to one callable, from the link's own threads, one at a time per session: `SessionOpened` first,
+`SessionClosed` exactly once and last. The callable must be quick (usually `queue.SimpleQueue.put`): while it runs,
+nothing is read from that peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from guava_nb.errors import GuavaError
+from guava_nb.protocol.messages import Channel, Message
+
+if TYPE_CHECKING:
+    from guava_nb.link.session import Session
+
+__all__ = [
+    "Event",
+    "MessageArrived",
+    "SessionClosed",
+    "SessionOpened",
+    "SessionResumed",
+    "SessionSuspect",
+    "VisitArrived",
+]
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """All connections of a session stand.
+
+    Attributes:
+        session: the session.
+        resumed: this identity had a session at this listener before; that one is closed by now.
+    """
+
+    session: Session
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class SessionSuspect:
+    """A connection broke; the session waits for it. What is sent meanwhile is kept."""
+
+    session: Session
+    cause: GuavaError
+
+
+@dataclass(frozen=True)
+class SessionResumed:
+    """All connections stand again; nothing was lost or doubled."""
+
+    session: Session
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    """The session is over. `by_peer` tells who ended it; a grace period that ran out is nobody's wish: False."""
+
+    session: Session
+    cause: GuavaError
+    by_peer: bool
+
+
+class MessageArrived:
+    """A message of the session.
+
+    Attributes:
+        session: where it came.
+        channel: its traffic class.
+        message: the record.
+        payload: its bytes; valid as long as somebody holds the view or a slice of it. `b""` when there are none.
+    """
+
+    __slots__ = ("_consumed", "_lock", "channel", "message", "payload", "session")
+
+    def __init__(
+        self,
+        session: Session,
+        channel: Channel,
+        message: Message,
+        payload: memoryview | bytes,
+        consumed: Callable[[], None],
+    ) -> None:
+        self.session = session
+        self.channel = channel
+        self.message = message
+        self.payload = payload
+        self._consumed: Callable[[], None] | None = consumed
+        self._lock = _DONE_LOCK
+
+    def done(self) -> None:
+        """Tell that the message is consumed, which lets the peer send more. Further calls do nothing."""
+        with self._lock:
+            consumed, self._consumed = self._consumed, None
+        if consumed is not None:
+            consumed()
+
+    def __repr__(self) -> str:
+        return (
+            f"MessageArrived({type(self.message).__name__} on {self.channel.name}, {len(self.payload)} payload bytes)"
+        )
+
+
+_DONE_LOCK = threading.Lock()  # held for two assignments: one for all messages is enough
+
+
+@dataclass(frozen=True)
+class VisitArrived:
+    """Somebody came with one message and left.
+
+    Attributes:
+        session_id: the session of the visitor's identity, live or past; b"" when there was none.
+        message: what it said.
+    """
+
+    session_id: bytes
+    message: Message
+
+
+Event = Union[  # noqa: UP007 - an alias is evaluated at run time
+    SessionOpened, SessionSuspect, SessionResumed, SessionClosed, MessageArrived, VisitArrived
+]
