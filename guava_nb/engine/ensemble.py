@@ -165,6 +165,10 @@ class Ensemble:
         """Return the connected ranks that stand at the last committed step."""
         return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
 
+    def next_request(self) -> int:
+        """Return a number that no request of this run had before, so that a late answer is never taken for another's."""
+        return next(self._requests)
+
     def fetch(self, job: Job, *, optimizer: bool = True, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state as of the last committed step and keep it in the master.
 
@@ -188,7 +192,7 @@ class Ensemble:
         return any(r in self.at for r in job.ready | job.suspects)
 
     def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
-        request = next(self._requests)
+        request = self.next_request()
         job.cluster.send(rank, FetchState(request, self.run_id, optimizer=optimizer))
         job.pump(lambda: request in self._states or rank not in job.ready, timeout_s)
         step, state = self._states.pop(request, (None, None))

@@ -59,20 +59,20 @@ class Evaluation:
             NobodyLeft: the last worker is gone.
         """
         feeder = Feeder(feed.epoch(), 1, WINDOW, lambda: self._job.post(Wake()))
+        requests: list[int] = []
         try:
-            request = 0
             while True:
                 self._pump(feeder.available)
                 group = feeder.take()
                 if group is None:
                     break
                 self._pump(lambda: bool(self._free()))
-                self._deal(request, group[0].batch, group[0].rows)
-                request += 1
+                requests.append(self._ensemble.next_request())
+                self._deal(requests[-1], group[0].batch, group[0].rows)
             self._pump(lambda: not self._asked)
         finally:
             feeder.close()
-        return self._total(request)
+        return self._total([self._answers.pop(request) for request in requests])
 
     def _pump(self, until: Callable[[], bool]) -> None:
         def condition() -> bool:
@@ -105,8 +105,7 @@ class Evaluation:
             if free:
                 self._send(request, free[0])
 
-    def _total(self, requests: int) -> EvaluationResult:
-        answers = [self._answers[request] for request in range(requests)]
+    def _total(self, answers: Sequence[Evaluated]) -> EvaluationResult:
         count = sum(answer.count for answer in answers)
         rows = sum(answer.rows for answer in answers)
         correct = [answer.correct for answer in answers]

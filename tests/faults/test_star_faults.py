@@ -292,13 +292,14 @@ def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) ->
 
     hook = once_after(3, Evaluated, lambda worker: worker.die())
     start(cluster, [None, hook])
-    plan = plan_for(loader(), 1)
+    plan = plan_for(loader(), 2)
     plan.val_feed = Feed(torch.utils.data.DataLoader(dataset(101), batch_size=7))
     job = job_for(cluster, spec(), plan)
     job.start()
     finish(job.run)
     assert hook.fired
-    (score,) = job.run.validations
+    first, score = job.run.validations
+    assert first["loss"] != score["loss"] and first["samples"] == 101
     model = job.run.model().eval()
     x, y = dataset(101).tensors
     with torch.no_grad():
