@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from IPython.display import DisplayHandle
 
 from guava_nb.notebook import surfaces
-from guava_nb.notebook.panel import LineTail, Panel, make_panel
+from guava_nb.notebook.lines import LineTail
+from guava_nb.notebook.panel import Panel, make_panel
 from guava_nb.notebook.surfaces import DisplaySurface, TextSurface
 from guava_nb.render import Progress, Table, View
 
@@ -245,7 +246,7 @@ def test_none_draws_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 @settings(max_examples=100, deadline=None)
 def test_line_tail_gives_every_line_once(batches: list[list[str]]) -> None:
     log: list[str] = ["before"]
-    tail = LineTail(lambda: log[-100:])
+    tail = LineTail(lambda: log[-100:], log)
     seen = []
     for number, batch in enumerate(batches):
         log += [f"{number}:{line}" for line in batch]
