@@ -82,7 +82,8 @@ class Panel:
         try:
             action()
         except Exception as fault:  # whatever a display can raise: none of it is worth a training run
-            self.fault, self.num_faults = self.fault or fault, self.num_faults + 1
+            # Without its frames: they would keep a half-made bar alive, and tqdm redraws every bar it can find.
+            self.fault, self.num_faults = self.fault or fault.with_traceback(None), self.num_faults + 1
             return fault
         return None
 

@@ -70,7 +70,7 @@ class TextSurface:
         done = view.progress.done if view.progress else 0
         layout = None if view.progress else "{desc}"
         unit = view.progress.unit if view.progress else "it"
-        self._bar = _Bar(initial=done, unit=unit, bar_format=layout, file=sys.stdout, mininterval=0.5, leave=True)
+        self._bar = _Bar(initial=done, unit=unit, bar_format=layout, file=sys.stdout, position=0, leave=True)
         return self._bar
 
 

@@ -21,7 +21,7 @@ from guava_nb.notebook.magics import GuavaMagics
 from guava_nb.notebook.panel import make_panel
 from guava_nb.notebook.session import NotebookSession
 from guava_nb.render import Progress, View
-from tests.support.fake_session import FakeOrchestrator, FakeRun, FakeWorker
+from fake_session import FakeOrchestrator, FakeRun, FakeWorker
 run = FakeRun(num_steps=10_000)
 shell = get_ipython()
 load(shell)
@@ -60,11 +60,12 @@ class Kernel:
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     env = {name: value for name, value in os.environ.items() if name not in ("CI", "GUAVA_UI")}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), env.get("PYTHONPATH", "")])
     manager, client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=60)
     started = Kernel(manager, client)
     try:
-        assert started.run(SETUP).ended == "ok"
+        ready = started.run(SETUP)
+        assert ready.ended == "ok", getattr(ready, "error", ready.text)
         assert started.run("%guava_up --local 1").ended == "ok"
         yield started
     finally:
@@ -127,15 +128,16 @@ def test_user_mistakes_are_one_line_on_the_page(kernel: Kernel) -> None:
 
 
 def test_a_broken_comm_switches_the_panel_off_and_training_goes_on(kernel: Kernel) -> None:
-    fresh_run(kernel, "widget", "FakeRun(num_steps=100)")
-    shown = kernel.run(
-        "import comm.base_comm as c\nkept = c.BaseComm.publish_msg\n"
-        "def broken(*a, **k): raise LookupError('parent_header')\n"
-        "import ipykernel.comm.comm as ic\nkept = ic.BaseComm.publish_msg\nic.BaseComm.publish_msg = broken\n"
-        f"try:\n    r = get_ipython().run_line_magic('guava_train', {TRAIN.split(' ', 1)[1]!r})\n"
-        "finally:\n    ic.BaseComm.publish_msg = kept\nassert r.state == 'done'"
+    fresh_run(kernel, "widget", "FakeRun(num_steps=40)")
+    kernel.run("import time; wait = run.wait; run.wait = lambda s: (time.sleep(0.02), wait(s))[1]")
+    kernel.run(
+        "from ipywidgets import Widget\nkept = Widget._send\n"
+        "def broken(*args, **settings): raise LookupError('parent_header')\nWidget._send = broken"
     )
-    assert shown.ended == "ok", shown.text
+    shown = kernel.run(f"r = {TRAIN}")
+    assert kernel.run("Widget._send = kept\nassert r.state == 'done'").ended == "ok"
+    assert shown.ended == "ok"
+    assert shown.text.count("switched off (LookupError: parent_header)") == 1
 
 
 def test_the_python_of_the_kernel_is_this_one(kernel: Kernel) -> None:
