@@ -36,7 +36,6 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
-        option("--name", metavar="NAME", help="a name for the session"),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
@@ -113,6 +112,7 @@ TRAIN = Command(
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint"),
+        flag("--fresh", help="start from new weights even if the last run had the same model"),
         option("-o", "--out", metavar="NAME", help="also store the run in this variable"),
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",

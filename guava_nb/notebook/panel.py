@@ -14,7 +14,7 @@ from guava_nb.notebook.screen import say
 from guava_nb.notebook.surfaces import DisplaySurface, TextSurface
 from guava_nb.render import View
 
-__all__ = ["Frame", "LineTail", "Panel", "Surface", "make_panel"]
+__all__ = ["Frame", "Panel", "Surface", "make_panel"]
 
 #: What a panel draws: a view and the lines that came since the last one.
 Frame = tuple[View, Sequence[str]]
@@ -82,26 +82,10 @@ class Panel:
         try:
             action()
         except Exception as fault:  # whatever a display can raise: none of it is worth a training run
-            self.fault, self.num_faults = self.fault or fault, self.num_faults + 1
+            # Without its frames: they would keep a half-made bar alive, and tqdm redraws every bar it can find.
+            self.fault, self.num_faults = self.fault or fault.with_traceback(None), self.num_faults + 1
             return fault
         return None
-
-
-class LineTail:
-    """Turns "the last n lines" into "the lines that are new"."""
-
-    def __init__(self, read: Callable[[], Sequence[str]]) -> None:
-        self._read = read
-        self._seen = list(read())
-
-    def new(self) -> list[str]:
-        """Lines since the last call; lines that came faster than they are kept are lost to this view only."""
-        now = list(self._read())
-        for overlap in range(min(len(self._seen), len(now)), -1, -1):
-            if self._seen[len(self._seen) - overlap :] == now[:overlap]:
-                break
-        self._seen = now
-        return now[overlap:]
 
 
 def make_panel(ui: str) -> Panel:

@@ -14,13 +14,15 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.engine.status import RunStatus
-from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.notebook.lines import LineTail, WorkerLines
 from guava_nb.notebook.names import cell_name
-from guava_nb.notebook.panel import Frame, LineTail, Panel
+from guava_nb.notebook.panel import Frame, Panel
+from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import resolve, training_arguments
 from guava_nb.notebook.watching import watch
-from guava_nb.render import View, run_view, session_view, summary_view, worker_view
+from guava_nb.render import View, ready_workers, run_view, session_view, summary_view, worker_view
 
 __all__ = ["NotebookSession"]
 
@@ -28,6 +30,8 @@ __all__ = ["NotebookSession"]
 LOCAL_JOIN_S = 180.0
 #: Seconds that a worker gets to finish its step when the notebook closes.
 LEAVE_S = 5.0
+#: Settings of the orchestrator by the option that gives them.
+_FLAGS = {"master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls"}
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -57,7 +61,7 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
-        self._num_local = 0
+        self._local: list[Any] = []
         self._worker: Any = None
         self._worker_code = ""
         self._cells: dict[str, str] = {}
@@ -80,7 +84,7 @@ class NotebookSession:
         if not self.is_open:
             orchestrator = self._new_orchestrator(**settings)
             orchestrator.open()
-            self._orchestrator, self._settings, self._num_local = orchestrator, settings, 0
+            self._orchestrator, self._settings, self._local = orchestrator, settings, []
             notes += self._share_again()
         self._start_local(args.local or 0)
         return notes
@@ -92,7 +96,7 @@ class NotebookSession:
     @property
     def is_local_only(self) -> bool:
         """Whether every worker that training waits for was started here: then nobody needs the code."""
-        return bool(self._num_local) and self._num_local >= self._orchestrator.expected_workers
+        return bool(self._local) and len(self._local) >= self._orchestrator.expected_workers
 
     def share(self, given_name: str | None, text: str) -> str:
         """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
@@ -119,8 +123,9 @@ class NotebookSession:
         arguments = training_arguments(args, names)
         if args.out is not None and not args.out.isidentifier():
             raise UsageError(f"--out {args.out}: not a name for a variable")
+        self._gather()
         orchestrator.register_model(args.model, args.model_args or {})
-        tail = LineTail(orchestrator.log)
+        tail = WorkerLines(orchestrator)
         run = orchestrator.start_training(**arguments, detach=True)
         if args.out is not None:
             names[args.out] = run
@@ -175,7 +180,7 @@ class NotebookSession:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
         orchestrator, self._orchestrator = self._orchestrator, None
         worker, self._worker = self._worker, None
-        self._num_local, self._worker_code = 0, ""
+        self._local, self._worker_code = [], ""
         try:
             if worker is not None and worker.alive:
                 worker.leave()
@@ -212,7 +217,11 @@ class NotebookSession:
         self._worker_code = code
 
     def work(self, panel: Panel) -> None:
-        """Block until the worker ended."""
+        """Block until the worker ended.
+
+        Raises:
+            ClusterError: it did not leave as it should.
+        """
         worker = self._worker
         tail = LineTail(lambda: worker.status().lines)
 
@@ -220,6 +229,9 @@ class NotebookSession:
             return worker_view(worker.status()), tail.new()
 
         watch(worker.wait, frame, frame, panel, lambda count: _interrupt_worker(worker, count))
+        last = worker.status()
+        if last.state in ("failed", "crashed"):
+            raise ClusterError(f"worker {last.name} {last.state}: {last.detail}")
 
     # ----------------------------------------------------------------------------------------------------- private
 
@@ -229,7 +241,7 @@ class NotebookSession:
         return self._orchestrator
 
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
-        changed = sorted(name for name, value in settings.items() if self._settings.get(name) != value)
+        changed = sorted(_FLAGS[name] for name, value in settings.items() if self._settings.get(name) != value)
         if not changed:
             return []
         return [
@@ -247,14 +259,25 @@ class NotebookSession:
         return notes
 
     def _start_local(self, wanted: int) -> None:
-        missing = wanted - self._num_local
-        if missing <= 0:
-            return
-        self._orchestrator.launch_workers(missing)
-        self._num_local = wanted
-        self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
+        """Start what is missing of `wanted` workers here; a worker that died since the last call is replaced."""
+        self._local = [worker for worker in self._local if worker.alive]
+        missing = wanted - len(self._local)
+        if missing > 0:
+            self._local += self._orchestrator.launch_workers(missing)
+        if ready_workers(self._orchestrator.status()) < wanted:
+            self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
 
-    def _follow(self, run: Any, tail: LineTail, panel: Panel) -> None:
+    def _gather(self) -> None:
+        """Before the first run wait for all expected workers; later runs take who is there: some may be gone."""
+        orchestrator = self._orchestrator
+        if orchestrator.run is not None:
+            return
+        here, expected = ready_workers(orchestrator.status()), orchestrator.expected_workers
+        if here < expected:
+            say(f"Waiting for workers: {here} of {expected} are here. Interrupt to give up.")
+            orchestrator.wait_for_workers()
+
+    def _follow(self, run: Any, tail: WorkerLines, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
         orchestrator = self._orchestrator
 
@@ -279,7 +302,7 @@ def _orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     expected = args.workers if args.workers is not None else (local or None)
     if args.workers is not None and local > args.workers:
         raise ConfigError(f"--local {local} starts more workers than --workers {args.workers} expects")
-    given = {"host": args.host, "port": args.port, "expected_workers": expected, "name": args.name}
+    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
     settings = {name: value for name, value in given.items() if value is not None}
     if args.no_tls:
         settings["tls"] = False

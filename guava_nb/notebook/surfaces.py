@@ -67,10 +67,19 @@ class TextSurface:
             bar.close()
 
     def _open(self, view: View) -> _Bar:
-        done = view.progress.done if view.progress else 0
+        done, total = (view.progress.done, view.progress.total) if view.progress else (0, None)
         layout = None if view.progress else "{desc}"
         unit = view.progress.unit if view.progress else "it"
-        self._bar = _Bar(initial=done, unit=unit, bar_format=layout, file=sys.stdout, mininterval=0.5, leave=True)
+        self._bar = _Bar(
+            desc=view.title,
+            initial=done,
+            total=total,
+            unit=unit,
+            bar_format=layout,
+            file=sys.stdout,
+            position=0,
+            leave=True,
+        )
         return self._bar
 
 

@@ -61,8 +61,12 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     optimizer_args = _optimizer_args(args)
     if optimizer_args:
         given["optimizer_args"] = optimizer_args
+    if args.fresh:
+        given["fresh"] = True
     if args.resume is not None:
         given["resume"] = Path(args.resume).expanduser()
+    if args.fresh and args.resume is not None:
+        raise UsageError("%guava_train: --fresh and --resume contradict each other; keep one")
     _check_companions(args)
     given["train_loader"] = resolve(args.data, namespace, "--data")
     if args.val is not None:

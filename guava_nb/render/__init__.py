@@ -5,6 +5,7 @@ from guava_nb.render.html import to_html
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
     WorkerSelf,
+    ready_workers,
     run_view,
     session_view,
     summary_view,
@@ -20,6 +21,7 @@ __all__ = [
     "WorkerSelf",
     "error_html",
     "error_text",
+    "ready_workers",
     "redact",
     "run_view",
     "session_view",

@@ -16,10 +16,7 @@ from guava_nb.render.values import (
 )
 from guava_nb.render.view import Progress, Table, View
 
-__all__ = ["WorkerSelf", "run_view", "session_view", "summary_view", "worker_view"]
-
-#: States of a run in which nothing moves any more.
-ENDED = frozenset({"done", "stopped", "failed"})
+__all__ = ["WorkerSelf", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
 
 
 class WorkerSelf(Protocol):
@@ -39,10 +36,14 @@ class WorkerSelf(Protocol):
     def detail(self) -> str: ...  # noqa: D102
 
 
+def ready_workers(status: Status) -> int:
+    """How many workers can take part now."""
+    return sum(worker.state in ("ready", "working") for worker in status.workers)
+
+
 def session_view(status: Status) -> View:
     """A whole session: where it listens, who is there, what runs. Never the join code."""
-    ready = sum(worker.state in ("ready", "working") for worker in status.workers)
-    facts = [("mode", status.mode), ("workers", f"{ready} ready of {status.expected_workers} expected")]
+    facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
     facts += [("run", f"{run.state}, {_headline(run)}")] if run is not None else []

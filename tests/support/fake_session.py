@@ -85,7 +85,8 @@ class FakeOrchestrator:
     next_run: FakeRun = field(default_factory=FakeRun)
     calls: list[tuple[str, Any]] = field(default_factory=list)
     cells: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    printed: dict[str, list[str]] = field(default_factory=dict)
+    local: list[FakeWorker] = field(default_factory=list)
     run: FakeRun | None = None
     state: str = "closed"
     num_workers: int = 0
@@ -93,7 +94,7 @@ class FakeOrchestrator:
 
     @property
     def expected_workers(self) -> int:
-        return int(self.settings.get("expected_workers", 1))
+        return int(self.settings.get("num_workers", 1))
 
     @property
     def join_code(self) -> FakeCode:
@@ -103,11 +104,14 @@ class FakeOrchestrator:
         self.state = "open"
         return self.join_code
 
-    def launch_workers(self, count: int, device: str = "auto") -> None:
+    def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))
-        self.num_workers += count
+        self.num_workers += 0 if self.too_few else count
+        self.local += [FakeWorker("", device) for _ in range(count)]
+        return self.local[-count:]
 
     def wait_for_workers(self, count: int | None = None, timeout: float | None = None) -> None:
+        self.calls.append(("wait", count))
         if self.too_few:
             raise RendezvousTimeout("1 of 2 workers joined within 180 s; look at %guava_log")
 
@@ -142,7 +146,9 @@ class FakeOrchestrator:
         return Status(self.state, "127.0.0.1:4242", "data", self.expected_workers, workers, run, tuple(self.cells))
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
-        return [line for line in self.lines if worker is None or line.startswith(worker)][-n:]
+        if worker is not None:
+            return self.printed.get(worker, [])[-n:]
+        return [f"{name} | {line}" for name, lines in self.printed.items() for line in lines[-n:]]
 
     def close(self) -> None:
         self.state = "closed"
@@ -169,6 +175,7 @@ class FakeWorker:
     num_waits: int = 3
     interrupt_at: Sequence[int] = ()
     stubborn: bool = False
+    last_state: str = "left"
     waits: int = 0
     calls: list[str] = field(default_factory=list)
     alive: bool = True
@@ -190,5 +197,6 @@ class FakeWorker:
         self.alive = False
 
     def status(self) -> FakeWorkerStatus:
-        state = "working" if self.alive else "left"
-        return FakeWorkerStatus(state, self.name or "worker-0", self.waits, "cpu", "127.0.0.1:4242", "", ("hello",))
+        state = "working" if self.alive else self.last_state
+        detail = "exit status -9" if state == "crashed" else ""
+        return FakeWorkerStatus(state, self.name or "worker-0", self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",))

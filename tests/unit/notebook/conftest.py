@@ -20,7 +20,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Notebook:
-    """Runs cells; `orchestrators` and `workers` are the fakes made so far, `next_run` and `worker_options` shape the next."""
+    """Runs cells; `orchestrators` and `workers` are the fakes made so far, `next_run` shapes the next run."""
 
     def __init__(self, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
         self.shell = shell

@@ -106,7 +106,7 @@ def test_up_shows_the_code_and_the_cell_to_run(notebook: Any) -> None:
     assert "secret" in shown.text
     assert "127.0.0.1:4242" in shown.text
     assert shown.value is None
-    assert notebook.orchestrator.settings == {"port": 4242, "expected_workers": 2, "tls": False}
+    assert notebook.orchestrator.settings == {"master_port": 4242, "num_workers": 2, "tls": False}
 
 
 def test_up_twice_is_the_same_session(notebook: Any) -> None:
@@ -119,19 +119,19 @@ def test_up_twice_is_the_same_session(notebook: Any) -> None:
 def test_up_again_with_other_settings_says_that_they_did_not_change(notebook: Any) -> None:
     notebook.run("%guava_up --workers 2")
     shown = notebook.run("%guava_up --workers 2 --port 9")
-    assert "port did not change" in shown.text
+    assert "--port did not change" in shown.text
     assert len(notebook.orchestrators) == 1
 
 
 def test_local_workers_are_started_once_and_need_no_code(notebook: Any) -> None:
     first = notebook.run("%guava_up --local 2")
     notebook.run("%guava_up --local 2")
-    assert notebook.orchestrator.calls == [("launch", 2)]
+    assert [call for call in notebook.orchestrator.calls if call[0] == "launch"] == [("launch", 2)]
     assert SECRET_CODE not in first.text
     assert "2 ready of 2" in first.text
     assert SECRET_CODE in notebook.run("%guava_up --local 2 --show-code").text
     notebook.run("%guava_up --local 3")
-    assert notebook.orchestrator.calls == [("launch", 2), ("launch", 1)]
+    assert [call for call in notebook.orchestrator.calls if call[0] == "launch"] == [("launch", 2), ("launch", 1)]
 
 
 def test_too_few_local_workers_is_one_line_and_the_session_stays(notebook: Any) -> None:
@@ -140,6 +140,16 @@ def test_too_few_local_workers_is_one_line_and_the_session_stays(notebook: Any) 
     assert not shown.ok
     assert len(shown.lines) == 1
     assert notebook.run("%guava_status").text.startswith("session: open")
+
+
+def test_up_again_waits_for_slow_local_workers_and_replaces_dead_ones(notebook: Any) -> None:
+    notebook.too_few = True
+    notebook.run("%guava_up --local 2")
+    assert "1 of 2 workers joined" in notebook.run("%guava_up --local 2").text
+    notebook.orchestrator.too_few, notebook.orchestrator.num_workers = False, 1
+    notebook.orchestrator.local[0].alive = False
+    assert notebook.run("%guava_up --local 2").ok
+    assert [call for call in notebook.orchestrator.calls if call[0] == "launch"] == [("launch", 2), ("launch", 1)]
 
 
 def test_more_local_workers_than_expected_is_refused(notebook: Any) -> None:
@@ -231,10 +241,18 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
     })  # fmt: skip
     assert notebook.shell.user_ns["my_run"] is shown.value
     notebook.orchestrator.run = None
-    notebook.run(TRAIN)
+    notebook.run(f"{TRAIN} --fresh")
     assert notebook.orchestrator.calls[-1] == ("train", {
-        "train_loader": [1], "val_loader": None, "criterion": "CrossEntropyLoss", "detach": True,
+        "train_loader": [1], "val_loader": None, "criterion": "CrossEntropyLoss", "fresh": True, "detach": True,
     })  # fmt: skip
+
+
+def test_the_first_run_waits_for_all_expected_workers_and_later_ones_do_not(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2 --local 1\nloader = []")
+    assert "Waiting for workers: 1 of 2 are here" in notebook.run(TRAIN).text
+    assert notebook.orchestrator.calls[-3] == ("wait", None)
+    notebook.orchestrator.next_run = FakeRun()
+    assert "Waiting" not in notebook.run(TRAIN).text
 
 
 def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: Any) -> None:
@@ -249,20 +267,22 @@ def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: An
 
 def test_workers_lines_reach_the_cell_that_waits_and_are_shown_before_the_error(notebook: Any) -> None:
     notebook.next_run = FakeRun(error=errors.NotFinite("loss is NaN on worker-0 in step 5"))
-    notebook.run("%guava_up --local 1\nloader = []")
-    lines = notebook.orchestrator.lines
-    lines += ["worker-0: old line"]
+    notebook.run("%guava_up --local 2\nloader = []")
+    printed = notebook.orchestrator.printed
+    printed["worker-0"] = ["old line"]
     real_wait = notebook.next_run.wait
 
     def wait(timeout_s: float) -> bool:
-        lines.append(f"worker-0: line {notebook.next_run.waits}")
+        for name in ("worker-0", "worker-1"):
+            printed.setdefault(name, []).append(f"line {notebook.next_run.waits}")
         return real_wait(timeout_s)
 
     notebook.next_run.wait = wait
     shown = notebook.run(TRAIN)
     assert not shown.ok
     assert "old line" not in shown.text
-    assert [shown.text.count(f"worker-0: line {n}") for n in range(5)] == [1] * 5
+    for name in ("worker-0", "worker-1"):
+        assert [shown.text.count(f"{name} | line {n}") for n in range(5)] == [1] * 5
     assert shown.lines[-1].startswith("NotFinite: loss is NaN")
     assert shown.text.index("line 4") < shown.text.index("NotFinite")
 
@@ -324,6 +344,7 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data loader --out 3x", "not a name"),
         ("--model Net --loss L --data loader extra", "one word too many"),
         ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
+        ("--model Net --loss L --data loader --fresh --resume a.pt", "contradict"),
         ("--model Net --loss L --data loader --lr nan", "not a finite number"),
     ],
 )
@@ -364,9 +385,9 @@ def test_mode(notebook: Any) -> None:
 def test_log(notebook: Any) -> None:
     notebook.run("%guava_up --local 2")
     assert "No worker has printed" in notebook.run("%guava_log").text
-    notebook.orchestrator.lines += [f"worker-{n % 2}: {n}" for n in range(100)]
-    assert len(notebook.run("%guava_log").lines) == 50
-    assert notebook.run("%guava_log worker-1 -n 2").lines == ["worker-1: 97", "worker-1: 99"]
+    notebook.orchestrator.printed = {f"worker-{rank}": [f"line {n}" for n in range(100)] for rank in (0, 1)}
+    assert len(notebook.run("%guava_log").lines) == 100
+    assert notebook.run("%guava_log worker-1 -n 2").lines == ["line 98", "line 99"]
     shown = notebook.run("%guava_log worker-l")
     assert len(shown.lines) == 1
     assert "did you mean worker-" in shown.text
@@ -428,6 +449,14 @@ def test_worker_interrupts(notebook: Any) -> None:
     assert "Traceback" not in shown.text
 
 
+def test_a_worker_that_crashed_shows_its_last_lines_and_fails_the_cell(notebook: Any) -> None:
+    notebook.worker_options = {"last_state": "crashed"}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert not shown.ok
+    assert shown.lines[-1] == "ClusterError: worker worker-0 crashed: exit status -9"
+    assert "hello" in shown.text
+
+
 def test_in_colab_the_rule_is_told_before_joining(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(magics, "detect_host", lambda shell: Host.COLAB)
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
@@ -451,7 +480,7 @@ def test_closing_lets_the_worker_leave_and_kills_one_that_does_not(notebook: Any
 def test_the_code_is_nowhere_but_in_the_output_of_up(notebook: Any) -> None:
     notebook.run("%guava_up --workers 1\nloader = []")
     notebook.orchestrator.num_workers = 1
-    notebook.orchestrator.lines.append(f"worker-0: someone printed {SECRET_CODE}")
+    notebook.orchestrator.printed["worker-0"] = [f"someone printed {SECRET_CODE}"]
     texts = [notebook.run(line).text for line in ("%guava_status", "%guava_log", TRAIN, f"%guava_stop {SECRET_CODE}")]
     texts += [
         notebook.run(line).text for line in (f"%guava_worker {SECRET_CODE} --nam x", f"%guava_worker {SECRET_CODE}")

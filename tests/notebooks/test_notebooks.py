@@ -1,0 +1,67 @@
+"""Every notebook of the project runs from top to bottom, and is stored clean."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LIMIT_S = 240
+
+
+def test_there_are_notebooks() -> None:
+    assert ROOT / "notebooks" / "00_quickstart.ipynb" in NOTEBOOKS
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path: Path, tmp_path: Path) -> None:
+    """In a process of its own, as a reader would run it; text instead of widgets is the only difference."""
+    environment = {**os.environ, "GUAVA_UI": "text", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+    options = [
+        "--nbval-lax",
+        "--nbval-current-env",
+        "--nbval-cell-timeout=120",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:python",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", *options, str(path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    # After a cell that timed out nbval marks the rest as expected failures, which would look green.
+    assert not re.search(r"xfailed|skipped", summary), summary
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert not re.search(r"guava1:[A-Za-z0-9_-]{6,}", cell.source)
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_teaches_and_cleans_up(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    text = [cell for cell in cells if cell.cell_type == "markdown"]
+    assert cells[0].cell_type == "markdown"
+    assert len(text) >= len(cells) / 3
+    assert any("%guava_down" in cell.source for cell in cells[-3:])
