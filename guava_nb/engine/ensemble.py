@@ -39,6 +39,7 @@ class Ensemble:
             fetched state lands, and what a run's model() gives.
         at: last committed step of each worker that holds a replica in step with the run.
         step: last committed step of the run, -1 before the first.
+        generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
     """
 
@@ -51,6 +52,7 @@ class Ensemble:
         self.master_step = -1
         self.step = -1
         self.at: dict[int, int] = {}
+        self.generation_of: dict[int, int] = {}
         self._prepared: dict[int, Prepared] = {}
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
@@ -90,6 +92,7 @@ class Ensemble:
     def note_commit(self, rank: int, message: Committed) -> str | None:
         """Note that a worker applied a step; returns a worker's name-free sentence when its parameters differ."""
         self.at[rank] = message.step
+        self.generation_of[rank] = message.generation
         if message.learning_rate is not None:
             self._learning_rates[message.step] = message.learning_rate
             self._learning_rates.pop(message.step - 8, None)
@@ -169,6 +172,10 @@ class Ensemble:
         """Return a number that no request of this run had before, so that a late answer is never taken for another's."""
         return next(self._requests)
 
+    def _adopt_highest(self, job: Job) -> None:
+        """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
+        self.step = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+
     def fetch(self, job: Job, *, optimizer: bool = True, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state as of the last committed step and keep it in the master.
 
@@ -178,6 +185,7 @@ class Ensemble:
         if self.master_step == self.step:
             return self.master.state()
         while True:
+            self._adopt_highest(job)
             job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
             holders = self.in_step(job)
             if not holders:

@@ -322,6 +322,8 @@ class WorkerLoop:
             replica.restore()
         for number in given_up:
             del self._steps[number]
+        # Tells how far this worker is: a lone one may have committed a step that the orchestrator does not know of yet.
+        self._send(Committed(message.run_id, message.generation, self._committed), ())
 
     def _can_apply(self, step: LocalStep) -> bool:
         if step.commit is None or not step.announced or self._replica is None:

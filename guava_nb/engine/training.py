@@ -27,7 +27,7 @@ from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
 from guava_nb.engine.star import StarExchange
-from guava_nb.errors import ClusterError, WorkerLost
+from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 
 __all__ = ["TrainingJob"]
@@ -404,10 +404,24 @@ class TrainingJob(Job):
 
     def _abort(self, reason: str) -> None:
         """Have everyone forget what is not committed."""
-        self._exchange.give_up()
         self.cluster.roster.generation += 1
-        message = Abort(self.ensemble.run_id, self.cluster.roster.generation, self.ensemble.step, reason)
+        generation = self.cluster.roster.generation
+        message = Abort(self.ensemble.run_id, generation, self.ensemble.step, reason)
         self.cluster.send_all(list(self.ensemble.at), message)
+        self._hear_lone_worker(generation)
+        self._exchange.give_up()
+
+    def _hear_lone_worker(self, generation: int) -> None:
+        """A lone worker commits by itself: hear which of its steps it had committed before it gave up the others."""
+        lone = {t.owner for f in self._exchange.flights.values() if f.machine.solo for t in f.machine.tasks}
+        deadline = time.monotonic() + self.plan.interrupt_grace_s
+        while any(self.ensemble.generation_of.get(rank, -1) < generation for rank in lone & self.ready):
+            if self.interrupts > 1 or time.monotonic() > deadline:
+                return
+            try:
+                self.take_one(0.1)
+            except GuavaError as error:
+                log.debug("while giving up steps: %s", error)
 
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
