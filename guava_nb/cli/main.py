@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from guava_nb.cli import demo, doctor, worker
+from guava_nb.config.version import installed_version
 from guava_nb.errors import ConfigError, GuavaError
 from guava_nb.render.errors import error_text
 
@@ -18,17 +19,6 @@ __all__ = ["build_parser", "main"]
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for: reading package metadata costs more than parsing."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print and leave."""
-        import guava_nb
-
-        print(f"guava-nb {guava_nb.__version__}")
-        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="guava", description="Notebooks and GPUs behind NAT as one PyTorch training job."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
+    parser.add_argument("--version", action="version", version=f"guava-nb {installed_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (demo, worker, doctor):
         module.add_command(commands)
