@@ -49,7 +49,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name == "__version__":
-        return _version()
+        from guava_nb.config.version import installed_version
+
+        return installed_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -73,13 +75,3 @@ def unload_ipython_extension(ipython: Any) -> None:
     from guava_nb.notebook import unload
 
     unload(ipython)
-
-
-def _version() -> str:
-    """The installed version, read from the package's metadata so that it is written down once."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("guava-nb")
-    except PackageNotFoundError:
-        return "0+unknown"  # a source tree that was never installed

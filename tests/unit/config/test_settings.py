@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.config import DistributedConfig
+from guava_nb.config import DistributedConfig, version
 from guava_nb.config.mesh import divide_layers, largest_divisor, make_mesh
 from guava_nb.errors import ConfigError
 
@@ -191,7 +191,7 @@ def test_adapt_to_gpus() -> None:
         ({"use_amp": True, "precision": "fp64"}, "contradict"),
         (
             {"pipeline_parallel": True, "num_workers": 2, "batch_size": 3},
-            "micro_batches 4 cannot be cut from batch_size 3",
+            "micro_batches 4 cannot be cut from batch_size",
         ),
         ({"model_parallel": True, "num_workers": 4, "n_layers": 3}, "n_layers 3 cannot fill 4 stages"),
         ({"tensor_parallel": True, "num_workers": 2, "n_heads": 3}, "n_heads 3 cannot be shared by"),
@@ -237,3 +237,13 @@ def test_largest_divisor(number: int, most: int) -> None:
     assert number % size == 0
     assert size <= most
     assert not any(number % other == 0 for other in range(size + 1, min(number, most) + 1))
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise version.PackageNotFoundError(name)
+
+    monkeypatch.setattr(version, "version", lambda name: f"1.2 of {name}")
+    assert version.installed_version() == "1.2 of guava-nb"
+    monkeypatch.setattr(version, "version", missing)
+    assert version.installed_version() == "0+unknown"

@@ -1,0 +1,204 @@
+"""`guava demo`: trains on the packaged digits with workers spawned on this machine; no account, no network."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.cli.result import check_report_path, result_view, write_report
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ConfigError
+from guava_nb.render.text import to_text
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.utils.data import DataLoader
+
+__all__ = ["DemoOptions", "add_command", "make_loaders", "options_from", "run_demo"]
+
+MODES = ("data",)
+MODEL = "guava_nb.cli.demo_model:DigitNet"
+JOIN_TIMEOUT_S = 120.0  # a worker process imports torch first, which takes seconds on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to train and how.
+
+    Attributes:
+        shares: relative share of each worker; None shares equally.
+        precision: "fp32" or "fp64".
+        check: also train plain PyTorch and compare.
+    """
+
+    workers: int = 2
+    mode: str = "data"
+    epochs: int = 10
+    batch_size: int = 64
+    shares: tuple[float, ...] | None = None
+    learning_rate: float = 5e-3
+    seed: int = 0
+    precision: str = "fp32"
+    check: bool = False
+    report: Path | None = None
+    tls: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what the configuration cannot know of."""
+        if self.mode not in MODES:
+            raise ConfigError(f"--mode {self.mode} is not in this version; it has: {', '.join(MODES)}")
+        if self.shares is not None and len(self.shares) != self.workers:
+            raise ConfigError(f"--shares names {len(self.shares)} shares for {self.workers} workers; give one for each")
+        if self.shares is not None and min(self.shares) <= 0:
+            raise ConfigError(f"--shares must be greater than 0, not {min(self.shares):g}")
+        if self.report is not None:
+            check_report_path(self.report)
+
+    def config(self) -> DistributedConfig:
+        """Return the settings; the environment and files of the current folder have no say in a demo."""
+        return DistributedConfig(
+            num_workers=self.workers,
+            num_epochs=self.epochs,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            weight_decay=0.0,
+            seed=self.seed,
+            precision=self.precision,
+            tls=self.tls,
+            threads_per_worker=max(1, (os.cpu_count() or 1) // max(1, self.workers)),
+        )
+
+
+def add_command(commands: Any) -> None:
+    """Declare the subcommand and its options."""
+    parser = commands.add_parser(
+        "demo", help="train on real digit images with workers on this machine", description=__doc__
+    )
+    default = DemoOptions()
+    parser.add_argument(
+        "--workers", type=int, default=default.workers, metavar="N", help="worker processes (%(default)s)"
+    )
+    parser.add_argument("--mode", default=default.mode, help=f"way to share the work: {', '.join(MODES)} (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=default.epochs, metavar="E", help="passes (%(default)s)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=default.batch_size,
+        metavar="B",
+        help="images per step, all workers (%(default)s)",
+    )
+    parser.add_argument("--shares", metavar="2,1", help="relative share of each worker (equal)")
+    parser.add_argument("--lr", type=float, default=default.learning_rate, help="learning rate of Adam (%(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="root of every random stream (%(default)s)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "fp64"), help="fp32; with --check fp64, where parity is sharpest"
+    )
+    parser.add_argument("--check", action="store_true", help="train plain PyTorch too and compare the weights")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write all figures as JSON")
+    parser.add_argument("--no-tls", action="store_true", help="do not encrypt the connections")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, show the table, write the report; 1 when a check failed."""
+    options = options_from(args)
+    report = run_demo(options)
+    print(to_text(result_view(report)))
+    if options.report is not None:
+        write_report(options.report, report)
+    parity = report.get("parity")
+    if parity is not None and not parity["ok"]:
+        print(f"guava: parity check failed, the limit is {parity['limit']:.0e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def options_from(args: argparse.Namespace) -> DemoOptions:
+    """Read the parsed line.
+
+    Raises:
+        ConfigError: options that do not fit together.
+    """
+    return DemoOptions(
+        workers=args.workers,
+        mode=args.mode,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        shares=_parse_shares(args.shares),
+        learning_rate=args.lr,
+        seed=args.seed,
+        precision=args.precision or ("fp64" if args.check else "fp32"),
+        check=args.check,
+        report=args.report,
+        tls=not args.no_tls,
+    )
+
+
+def run_demo(options: DemoOptions) -> dict[str, Any]:
+    """Train with local workers and return the report, `parity` included when it was asked for.
+
+    Raises:
+        GuavaError: a setting is wrong, or the run failed.
+    """
+    config = options.config()
+    report, model = _train(options, config)
+    if options.check:
+        report["parity"] = _check(options, model, report["train_loss"])
+    return report
+
+
+def make_loaders(options: DemoOptions) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of the training and the held-out images; the same options give the same order again."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from guava_nb.data.digits import split_digits
+
+    train, held_out = (TensorDataset(*part) for part in split_digits(options.seed))
+    order = torch.Generator().manual_seed(options.seed)
+    return DataLoader(train, options.batch_size, shuffle=True, generator=order), DataLoader(held_out, batch_size=120)
+
+
+def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, Any], Module]:
+    from guava_nb.orchestrator import Orchestrator
+
+    train_loader, val_loader = make_loaders(options)
+    with Orchestrator(config) as orchestrator:
+        orchestrator.launch_workers(options.workers, device="cpu", threads=config.threads_per_worker)
+        orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
+        orchestrator.register_model(MODEL)
+        training = orchestrator.start_training(
+            train_loader,
+            val_loader,
+            num_epochs=options.epochs,
+            criterion="CrossEntropyLoss",
+            optimizer="Adam",
+            optimizer_args={"lr": options.learning_rate},
+            shares=options.shares,
+        )
+        return training.result().report(), training.model()
+
+
+def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str, Any]:
+    import torch
+
+    from guava_nb.cli.demo_model import DigitNet
+    from guava_nb.cli.reference import measure_parity, train_plain
+
+    torch.manual_seed(options.seed)
+    plain = DigitNet().to(torch.float64 if options.precision == "fp64" else torch.float32)
+    plain_losses = train_plain(plain, make_loaders(options)[0], options.epochs, options.learning_rate)
+    return measure_parity(model, losses, plain, plain_losses, options.precision).as_dict()
+
+
+def _parse_shares(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--shares {text!r} must be numbers with commas between them, for instance 2,1") from error

@@ -1,0 +1,50 @@
+"""The guava command's front: the line is parsed, a command is run, its error becomes one line and an exit status.
+
+Exit status: 0 done, 1 it failed, 2 the line or a setting is wrong (nothing was started), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from guava_nb.cli import demo, doctor, worker
+from guava_nb.config.version import installed_version
+from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.render.errors import error_text
+
+__all__ = ["build_parser", "main"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # what a shell reports for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status.
+
+    Args:
+        argv: words after the program's name; default those of this process.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("guava: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except GuavaError as error:
+        print(f"guava: {error_text(error)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command; `args.run` is the function of the chosen subcommand."""
+    parser = argparse.ArgumentParser(
+        prog="guava", description="Notebooks and GPUs behind NAT as one PyTorch training job."
+    )
+    parser.add_argument("--version", action="version", version=f"guava-nb {installed_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (demo, worker, doctor):
+        module.add_command(commands)
+    return parser

@@ -1,0 +1,104 @@
+"""The oracle of `guava demo --check`: the same training as a plain PyTorch loop in one process.
+
+Knows nothing of workers. Whoever doubts the demo can read this file instead of the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Parity", "evaluate", "largest_difference", "measure_parity", "train_plain"]
+
+Batches = Iterable[Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far two trainings are apart.
+
+    Attributes:
+        max_abs_diff: largest difference of any final weight.
+        max_loss_diff: largest difference of the training loss at any step.
+        precision: "fp64" is judged by its weights, "fp32" by its losses: Adam amplifies rounding in weights.
+        steps: optimizer steps compared.
+    """
+
+    max_abs_diff: float
+    max_loss_diff: float
+    precision: str
+    steps: int
+
+    @property
+    def limit(self) -> float:
+        """What the judged difference may be."""
+        return 1e-9 if self.precision == "fp64" else 1e-5
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two trainings count as equal."""
+        return (self.max_abs_diff if self.precision == "fp64" else self.max_loss_diff) <= self.limit
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "max_abs_diff": self.max_abs_diff,
+            "max_loss_diff": self.max_loss_diff,
+            "precision": self.precision,
+            "steps": self.steps,
+            "limit": self.limit,
+            "ok": self.ok,
+        }
+
+
+def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rate: float) -> list[float]:
+    """Train in place with Adam and cross-entropy; return the mean loss of every step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    criterion = nn.CrossEntropyLoss()
+    losses = []
+    model.train()
+    for images, labels in itertools.chain.from_iterable(itertools.repeat(loader, num_epochs)):
+        optimizer.zero_grad()
+        loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Batches) -> tuple[float, float, int]:
+    """Return mean loss, accuracy (0 to 1) and number of samples."""
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    loss_sum, correct, samples = 0.0, 0, 0
+    model.eval()
+    for images, labels in loader:
+        scores = model(images)
+        loss_sum += float(criterion(scores, labels))
+        correct += int((scores.argmax(dim=1) == labels).sum())
+        samples += len(labels)
+    return loss_sum / samples, correct / samples, samples
+
+
+def measure_parity(
+    trained: nn.Module, losses: Sequence[float], plain: nn.Module, plain_losses: Sequence[float], precision: str
+) -> Parity:
+    """Compare a training with the plain one of the same batches.
+
+    Raises:
+        ValueError: the two did not make the same number of steps.
+    """
+    loss_diff = max(abs(ours - theirs) for ours, theirs in zip(losses, plain_losses, strict=True))
+    weight_diff = largest_difference(trained.state_dict(), plain.state_dict())
+    return Parity(weight_diff, loss_diff, precision, len(plain_losses))
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Return the largest absolute difference between two state dicts of the same names, judged in float64."""
+    assert ours.keys() == theirs.keys(), "both models come from the same factory"
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)

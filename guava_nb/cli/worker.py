@@ -1,0 +1,148 @@
+"""`guava worker`: joins a session with one process per device and says what they do until they end."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from guava_nb.engine.launcher import WorkerHandle
+    from guava_nb.protocol.joincode import JoinCode
+
+__all__ = ["add_command", "devices_for", "follow", "read_code"]
+
+VARIABLE = "GUAVA_JOIN_CODE"
+POLL_S = 0.5
+CRASH_LINES = 10
+ENDED = frozenset({"left", "failed", "crashed"})
+
+EPILOG = f"""\
+The join code is a secret. As an argument it can be seen in this machine's process list while the command runs. Safer
+are the variable {VARIABLE}, or no code at all: then you are asked for it and it is not shown.
+"""
+
+NOTICE = """\
+Joining lets the orchestrator run its Python code on this machine, as you. Join only sessions that you trust.
+Free Colab runtimes do not allow distributed workers and may be ended; paid plans with compute units do allow them."""
+
+
+def add_command(commands: Any) -> None:
+    """Declare the subcommand and its options."""
+    parser = commands.add_parser("worker", help="join a session from this machine", description=__doc__, epilog=EPILOG)
+    parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one")
+    where.add_argument("--gpus", metavar="all", help="one worker for each GPU: all, or their numbers (0,2)")
+    parser.add_argument("--name", default="", help="what the orchestrator calls it (host and device)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Join and stay until the session ends; 0 when every worker left as it should."""
+    from guava_nb.worker import start_worker
+
+    code = read_code(args.code, os.environ, _ask)
+    print(NOTICE, file=sys.stderr)
+    devices = devices_for(args.gpus, args.device)
+    names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
+    workers: list[WorkerHandle] = []
+    try:
+        for device, name in zip(devices, names, strict=True):
+            workers.append(start_worker(code, device, name))
+        return follow(workers, _say)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def read_code(given: str | None, environ: MutableMapping[str, str], ask: Callable[[], str]) -> JoinCode:
+    """Take the join code from the line, the environment, or the person.
+
+    The variable is removed from `environ`, so that no code that runs later in this process or its children finds it.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    from guava_nb.protocol.joincode import JoinCode
+
+    from_environment = environ.pop(VARIABLE, "")
+    text = given or from_environment or ask()
+    if not text.strip():
+        raise ConfigError(f"no join code: give the one that the orchestrator shows, or set {VARIABLE}")
+    return JoinCode.decode(text)
+
+
+def devices_for(gpus: str | None, device: str) -> list[str]:
+    """Return the devices to start a worker on.
+
+    Args:
+        gpus: "all", numbers with commas between them, or None.
+        device: used without `gpus`.
+
+    Raises:
+        ConfigError: no GPU here, or no such number.
+    """
+    if gpus is None:
+        return [device]
+    from guava_nb.engine.hardware import visible_devices
+
+    here = [found for found in visible_devices() if found != "cpu"]
+    if not here:
+        raise ConfigError("--gpus: torch sees no GPU here; `guava doctor` says why, and --device cpu works everywhere")
+    wanted = here if gpus == "all" else [f"cuda:{number.strip()}" for number in gpus.split(",")]
+    missing = [name for name in wanted if name not in here]
+    if missing:
+        raise ConfigError(f"--gpus {gpus}: {', '.join(missing)} not here; here are: {', '.join(here)}")
+    return list(dict.fromkeys(wanted))
+
+
+def follow(workers: Sequence[WorkerHandle], say: Callable[[str], None], poll_s: float = POLL_S) -> int:
+    """Say each change of state until all have ended.
+
+    The first interrupt lets each worker leave after the step in work, the second ends the processes.
+
+    Returns:
+        0 when all left as they should, else 1.
+    """
+    interrupts, said = 0, [""] * len(workers)
+    while True:
+        try:
+            alive = [worker for worker in workers if not worker.wait(0)]
+            if alive:
+                alive[0].wait(poll_s)
+            said = [_say_change(worker, last, say) for worker, last in zip(workers, said, strict=True)]
+            if not alive:
+                return 0 if all(worker.status().state == "left" for worker in workers) else 1
+        except KeyboardInterrupt:
+            interrupts += 1
+            say("leaving after this step; interrupt again to end it now" if interrupts == 1 else "ending now")
+            for worker in workers:
+                worker.leave() if interrupts == 1 else worker.kill()
+
+
+def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> str:
+    """Say the worker's state if it is another than `last`; return the present one."""
+    status = worker.status()
+    if status.state != last:
+        detail = f" ({status.detail})" if status.detail and status.state in ENDED else ""
+        say(f"{status.name or status.device}: {status.state}{detail}, {status.address}")
+        if status.state in ("failed", "crashed"):
+            for line in status.lines[-CRASH_LINES:]:
+                say(f"    {line}")
+    return status.state
+
+
+def _ask() -> str:
+    if not sys.stdin.isatty():
+        return ""
+    return getpass.getpass("Join code (not shown): ")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

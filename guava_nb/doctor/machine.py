@@ -1,0 +1,50 @@
+"""Checks of memory, cores and disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from guava_nb.doctor.check import Check
+
+__all__ = ["check_cores", "check_disk", "check_memory"]
+
+GIB = 1 << 30
+#: Resident memory of one worker process with torch loaded and a small model, rounded up from measurements.
+WORKER_BYTES = 500 << 20
+ENOUGH_DISK_BYTES = GIB
+
+
+def check_memory() -> Check:
+    """Free memory, in workers that it holds."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    fitting = memory.available // WORKER_BYTES
+    detail = (
+        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, room for about {fitting} small workers"
+    )
+    if fitting < 2:
+        return Check("memory", "warning", detail, "close other programs, or start fewer workers here")
+    return Check("memory", "ok", detail)
+
+
+def check_cores() -> Check:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Check(
+            "cores", "warning", f"{cores}: orchestrator and workers share it", "expect slow steps on this machine"
+        )
+    return Check("cores", "ok", str(cores))
+
+
+def check_disk(folder: Path | None = None) -> Check:
+    """Free space where checkpoints go by default: the current folder."""
+    place = folder or Path.cwd()
+    free = shutil.disk_usage(place).free
+    detail = f"{free / GIB:.1f} GiB free in {place}"
+    if free < ENOUGH_DISK_BYTES:
+        return Check("disk", "warning", detail, "free some space, or set checkpoint_dir to another disk")
+    return Check("disk", "ok", detail)

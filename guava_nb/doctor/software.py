@@ -1,0 +1,107 @@
+"""Checks of Python and of the packages that guava_nb stands on. Versions come from package metadata."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from guava_nb.doctor.check import Check, release
+
+__all__ = ["check_ipykernel", "check_ipywidgets", "check_packages", "check_python", "check_torch"]
+
+OLDEST_PYTHON = (3, 10)
+TESTED_PYTHON = ("3.11",)
+OLDEST_TORCH = (2, 6)
+#: Versions that the tests were run with; others from OLDEST_TORCH on should work.
+TESTED_TORCH = ("2.13",)
+OLDEST_IPYKERNEL = (6, 17)
+#: A widget that is updated from a thread raises LookupError in these.
+BROKEN_IPYKERNEL = ("7.0.0", "7.0.1")
+OLDEST_IPYWIDGETS = (7, 7)
+#: Import name to distribution, where every run needs it.
+PACKAGES = {
+    "msgspec": "msgspec",
+    "cryptography": "cryptography",
+    "numpy": "numpy",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "dotenv": "python-dotenv",
+    "pyflakes": "pyflakes",
+    "tqdm": "tqdm",
+}
+
+
+def check_python() -> Check:
+    """Old enough to be supported, and which were tested."""
+    detail = (
+        f"{platform.python_version()} on {platform.system()} {platform.machine()} (tested: {', '.join(TESTED_PYTHON)})"
+    )
+    if sys.version_info < OLDEST_PYTHON:
+        return Check("python", "fail", detail, f"use Python {_dotted(OLDEST_PYTHON)} or newer")
+    return Check("python", "ok", detail)
+
+
+def check_torch() -> Check:
+    """Present, not older than the lower bound, and whether this version was tested."""
+    found = _version("torch")
+    if found is None:
+        return Check("torch", "fail", "not installed", "python -m pip install torch")
+    detail = f"{found} (tested: {', '.join(TESTED_TORCH)})"
+    if release(found) < OLDEST_TORCH:
+        wanted = f'python -m pip install "torch>={_dotted(OLDEST_TORCH)}"'
+        return Check("torch", "fail", detail, wanted)
+    tested = any(release(found)[: len(release(known))] == release(known) for known in TESTED_TORCH)
+    return Check("torch", "ok" if tested else "warning", detail)
+
+
+def check_ipykernel() -> Check:
+    """Not one of the versions whose widgets cannot be updated from a thread."""
+    found = _version("ipykernel")
+    if found is None:
+        return Check("ipykernel", "warning", "not installed: no magics", "python -m pip install ipykernel")
+    if found in BROKEN_IPYKERNEL or release(found) < OLDEST_IPYKERNEL:
+        excluded = "".join(f",!={broken}" for broken in BROKEN_IPYKERNEL)
+        wanted = f'python -m pip install "ipykernel>={_dotted(OLDEST_IPYKERNEL)}{excluded}", then restart the kernel'
+        return Check("ipykernel", "warning", f"{found}: the live panel breaks in this version", wanted)
+    return Check("ipykernel", "ok", found)
+
+
+def check_ipywidgets() -> Check:
+    """Present and new enough for the live panel; without it the panel is text."""
+    found = _version("ipywidgets")
+    wanted = f'python -m pip install "ipywidgets>={_dotted(OLDEST_IPYWIDGETS)}"'
+    if found is None:
+        return Check("ipywidgets", "warning", "not installed: the panel is plain text", wanted)
+    if release(found) < OLDEST_IPYWIDGETS:
+        return Check("ipywidgets", "warning", f"{found} is too old: the panel is plain text", wanted)
+    return Check("ipywidgets", "ok", found)
+
+
+def check_packages() -> Check:
+    """Everything else that a run imports."""
+    broken = {distribution: problem for name, distribution in PACKAGES.items() if (problem := _import_problem(name))}
+    if broken:
+        detail = "; ".join(f"{distribution}: {problem}" for distribution, problem in broken.items())
+        return Check("packages", "fail", detail, f"python -m pip install {' '.join(broken)}")
+    return Check("packages", "ok", ", ".join(f"{name} {_version(name)}" for name in PACKAGES.values()))
+
+
+def _import_problem(name: str) -> str:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # an import runs foreign code; a broken binary raises more than ImportError
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -1,0 +1,105 @@
+"""The front of the command: exit statuses and what goes where."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from guava_nb.cli import demo, doctor
+from guava_nb.cli.main import build_parser, main
+from guava_nb.doctor import Check
+from guava_nb.errors import ConfigError, GuavaError, RemoteError, WorkerLost
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("batch_size is 0"), 2, "guava: ConfigError: batch_size is 0\n"),
+        (
+            WorkerLost("worker a is gone\nand will not return"),
+            1,
+            "guava: WorkerLost: worker a is gone and will not return\n",
+        ),
+        (RemoteError("a", "ValueError", "no"), 1, "guava: RemoteError: worker a raised ValueError: no\n"),
+        (KeyboardInterrupt(), 130, "guava: interrupted\n"),
+    ],
+)
+def test_errors_are_one_line(
+    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    assert main(["demo"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", line)
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["demo"])
+
+
+@pytest.mark.parametrize(
+    "words", [["dmeo"], [], ["demo", "--workers", "many"], ["worker", "--gpus", "all", "--device", "x"]]
+)
+def test_wrong_lines_leave_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert "usage: guava" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["-h"], ["demo", "-h"], ["worker", "-h"], ["doctor", "-h"], ["--version"]])
+def test_help_and_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith(("usage: guava", "guava-nb "))
+
+
+def test_every_command_has_a_function() -> None:
+    for command in ("demo", "worker", "doctor"):
+        args = build_parser().parse_args([command])
+        assert isinstance(args, argparse.Namespace)
+        assert callable(args.run)
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["guava", "doctor"])
+    monkeypatch.setattr(doctor, "run_checks", lambda: [Check("x", "fail", "broken", "mend it")])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("guava_nb", run_name="__main__")
+    assert exit_.value.code == 1
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; sys.argv[1:] = ['-h']\nfrom guava_nb.cli.main import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    print('torch' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(("status", "expected"), [("ok", 0), ("warning", 0), ("fail", 1)])
+def test_doctor_command(
+    status: str, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [Check("torch", status, "2.13.0", "pip install it")]  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "run_checks", lambda: checks)
+    assert main(["doctor"]) == expected
+    shown = capsys.readouterr().out
+    assert "torch  " + status in shown
+    assert "torch: pip install it" in shown
+
+
+def test_errors_have_a_common_root() -> None:
+    assert issubclass(ConfigError, GuavaError)

@@ -1,0 +1,177 @@
+"""The worker command without workers: the code, the devices, what is said."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from guava_nb.cli import worker
+from guava_nb.cli.main import main
+from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
+from guava_nb.errors import ConfigError, JoinCodeError
+
+
+class Code:
+    """Stand-in for JoinCode: keeps the text."""
+
+    @classmethod
+    def decode(cls, text: str) -> str:
+        if "bad" in text:
+            raise JoinCodeError("the join code is damaged")
+        return f"decoded {text}"
+
+
+@pytest.fixture(autouse=True)
+def _rooms(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
+    rooms = {}
+    for name in ("guava_nb.protocol.joincode", "guava_nb.engine.hardware", "guava_nb.worker"):
+        rooms[name] = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, rooms[name])
+    rooms["guava_nb.protocol.joincode"].JoinCode = Code  # type: ignore[attr-defined]
+    rooms["guava_nb.engine.hardware"].visible_devices = lambda: ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
+    return rooms
+
+
+def never() -> str:
+    raise AssertionError("nobody should be asked")
+
+
+def test_the_code_comes_from_the_line_the_environment_or_the_person() -> None:
+    environ = {VARIABLE: "from-environment", "OTHER": "x"}
+    assert read_code("from-line", dict(environ), never) == "decoded from-line"
+    assert read_code(None, environ, never) == "decoded from-environment"
+    assert environ == {"OTHER": "x"}, "the secret must not stay for code that runs later"
+    assert read_code(None, {}, lambda: "typed") == "decoded typed"
+
+
+def test_no_code_and_a_damaged_code() -> None:
+    with pytest.raises(ConfigError, match=f"no join code.*{VARIABLE}"):
+        read_code(None, {}, lambda: " ")
+    with pytest.raises(JoinCodeError, match="damaged"):
+        read_code("bad", {}, never)
+
+
+def test_without_a_terminal_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    sys.modules["guava_nb.worker"].start_worker = never  # type: ignore[attr-defined]
+    assert main(["worker"]) == 2
+    assert capsys.readouterr().err.startswith("guava: ConfigError: no join code")
+
+
+def test_the_prompt_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(worker.getpass, "getpass", lambda prompt: "typed" if "not shown" in prompt else "")
+    assert worker._ask() == "typed"
+
+
+def test_devices(_rooms: dict[str, types.ModuleType]) -> None:
+    assert devices_for(None, "cuda:1") == ["cuda:1"]
+    assert devices_for("all", "auto") == ["cuda:0", "cuda:1"]
+    assert devices_for("1, 1", "auto") == ["cuda:1"]
+    with pytest.raises(ConfigError, match="cuda:7 not here; here are: cuda:0, cuda:1"):
+        devices_for("0,7", "auto")
+    _rooms["guava_nb.engine.hardware"].visible_devices = lambda: ["cpu"]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        devices_for("all", "auto")
+
+
+@dataclass
+class Status:
+    state: str
+    name: str = "w"
+    device: str = "cpu"
+    detail: str = ""
+    address: str = "127.0.0.1:1"
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class Handle:
+    """A worker that goes through a list of states, one per wait; an exception among them is raised by the wait."""
+
+    states: list[Any]
+    calls: list[str] = field(default_factory=list)
+
+    def wait(self, timeout_s: float) -> bool:
+        if timeout_s and isinstance(self.states[0], BaseException):
+            raise self.states.pop(0)
+        if timeout_s and len(self.states) > 1:
+            self.states.pop(0)
+        return len(self.states) == 1
+
+    def status(self) -> Status:
+        return self.states[0]
+
+    def leave(self) -> None:
+        self.calls.append("leave")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def states(*names: str) -> list[Any]:
+    return [Status(name) for name in ("", *names)]
+
+
+def test_each_change_is_said_once() -> None:
+    said: list[str] = []
+    handle = Handle(states("joining", "ready", "working", "working", "left"))
+    assert follow([handle], said.append, poll_s=1) == 0  # type: ignore[list-item]
+    assert said == [f"w: {state}, 127.0.0.1:1" for state in ("joining", "ready", "working", "left")]
+
+
+def test_one_crash_among_several_is_a_failure_with_its_last_lines() -> None:
+    said: list[str] = []
+    crash = Status("crashed", detail="exit status -9", lines=("a", "b"))
+    first, second = Handle([Status(""), Status("ready"), crash]), Handle(states("ready", "left", "left"))
+    assert follow([first, second], said.append, poll_s=1) == 1  # type: ignore[list-item]
+    crashed = said.index("w: crashed (exit status -9), 127.0.0.1:1")
+    assert said[crashed + 1 : crashed + 3] == ["    a", "    b"]
+    assert said[-1] == "w: left, 127.0.0.1:1"
+
+
+def test_the_first_interrupt_leaves_the_second_ends() -> None:
+    handle = Handle([KeyboardInterrupt(), KeyboardInterrupt(), *states("left")])
+    said: list[str] = []
+    assert follow([handle], said.append, poll_s=1) == 0  # type: ignore[list-item]
+    assert handle.calls == ["leave", "kill"]
+    assert said[0].startswith("leaving after this step")
+
+
+def test_the_command_starts_one_worker_per_device_and_always_closes_them(
+    _rooms: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[str, str, str]] = []
+    handles: list[Handle] = []
+
+    def start_worker(code: str, device: str, name: str) -> Handle:
+        started.append((code, device, name))
+        handles.append(Handle(states("left")))
+        return handles[-1]
+
+    _rooms["guava_nb.worker"].start_worker = start_worker  # type: ignore[attr-defined]
+    assert main(["worker", "code", "--gpus", "all", "--name", "lab"]) == 0
+    assert started == [("decoded code", "cuda:0", "lab-0"), ("decoded code", "cuda:1", "lab-1")]
+    assert all(handle.calls == ["close"] for handle in handles)
+    shown = capsys.readouterr()
+    assert "run its Python code on this machine" in shown.err
+    assert "code" not in shown.out
+
+
+def test_single_worker_keeps_its_name(_rooms: dict[str, types.ModuleType]) -> None:
+    names: list[str] = []
+    make: Callable[..., Handle] = lambda code, device, name: names.append(name) or Handle(states("left"))  # noqa: E731
+    _rooms["guava_nb.worker"].start_worker = make  # type: ignore[attr-defined]
+    assert main(["worker", "code", "--name", "lab"]) == 0
+    assert names == ["lab"]
