@@ -5,7 +5,8 @@ Knows torch's criteria and the user's loss or step function; knows nothing of gr
 A mean of means is wrong as soon as the parts have unequal denominators (ignored labels, class weights, padding), and
 nothing shows it. So every loss is a sum with its true denominator, `Loss.count`; the mean over a global batch is the
 sum of sums over the sum of counts, however the batch was cut. Torch's criteria run with reduction="sum" and the
-denominator that reduction="mean" would have used. A user's function that returns a mean counts the samples of its batch.
+denominator that reduction="mean" would have used. A user's function that returns a mean counts the samples of its
+batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from guava_nb.engine.factories import Resolve, build, check_arguments, find, near
+from guava_nb.engine.factories import Resolve, build, check_arguments, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
@@ -215,12 +216,7 @@ _OTHERS = {n for n in dir(nn) if n.endswith("Loss") and n not in _NAMES} | {
 
 def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, dtype: torch.dtype | None) -> Criterion:
     name = factory.name
-    if name in _OTHERS:
-        raise ConfigError(
-            f"criterion {name} of torch needs more than outputs and targets{near(name, _NAMES)}; share a function that "
-            "returns (loss_sum, count), or give step="
-        )
-    found = find("criterion", name, _NAMES, "torch.nn", resolve)
+    found: Any = _find_criterion(name, resolve)
     if isinstance(found, nn.Module) and factory.args:
         raise ConfigError(f"criterion {name!r} is an object, made already; arguments go to a class or a function")
     found = _BY_FUNCTION.get(found, found)
@@ -236,12 +232,28 @@ def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, d
     return lambda outputs, targets, rows: _read_outcome("criterion", loss(outputs, targets), rows)
 
 
+def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
+    try:
+        return find("criterion", name, _NAMES, "torch.nn", resolve)
+    except ConfigError as error:
+        if name not in _OTHERS:
+            raise
+        raise ConfigError(
+            f"criterion {name} of torch needs more than outputs and targets; share a function that returns "
+            "(loss_sum, count), or give step="
+        ) from error
+
+
 def _criterion_args(name: str, args: dict[str, Any], from_torch: bool) -> dict[str, Any]:
     """Class weights travel as plain lists; torch wants tensors."""
     if from_torch and (old := {"size_average", "reduce"} & set(args)):
         raise ConfigError(f"criterion {name}: {min(old)!r} is torch's old spelling; leave it out, or use reduction=")
     tensors = {"weight", "pos_weight"} if from_torch else set()
-    return {k: torch.tensor(v) if k in tensors and isinstance(v, list | tuple) else v for k, v in args.items()}
+    dtype = torch.get_default_dtype()
+    return {
+        key: torch.tensor(value, dtype=dtype) if key in tensors and isinstance(value, list | tuple) else value
+        for key, value in args.items()
+    }
 
 
 def _adapt_module(name: str, module: nn.Module) -> Criterion:

@@ -124,8 +124,9 @@ class GradientExchange:
         name = self._buckets[number].names[position]
         raise TrainingError(
             f"the gradient of {name!r} changed after it had been handed over: the model uses it more often in this "
-            "step than in the first one (reentrant activation checkpointing that was switched on later does this). Do the "
-            "step again: from now on gradients are handed over after backward; or use checkpoint(..., use_reentrant=False)"
+            "step than in the first one, as reentrant activation checkpointing does when it is switched on later. Do "
+            "the step again: from now on gradients are handed over after backward. checkpoint(..., use_reentrant=False)"
+            " does not have this limit"
         )
 
     def _send(self, number: int) -> None:
