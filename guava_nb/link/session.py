@@ -83,6 +83,7 @@ class Session:
         self._events = threading.RLock()
         self._state = "joining"
         self._closing = False
+        self._teller: int | None = None  # thread that is telling an event
         self._lanes = {name: Lane(name, options.window_bytes) for name in (CONTROL, BULK)}
         self._connections: list[Connection] = []  # all whose threads may still run
         self._began = time.monotonic()
@@ -148,10 +149,16 @@ class Session:
     def close(self, reason: str = "closed") -> None:
         """End the session: what was sent before goes out first, for at most `linger_s`, then the peer is told.
 
-        Leaves no thread and no socket behind. May be called again, and from within an event.
+        Leaves no thread and no socket behind. May be called again. From within an event it returns at once, because
+        the other connection's reader may be waiting for that event to be over; the rest is done in the background.
         """
         self.begin_close(reason)
-        self.end_close(time.monotonic() + self._options.linger_s, reason)
+        until = time.monotonic() + self._options.linger_s
+        if self._teller == threading.get_ident():
+            name = f"guava-close-{self.session_id.hex()[:8]}"
+            threading.Thread(target=self.end_close, args=(until, reason), name=name, daemon=True).start()
+        else:
+            self.end_close(until, reason)
 
     def begin_close(self, reason: str) -> None:
         """First half of `close`: refuse new messages and let the connections say goodbye."""
@@ -339,10 +346,13 @@ class Session:
 
     def _tell(self, event: Event) -> None:
         """Hand an event over. A bug of the owner must not stop the reader, on whom the session's life depends."""
+        outer, self._teller = self._teller, threading.get_ident()
         try:
             self._on_event(event)
         except Exception:
             logger.exception("the owner of %r failed on %s", self, type(event).__name__)
+        finally:
+            self._teller = outer
 
     def _forget(self) -> None:
         """The session is over: whoever keeps it may let it go."""
