@@ -32,13 +32,15 @@ class Arrived(msgspec.Struct, frozen=True):
         channel: the traffic class.
         sequence: number on its channel; 0 for the records in `UNSEQUENCED`.
         payload: its bytes, owned by the receiver; `b""` when there are none.
-        wire_bytes: bytes it took on the wire, headers included.
+        total_bytes: one header, record and payload: what it counts against its sender's window.
+        wire_bytes: bytes it took on the wire, every header included.
     """
 
     message: Message
     channel: Channel
     sequence: int
     payload: memoryview | bytes
+    total_bytes: int
     wire_bytes: int
 
 
@@ -291,14 +293,14 @@ class Decoder:
         self._expect(HEADER_BYTES)
         if incoming.left_bytes:
             return
-        header, message = incoming.header, incoming.message
+        header, message, payload = incoming.header, incoming.message, incoming.payload
         if self._open[header.channel] is incoming:
             self._open[header.channel] = None
             self._streaming = any(other and other.left_bytes >= _STAGING_BYTES for other in self._open)
         assert message is not None
-        arrived.append(
-            Arrived(message, CHANNELS[header.channel], header.sequence, incoming.payload, incoming.wire_bytes)
-        )
+        total_bytes = HEADER_BYTES + header.record_bytes + header.payload_bytes
+        channel = CHANNELS[header.channel]
+        arrived.append(Arrived(message, channel, header.sequence, payload, total_bytes, incoming.wire_bytes))
 
     def _fail(self, error: RemoteProtocolError) -> None:
         self.error = error

@@ -181,27 +181,31 @@ class Outbox:
 class _ReceiveLog:
     """One channel's messages: received, consumed, told to the peer."""
 
-    __slots__ = ("consumed", "done", "received", "sizes", "told", "untold_bytes")
+    __slots__ = ("consumed", "done", "held_bytes", "received", "sizes", "told", "untold_bytes")
 
     def __init__(self) -> None:
         self.received = 0  # highest sequence that came whole
         self.consumed = 0  # everything up to here is consumed
         self.told = 0  # what the last Ack said
         self.untold_bytes = 0  # consumed in order since then
-        self.sizes: dict[int, int] = {}  # wire bytes of what came and is not consumed
-        self.done: dict[int, int] = {}  # consumed ahead of an earlier one: sequence to wire bytes
+        self.sizes: dict[int, int] = {}  # total bytes of what came and is not consumed
+        self.held_bytes = 0  # their sum
+        self.done: dict[int, int] = {}  # consumed ahead of an earlier one: sequence to total bytes
 
 
 class Inbox:
     """Messages from the peer: each taken once, in order, and acknowledged when consumed."""
 
-    def __init__(self, window_bytes: int) -> None:
+    def __init__(self, window_bytes: int, limit_bytes: int | None = None) -> None:
         """Start empty.
 
         Args:
             window_bytes: the peer's window per channel in bytes; an Ack is due when a quarter of it was consumed.
+            limit_bytes: most bytes of one channel to hold unconsumed, at least the peer's window; a peer that sends on
+                has ignored its credit. None trusts the peer, as one must where its window is not known.
         """
         self._ack_bytes = max(1, window_bytes // _ACK_WINDOW_SHARE)
+        self._limit_bytes = limit_bytes
         self._logs = {channel: _ReceiveLog() for channel in Channel}
 
     def accept(self, arrived: Arrived) -> bool:
@@ -211,7 +215,7 @@ class Inbox:
             False for one that came before, over an earlier connection: drop it.
 
         Raises:
-            RemoteProtocolError: messages before this one are missing.
+            RemoteProtocolError: messages before this one are missing, or the peer ignores its credit.
         """
         if not arrived.sequence:
             return True
@@ -223,8 +227,14 @@ class Inbox:
                 f"the peer sent message {arrived.sequence} on {arrived.channel.name}, "
                 f"but the last one received is {log.received}: messages are missing"
             )
+        if self._limit_bytes is not None and log.sizes and log.held_bytes + arrived.total_bytes > self._limit_bytes:
+            raise RemoteProtocolError(
+                f"the peer ignores its credit: {log.held_bytes + arrived.total_bytes} bytes of {arrived.channel.name} "
+                f"wait to be consumed; the limit is {self._limit_bytes}"
+            )
         log.received = arrived.sequence
-        log.sizes[arrived.sequence] = arrived.wire_bytes
+        log.held_bytes += arrived.total_bytes
+        log.sizes[arrived.sequence] = arrived.total_bytes
         return True
 
     def consumed(self, channel: Channel, sequence: int) -> Ack | None:
@@ -242,6 +252,7 @@ class Inbox:
         size = log.sizes.pop(sequence, None)
         if size is None:
             raise LocalProtocolError(f"message {sequence} on {channel.name} is consumed twice, or never came")
+        log.held_bytes -= size
         log.done[sequence] = size
         while (size := log.done.pop(log.consumed + 1, None)) is not None:
             log.consumed += 1
