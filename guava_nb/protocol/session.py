@@ -25,7 +25,7 @@ _ACK_WINDOW_SHARE = 4
 class _SendQueue:
     """One channel's messages: waiting, sent, and those the peer holds without having consumed them."""
 
-    __slots__ = ("acked", "held", "last", "sent", "sent_up_to", "unacked_bytes", "waiting", "waiting_bytes")
+    __slots__ = ("held", "last", "sent", "sent_up_to", "unacked_bytes", "waiting", "waiting_bytes")
 
     def __init__(self) -> None:
         self.waiting: deque[OutgoingMessage] = deque()
@@ -36,7 +36,6 @@ class _SendQueue:
         self.last = 0  # sequence given last
         self.sent_up_to = 0  # highest sequence that ever went out; re-sending does not lower it
         self.held = 0  # the peer said that it holds everything up to here: those buffers are gone
-        self.acked = 0
 
     def wait(self, message: OutgoingMessage) -> None:
         self.waiting.append(message)
@@ -56,7 +55,6 @@ class _SendQueue:
         return message
 
     def forget_consumed(self, sequence: int) -> None:
-        self.acked = max(self.acked, sequence)
         while self.sent and self.sent[0][0] <= sequence:
             self.unacked_bytes -= self.sent.popleft()[1]
         # A message put back by `resume` may turn out to have arrived over the old connection after all.
@@ -64,9 +62,9 @@ class _SendQueue:
             self.waiting_bytes -= self.waiting.popleft().total_bytes
 
     def put_back(self, received: int) -> None:
-        # An Ack over the other connection may have overtaken the peer's word about what it received.
-        self.held = max(received, self.acked)
-        while self.sent and self.sent[-1][0] > self.held:
+        self.held = received
+        # What an Ack over the other connection named meanwhile is not among `sent` any more.
+        while self.sent and self.sent[-1][0] > received:
             _, size, message = self.sent.pop()
             assert message is not None
             self.unacked_bytes -= size

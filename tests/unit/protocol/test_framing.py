@@ -98,6 +98,7 @@ def test_payload_is_received_in_place():
     # One staging read; then whole rests of chunks, and exactly a header between them.
     assert given[2:] == [HEADER_BYTES, CHUNK_BYTES, HEADER_BYTES, CHUNK_BYTES]
     assert len(arrived) == 1
+    assert len(decoder.get_buffer()) == given[0] > HEADER_BYTES
 
 
 def test_channels_interleave():
