@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from guava_nb.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
 from guava_nb.protocol.header import CHANNELS, CONTINUATION, HEADER_BYTES, Header, Limits, check_header, unpack_header
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
+from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.tensors import check_tensors
 
 __all__ = ["Arrived", "Decoder"]
@@ -62,11 +62,6 @@ class _Incoming:
         return self.header.payload_bytes - self.received_bytes
 
 
-def _allocate(nbytes: int) -> memoryview:
-    # numpy leaves the memory as it is; a bytearray would be zeroed first, which takes half as long as filling it does.
-    return np.empty(nbytes, np.uint8).data
-
-
 def _read_record(kind: int, record: memoryview) -> Message:
     try:
         return _RECORD_DECODERS[kind].decode(record)
@@ -106,16 +101,17 @@ class Decoder:
         "limits",
     )
 
-    def __init__(self, limits: Limits | None = None, allocate: Callable[[int], memoryview] = _allocate) -> None:
+    def __init__(self, limits: Limits | None = None, allocate: Callable[[int], memoryview] | None = None) -> None:
         """Start between two frames.
 
         Args:
             limits: what is accepted; the defaults of `Limits` when None.
-            allocate: gives a writable, flat byte view of the asked length in bytes for a payload.
+            allocate: gives a writable, flat byte view of the asked length in bytes for a payload; `PayloadMemory`
+                when None.
         """
         self.limits = limits or Limits()
         self.error: RemoteProtocolError | None = None
-        self._allocate = allocate
+        self._allocate = allocate or PayloadMemory()
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._start = self._end = 0  # the unread part of the staging area
         self._given, self._direct = 0, False  # length of the buffer given last, and whether it was the target
