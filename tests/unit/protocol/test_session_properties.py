@@ -23,7 +23,7 @@ class World:
     def __init__(self, window_bytes: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.window_bytes = window_bytes
-        self.outbox, self.inbox = Outbox(window_bytes), Inbox(window_bytes)
+        self.outbox, self.inbox = Outbox(window_bytes), Inbox(window_bytes, window_bytes)
         self.expected: dict[Channel, list[bytes]] = defaultdict(list)
         self.delivered: dict[Channel, list[bytes]] = defaultdict(list)
         self.held: list[tuple[Channel, int]] = []
