@@ -81,8 +81,8 @@ def _tee(member: object) -> None:
     def emit(stream: str, lines: tuple[str, ...], dropped: int) -> None:
         member.send(Log(stream, lines, dropped))
 
-    sys.stdout = LineTee(sys.stdout, "stdout", emit)  # type: ignore[assignment]
-    sys.stderr = LineTee(sys.stderr, "stderr", emit)  # type: ignore[assignment]
+    sys.stdout = LineTee(sys.stdout, "stdout", emit)
+    sys.stderr = LineTee(sys.stderr, "stderr", emit)
 
 
 def _listen(member: object, orders: TextIO) -> None:

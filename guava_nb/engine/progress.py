@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tqdm import tqdm
 
@@ -38,7 +39,7 @@ def watch(run: Run, show: bool = True) -> None:
         bar.close()
 
 
-def _update(bar: tqdm[None], status: RunStatus) -> None:
+def _update(bar: tqdm[Any], status: RunStatus) -> None:
     postfix = {"epoch": f"{status.epoch}/{status.num_epochs}"}
     if status.loss is not None:
         postfix["loss"] = f"{status.loss:.4f}"

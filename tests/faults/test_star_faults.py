@@ -287,7 +287,6 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
 
 def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:
     from guava_nb.data.feed import Feed
-
     from guava_nb.protocol.messages import Evaluated
 
     hook = once_after(3, Evaluated, lambda worker: worker.die())

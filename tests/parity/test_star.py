@@ -71,10 +71,13 @@ def test_odd_batches_and_unequal_shares(
     "changes",
     [
         {"max_grad_norm": 0.3},
-        {"optimizer": Factory("SGD", {"lr": 0.1, "momentum": 0.9}), "scheduler": Factory("StepLR", {"step_size": 3, "gamma": 0.5})},
+        {
+            "optimizer": Factory("SGD", {"lr": 0.1, "momentum": 0.9}),
+            "scheduler": Factory("StepLR", {"step_size": 3, "gamma": 0.5}),
+        },
         {"optimizer": Factory("Adam", {"lr": 0.01}), "max_grad_norm": 0.1, "optimizer_site": "orchestrator"},
     ],
-)  # fmt: skip
+)
 def test_clipping_optimizers_and_schedules(cluster: Cluster, changes: dict[str, Any]) -> None:
     run_spec = spec(**changes)
     _, run = train(cluster, 2, run_spec, loader())

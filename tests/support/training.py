@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from guava_nb.data.feed import Feed
 from torch.utils.data import DataLoader, TensorDataset
 
+from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.plan import TrainingPlan
