@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import PackedSequence
 from guava_nb.data.classes import is_dataclass_type, is_namedtuple_type
 from guava_nb.errors import ConfigError
 
-__all__ = ["RowSplitter", "SplitFunction", "num_rows", "share_ranges", "split_rows"]
+__all__ = ["RowSplitter", "SplitFunction", "has_rows", "num_rows", "share_ranges", "split_rows"]
 
 Range = tuple[int, int]
 SplitFunction = Callable[[Any, Sequence[Range]], Sequence[Any]]
@@ -85,6 +85,15 @@ def num_rows(batch: Any) -> int:
         f"a batch of type {type(batch).__name__} does not tell how many samples it has: let it hold a tensor whose "
         "first axis is the batch, or give a split function"
     )
+
+
+def has_rows(batch: Any, rows: int) -> bool:
+    """Whether anything in the batch (a tensor's first axis, a list, a tuple) is `rows` long."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return bool(batch.ndim) and int(batch.shape[0]) == rows
+    if type(batch) in (list, tuple) and len(batch) == rows:
+        return True
+    return any(has_rows(child, rows) for child in _children(batch))
 
 
 def split_rows(batch: Any, ranges: Sequence[Range], rows: int | None = None) -> list[Any]:

@@ -1,0 +1,146 @@
+"""What is put into a DataLoader that is built again: the pieces around the user's sampler, data set and functions.
+
+Knows what torch calls in the loading process and in loader processes, so everything here can be pickled. Every piece
+does what the user's own would and remembers or says one thing more.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+__all__ = ["TOLD", "Counted", "Located", "Recorder", "SampleFailed", "rebuild"]
+
+# These are decided here: the sampling and the data set are wrapped, and batches must come in order and stay unpinned,
+# because they leave this process as bytes.
+_DECIDED_HERE = frozenset(
+    {
+        "self",
+        "dataset",
+        "batch_size",
+        "shuffle",
+        "sampler",
+        "batch_sampler",
+        "collate_fn",
+        "drop_last",
+        "worker_init_fn",
+    }
+    | {"pin_memory", "pin_memory_device", "in_order"}
+)
+
+
+class Recorder(Sampler[Any]):
+    """The user's sampler, remembering what it drew; it can leave out the first draws."""
+
+    def __init__(self, inner: Iterable[Any]) -> None:
+        self.inner = inner
+        self.skip = 0
+        self.when_skipped: Callable[[], None] | None = None
+        self.drawn: deque[Any] = deque()
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]  # TypeError is the answer where there is no length
+
+    def __iter__(self) -> Iterator[Any]:
+        # A fresh queue, because an epoch that was left early may have drawn ahead. Not a generator itself: a sampler
+        # that draws random numbers when it is asked for an iterator must do so now, before the loader draws its own.
+        # The loader may ask twice before it draws; `skip` stays what the owner set for this epoch.
+        self.drawn = deque()
+        return self._draw(iter(self.inner), self.drawn, self.skip, self.when_skipped)
+
+    @staticmethod
+    def _draw(
+        inner: Iterator[Any], drawn: deque[Any], skip: int, when_skipped: Callable[[], None] | None
+    ) -> Iterator[Any]:
+        for _ in islice(inner, skip):
+            pass
+        if when_skipped is not None:
+            when_skipped()
+        for indices in inner:
+            drawn.append(list(indices) if isinstance(indices, list) else indices)
+            yield indices
+
+
+class Located(Dataset[Any]):
+    """The user's data set; an error says which sample it was."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while being unpickled, before there is one
+            raise AttributeError(name)
+        if name == "__getitems__":
+            batch_reader = self.inner.__getitems__
+            return lambda indices: self._many(batch_reader, indices)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.inner[index]
+        except Exception as error:
+            raise SampleFailed.at(index, error) from error
+
+    def _many(self, batch_reader: Callable[[Sequence[Any]], Any], indices: Sequence[Any]) -> Any:
+        try:
+            return batch_reader(indices)
+        except Exception:
+            for index in indices:  # the batch is lost anyhow: find out which sample it was
+                self[index]
+            raise
+
+
+class SampleFailed(Exception):  # noqa: N818  it becomes a LoadError before a user sees it
+    """Says the sample in its text, because only class and text of an exception survive a loader process."""
+
+    @classmethod
+    def at(cls, index: Any, error: BaseException) -> SampleFailed:
+        """The failure of the sample at an index."""
+        return cls(f"<sample {index!s}> {type(error).__name__}: {error}")
+
+
+#: Finds what `SampleFailed` says, also after a loader process put its traceback before it.
+TOLD = re.compile(r"<sample (?P<sample>[^\n>]*)> (?P<reason>.*)\Z", re.DOTALL)
+
+
+class Counted:
+    """The user's collate function; the batch comes with its number of samples."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> tuple[int, Any]:
+        """The number of samples, and the batch made of them."""
+        return len(samples), self.collate(samples)
+
+
+class _WorkerInit:
+    """The user's worker_init_fn, which must see the user's data set and not our wrapper."""
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self.inner = inner
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Located):
+            object.__setattr__(info, "dataset", info.dataset.inner)  # the record is frozen for users
+        if self.inner is not None:
+            self.inner(worker_id)
+
+
+def rebuild(loader: DataLoader[Any], dataset: Any, collate: Any, sampling: dict[str, Any]) -> DataLoader[Any]:
+    """A loader like the user's, whichever options this torch has."""
+    options = {
+        name: getattr(loader, name)
+        for name in inspect.signature(DataLoader.__init__).parameters
+        if name not in _DECIDED_HERE and hasattr(loader, name)
+    }
+    if loader.num_workers:
+        options["worker_init_fn"] = _WorkerInit(loader.worker_init_fn)
+    return DataLoader(dataset, collate_fn=collate, **sampling, **options)
