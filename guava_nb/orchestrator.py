@@ -377,8 +377,7 @@ class Orchestrator:
             ) from error
         ensemble.step = ensemble.master_step = int(content["step"])
         plan.start = Position(**content["position"])
-        if plan.start.feed is not None:
-            plan.feed.restore(plan.start.feed)
+        plan.start.rewind(plan.feed)
         if plan.start.epoch >= plan.num_epochs:
             raise ConfigError(
                 f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}: nothing is left to do. "
@@ -479,13 +478,13 @@ class Orchestrator:
             self._job.at_boundary(lambda: self._job_save(target)).result(timeout=self.config.rejoin_timeout_s)
             return target
         state = self._state_of(self._ensemble)
-        checkpoint.write(target, state, self._ensemble.step, self._job.position, self._ensemble.spec)
+        checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
         return target
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
         state = self._ensemble.fetch(self._job)
-        checkpoint.write(target, state, self._ensemble.step, self._job.position, self._ensemble.spec)
+        checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.

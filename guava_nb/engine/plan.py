@@ -33,12 +33,32 @@ class Callback:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the data has been committed: `batches` of `epoch`, whose order follows from `feed`."""
+    """How far the data has been committed.
+
+    Attributes:
+        epoch: the epoch in work; one that has ended counts as the next one's beginning.
+        batches: loader batches of it that are committed.
+        samples: samples of it that are committed.
+        feed: where the loader has to go on, see `guava_nb.data.feed.Feed.position`; None at the very beginning.
+    """
 
     epoch: int = 0
     batches: int = 0
     samples: int = 0
     feed: dict[str, Any] | None = None
+
+    def rewind(self, feed: Feed) -> None:
+        """Let the feed's next epoch go on from here.
+
+        Raises:
+            CheckpointError: `feed` is of another version or damaged.
+        """
+        if self.feed is None:
+            return
+        feed.restore(self.feed)
+        if self.feed["epoch"] < self.epoch:  # taken at an epoch's end: walk over it, so that the next one follows
+            for _ in feed.epoch():
+                break
 
 
 @dataclass(frozen=True, slots=True)

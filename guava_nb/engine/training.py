@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class TrainingJob(Job):
         self._spec = ensemble.spec
         self._first_step = ensemble.step + 1
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
-        self._snapshot = Snapshot(ensemble.step, plan.start, ensemble.master.state())
+        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
+        self._snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
+        self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
         self._behind: set[int] = set()  # members that missed a step and need the state again
         self._unfit: set[int] = set()  # members that could not build this run
         self._team: tuple[int, ...] = ()
@@ -150,10 +153,9 @@ class TrainingJob(Job):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
-        if self.position.feed is None:
-            self.position = Position(epoch, 0, 0, self.plan.feed.position())
+        self._feed_epoch, self._feed_batches = epoch, self.position.batches
         feeder = Feeder(
-            self.plan.feed.epoch(skip_batches=self.position.batches),
+            self.plan.feed.epoch(),
             self.plan.accumulation_steps,
             self.plan.prefetch_steps + 1,
             lambda: self.post(Wake()),
@@ -235,12 +237,18 @@ class TrainingJob(Job):
             self.ensemble.master_step = min(self.ensemble.master_step, self.ensemble.step - 1)
 
     def _take_snapshot(self) -> None:
-        self._snapshot = Snapshot(self.ensemble.step, self.position, self.ensemble.fetch(self))
+        self._snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.fetch(self))
+
+    def where(self) -> Position:
+        """Return the committed position with what the loader needs to go on from it."""
+        if not self.run.history:
+            return self._snapshot.position
+        return replace(self.position, feed=self.plan.feed.position(self._feed_epoch, self._feed_batches))
 
     def _save_now(self) -> None:
         assert self.plan.save_path is not None
         self.ensemble.fetch(self)
-        self._save(self.plan.save_path, self.position, self.ensemble.step)
+        self._save(self.plan.save_path, self.where(), self.ensemble.step)
 
     # ------------------------------------------------------------------------------------------------------ membership
 
@@ -307,8 +315,7 @@ class TrainingJob(Job):
         self.ensemble.step = snapshot.step
         self._exchange.give_up()
         self.position = snapshot.position
-        if snapshot.position.feed is not None:
-            self.plan.feed.restore(snapshot.position.feed)
+        snapshot.position.rewind(self.plan.feed)
         already = self.plan.start.samples if snapshot.position.epoch == self.plan.start.epoch else 0
         self.ledger.truncate(snapshot.position.epoch, snapshot.position.samples - already)
         self.run.rewind(snapshot.step + 1 - self._first_step)
@@ -370,7 +377,8 @@ class TrainingJob(Job):
         ids = flight.sample_ids()
         self.ledger.commit(flight.epoch, ids)
         at = self.position
-        self.position = Position(at.epoch, at.batches + flight.batches, at.samples + len(ids), at.feed)
+        self.position = Position(at.epoch, at.batches + flight.batches, at.samples + len(ids))
+        self._feed_batches = self.position.batches
         record = {
             "step": flight.machine.step + 1,
             "epoch": flight.epoch + 1,

@@ -27,7 +27,7 @@ def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, mem
 
 
 #: Threads of one process share torch's random state on the CPU; real workers are processes of their own.
-_RANDOM_STATE = threading.Lock()
+RANDOM_STATE = threading.Lock()
 
 
 class DirectSession:
@@ -90,10 +90,16 @@ class DirectWorker:
         run_shard = self.loop._run_shard
 
         def one_at_a_time(*args: Any) -> Any:
-            with _RANDOM_STATE:
+            with RANDOM_STATE:
                 return run_shard(*args)
 
-        self.loop._run_shard = one_at_a_time  # type: ignore[method-assign]
+        build = self.loop._build
+
+        def build_alone(*args: Any) -> Any:
+            with RANDOM_STATE:
+                return build(*args)
+
+        self.loop._run_shard, self.loop._build = one_at_a_time, build_alone  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run, name=f"guava-direct-{name}", daemon=True)
 
     def start(self) -> DirectWorker:

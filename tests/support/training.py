@@ -17,6 +17,7 @@ from guava_nb.engine.run import Run
 from guava_nb.engine.source import resolve
 from guava_nb.engine.training import TrainingJob
 from guava_nb.protocol.messages import Factory, RunSpec
+from tests.support.direct import RANDOM_STATE
 
 
 class SmallNet(torch.nn.Module):
@@ -61,7 +62,8 @@ def spec(**changes: Any) -> RunSpec:
 
 
 def replica(run_spec: RunSpec) -> Replica:
-    return Replica(run_spec, lambda name: resolve(name, None), torch.device("cpu"))
+    with RANDOM_STATE:
+        return Replica(run_spec, lambda name: resolve(name, None), torch.device("cpu"))
 
 
 def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
