@@ -231,6 +231,18 @@ def test_the_readme_has_both_commands_with_a_torch_that_was_tested() -> None:
     assert "python -m pytest" in block("test")
 
 
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_room_says_why_it_is_so_and_the_package_is_typed() -> None:
+    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
+    assert [room.name for room in rooms if not (room / "README.md").is_file()] == []
+    assert (PACKAGE / "py.typed").is_file()
+
+
 def test_ci_runs_the_readme_and_nothing_else() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert script.startswith("#!/usr/bin/env bash\n")
