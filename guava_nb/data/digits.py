@@ -25,7 +25,10 @@ def load_digits() -> ImagesAndLabels:
         images: uint8 [1797, 8, 8], values 0 to 16.
         labels: int64 [1797], values 0 to 9.
     """
-    with files("guava_nb").joinpath("assets/digits.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with (
+        files("guava_nb").joinpath("assets/digits.npz").open("rb") as file,
+        np.load(file, allow_pickle=False) as arrays,
+    ):
         images, labels = arrays["images"], arrays["labels"]
     return torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64))
 
