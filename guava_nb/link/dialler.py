@@ -85,12 +85,11 @@ class DialledSession(Session):
             raise
         self.open(first.attached.resumed)
 
-    def close(self, reason: str = "closed") -> None:
-        """End the session; see `Session.close`. An attempt to connect that is under way ends by its own deadline."""
+    def _join(self) -> None:
+        super()._join()
         redialler = self._redialler
-        super().close(reason)
         if redialler is not None and redialler is not threading.current_thread():
-            redialler.join(self._options.linger_s)
+            redialler.join(self._options.linger_s)  # an attempt under way ends by its own deadline
 
     def _attach(self, name: str, until: float) -> Attachment:
         """Open and adopt one connection."""

@@ -305,6 +305,7 @@ class Listener:
     def _new_session(self, attach: Attach, peer: str) -> ListenedSession:
         session = ListenedSession(attach, peer, self._options, self._on_event, self._registry.forget, self._wake)
         session.seen_before = self._registry.add(session)
+        self._wake()  # its patience has to be watched
         return session
 
     def _answer(self, session: ListenedSession, lane: str) -> Attached:

@@ -1,9 +1,9 @@
 """A session with one peer: two lanes that survive the breaking of their connections.
 
-States: "joining" until both lanes stood once, "open", "suspect" while a lane is broken, "closed". Changes of state and the
-events that tell of them happen under one lock (`_events`), so that their order is the order in which they happened; under
-it a message is also judged and handed over, so that none of a replaced connection comes after one of its successor.
-Locks are taken in the order `_events`, lane; nobody who only wants to send takes `_events`.
+States: "joining" until both lanes stood once, "open", "suspect" while a lane is broken, "closed". Changes of state and
+the events that tell of them happen under one lock (`_events`), so that they are told in the order in which they
+happened; under it a message is also judged and handed over, so that none of a replaced connection comes after one of
+its successor. Locks are taken in the order `_events`, lane; nobody who only wants to send takes `_events`.
 """
 
 from __future__ import annotations

@@ -215,10 +215,14 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
             continue
         lead = [memoryview(b"".join(small))] if small else []
         small, small_bytes = [], 0
-        first_bytes = _SEAL_BYTES - (_RECORD_BYTES if lead else 0)
-        yield [*lead, view[head : head + first_bytes]]
-        for start in range(head + first_bytes, len(view), _SEAL_BYTES):
-            yield [view[start : start + _SEAL_BYTES]]
+        stop = head + _SEAL_BYTES - (_RECORD_BYTES if lead else 0)
+        while True:
+            if len(view) - stop < _RECORD_BYTES:
+                stop = len(view)  # a short rest is not worth a call of its own
+            yield [*lead, view[head:stop]]
+            if stop == len(view):
+                break
+            lead, head, stop = [], stop, stop + _SEAL_BYTES
     if small:
         yield [memoryview(b"".join(small))]
 
