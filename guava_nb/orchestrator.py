@@ -10,7 +10,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -57,7 +56,7 @@ class Orchestrator:
 
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
-        self.config = replace(config or DistributedConfig(), **overrides)
+        self.config = (config or DistributedConfig()).replace(**overrides)
         self.config.validate()
         self.run: Run | None = None
         self._ledger = source.SourceLedger()

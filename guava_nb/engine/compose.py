@@ -102,7 +102,7 @@ def build_spec(
     chosen = {
         "scheduler_interval": config.scheduler_interval,
         "optimizer_site": config.optimizer_site,
-        "precision": config.precision,
+        "precision": config.effective_precision,
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
         "sync_batchnorm": config.sync_batchnorm,
@@ -116,6 +116,7 @@ def build_spec(
         scheduler=None if scheduler is None else _factory("scheduler", scheduler, scheduler_args, shared),
         bucket_bytes=int(config.bucket_mb * (1 << 20)),
         hash_every_steps=config.hash_every_steps,
-        threads=threads,
+        threads=threads or config.threads_per_worker,
+        deterministic=config.deterministic,
         **chosen,
     )

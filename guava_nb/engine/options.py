@@ -15,5 +15,7 @@ def link_options(config: DistributedConfig) -> LinkOptions:
         heartbeat_s=config.heartbeat_s,
         silence_s=config.silence_s,
         grace_s=config.grace_s,
+        connect_timeout_s=config.connect_timeout_s,
+        window_bytes=config.window_mb << 20,
         socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20)) or None),
     )
