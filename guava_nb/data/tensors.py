@@ -107,7 +107,7 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
     nbytes = math.prod(shape[:MAX_AXES]) * item_bytes
     if len(shape) > MAX_AXES or offset < 0 or offset + nbytes > len(view) or (shape and min(shape) < 0):
         raise RemoteProtocolError(
-            f"a {dtype} tensor of shape {tuple(shape[:8])} at byte {offset} does not fit into {len(view)} received bytes"
+            f"a {dtype} tensor of shape {tuple(shape[:8])} at {offset} does not fit into {len(view)} bytes received"
         )
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])
