@@ -1,6 +1,6 @@
 """Batches of the user's loader in order, each with the ids of its samples, from any position on.
 
-Knows loaders and random state; knows no worker and no step. Numbers of samples and batches are per epoch and start at 0.
+Knows loaders and random state; knows no worker and no step. Batches and samples are counted per epoch, from 0.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Feed:
     def restore(self, position: Mapping[str, Any]) -> None:
         """Let the next `epoch()` go on at a position: the same order, after the same batches.
 
-        Random numbers that data sets draw in loader processes (`num_workers` > 0) begin anew at the position; all others
-        go on as if nothing had been interrupted.
+        Random numbers that data sets draw in loader processes (`num_workers` > 0) begin anew at the position; all
+        others go on as if nothing had been interrupted.
 
         Raises:
             CheckpointError: it is no position, or of another version.

@@ -18,7 +18,7 @@ import torch
 
 from guava_nb.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["DTYPES", "dtype_name", "tensor_bytes", "tensor_from"]
+__all__ = ["DTYPES", "MAX_AXES", "dtype_name", "tensor_bytes", "tensor_from"]
 
 # Going through numpy takes half the time of reinterpreting in torch; these have the same bytes in both.
 _NUMPY_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -31,6 +31,9 @@ _OTHER_NAMES = (
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_NUMPY_NAMES, *_OTHER_NAMES) if hasattr(torch, name)
 }
+#: Most axes a tensor of torch can have.
+MAX_AXES = 64
+
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _ITEM_BYTES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_NAMES}
@@ -101,10 +104,10 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
         raise RemoteProtocolError(
             f"a tensor of type {dtype[:40]!r} arrived, which torch {torch.__version__} does not have"
         )
-    nbytes = math.prod(shape) * item_bytes
-    if offset < 0 or offset + nbytes > len(view) or (shape and min(shape) < 0):
+    nbytes = math.prod(shape[:MAX_AXES]) * item_bytes
+    if len(shape) > MAX_AXES or offset < 0 or offset + nbytes > len(view) or (shape and min(shape) < 0):
         raise RemoteProtocolError(
-            f"a {dtype} tensor of shape {tuple(shape)} at byte {offset} does not fit into {len(view)} received bytes"
+            f"a {dtype} tensor of shape {tuple(shape[:8])} at {offset} does not fit into {len(view)} bytes received"
         )
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=DTYPES[dtype])

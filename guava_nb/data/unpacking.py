@@ -18,7 +18,7 @@ import torch
 
 from guava_nb.data import nodes
 from guava_nb.data.classes import Resolve, is_dataclass_type, is_namedtuple_type
-from guava_nb.data.tensors import tensor_from
+from guava_nb.data.tensors import MAX_AXES, tensor_from
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError
 from guava_nb.protocol.messages import TensorSpec, Tree
 
@@ -140,7 +140,7 @@ def _dict(unpacker: _Unpacker, node: list[Any]) -> dict[Any, Any]:
 def _array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
     _, index, text, shape = node
     dtype, raw = _numpy_dtype(text), unpacker.raw(index)
-    if raw.nbytes != math.prod(shape) * dtype.itemsize:
+    if raw.nbytes != _numel(shape) * dtype.itemsize:
         raise ValueError(f"{raw.nbytes} bytes for an array of {dtype} {shape}")
     if not raw.nbytes:
         return np.empty(tuple(shape), dtype)
@@ -150,7 +150,7 @@ def _array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
 
 def _object_array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
     values = unpacker.nodes(node, 2)
-    if math.prod(node[1]) != len(values):
+    if _numel(node[1]) != len(values):
         raise ValueError(f"{len(values)} elements for an array of {node[1]}")
     flat: np.ndarray[Any, Any] = np.empty(len(values), dtype=object)
     for place, value in enumerate(values):  # an assignment of the whole list would look into nested lists
@@ -163,6 +163,12 @@ def _scalar(_unpacker: _Unpacker, node: list[Any]) -> Any:
     if dtype.itemsize != len(node[2]):
         raise ValueError(f"{len(node[2])} bytes for a {dtype}")
     return np.frombuffer(node[2], dtype)[0]
+
+
+def _numel(shape: list[int]) -> int:
+    if len(shape) > MAX_AXES:  # the product of a million sizes takes hours
+        raise ValueError(f"an array of {len(shape)} axes")
+    return math.prod(shape)
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:

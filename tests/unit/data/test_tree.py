@@ -413,3 +413,12 @@ def test_any_bytes_give_a_value_or_an_error_of_ours(structure: bytes, tensors: t
 def test_a_deep_structure_is_an_error_not_a_crash() -> None:
     with pytest.raises(RemoteProtocolError):
         unpack(Tree(b"\x92\x01" * 500_000 + b"\xc0"), b"")
+
+
+@pytest.mark.parametrize("node", [[nodes.ARRAY, 0, "|u1"], [nodes.OBJECT_ARRAY]], ids=["bytes", "objects"])
+def test_a_shape_of_a_million_axes_is_refused_at_once(node: list[Any]) -> None:
+    node = [*node, [2**62] * 200_000]
+    with pytest.raises(RemoteProtocolError, match="axes"):
+        unpack(Tree(msgspec.msgpack.encode(node), (TensorSpec("uint8", (1,), 0, 1),)), b"x")
+    with pytest.raises(RemoteProtocolError):
+        tensor_from("float32", (2**62,) * 200_000, b"x")
