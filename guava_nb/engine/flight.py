@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from guava_nb.data.feed import LoadedBatch
-from guava_nb.data.split import share_ranges, split_rows
+from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.data.tree import pack
 from guava_nb.engine.step import ShardTask, StepMachine
 from guava_nb.hub.reduction import BucketSum
@@ -18,7 +18,6 @@ from guava_nb.protocol.messages import Shard
 __all__ = ["Flight", "plan_step"]
 
 Buffers = Sequence[memoryview]
-SplitFn = Callable[[Any, Sequence[tuple[int, int]]], list[Any]]
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ def plan_step(
     *,
     solo: bool,
     want_hash: bool,
-    split_fn: SplitFn | None = None,
+    splitter: RowSplitter,
 ) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
     """Share a group of batches among the team: the tasks, and each one's message with its payload.
 
@@ -71,11 +70,15 @@ def plan_step(
     for batch in group:
         ranges = share_ranges(batch.rows, weights)
         kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
-        parts = (split_fn or split_rows)(batch.batch, [r for _, r in kept])
+        parts = splitter.split(batch.batch, [r for _, r in kept], batch.rows)
         for (k, (first, last)), part in zip(kept, parts, strict=True):
             pieces[k].append(part)
-            ids[k].extend(batch.sample_ids[first:last])
             rows[k] += last - first
+            if len(batch.sample_ids) == batch.rows:
+                ids[k].extend(batch.sample_ids[first:last])
+        if len(batch.sample_ids) != batch.rows and kept:
+            # The collate function dropped or added rows: the ids belong to the batch as a whole.
+            ids[kept[0][0]].extend(batch.sample_ids)
     busy = [k for k in range(len(team)) if rows[k]]
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
     messages: list[tuple[Shard, Buffers]] = []

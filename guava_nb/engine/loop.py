@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from guava_nb.data.split import num_rows, split_rows
-from guava_nb.data.tree import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
@@ -275,7 +275,7 @@ class WorkerLoop:
         )
 
     def _unpack(self, tree: Any, payload: memoryview) -> Any:
-        return unpack(tree, payload, resolve=lambda name: source.resolve(name, self._module))
+        return unpack(tree, payload, class_resolver(self._module))
 
     # ------------------------------------------------------------------------------------------------------------ steps
 

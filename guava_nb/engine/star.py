@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
 from guava_nb.data.tree import tensor_bytes, tensor_from
 from guava_nb.engine.buckets import BUFFERS
 from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.flight import Flight, SplitFn, plan_step
+from guava_nb.engine.flight import Flight, plan_step
 from guava_nb.engine.job import Job
 from guava_nb.engine.step import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
 from guava_nb.errors import NotFinite
@@ -69,7 +70,7 @@ class StarExchange:
         group: Sequence[LoadedBatch],
         team: tuple[int, ...],
         weights: Sequence[float],
-        split: SplitFn | None,
+        splitter: RowSplitter,
     ) -> Flight:
         """Share a group of batches among the team and send the shards."""
         ensemble, cluster = self._ensemble, self._job.cluster
@@ -78,7 +79,7 @@ class StarExchange:
         every = ensemble.spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         tasks, shards = plan_step(
-            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, split_fn=split
+            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, splitter=splitter
         )
         buckets = () if solo else ensemble.master.layout.numbers
         machine = StepMachine(step, generation, tasks, buckets, ensemble.spec.precision == "fp16", solo)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
 from guava_nb.engine.evaluation import Evaluation
@@ -68,6 +69,7 @@ class TrainingJob(Job):
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
+        self._splitter = RowSplitter(plan.split_fn)
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         ensemble.attach(self)
         self._evaluation = Evaluation(self, ensemble)
@@ -352,7 +354,7 @@ class TrainingJob(Job):
             self.run.generations += 1
         self._team = team
         self.ledger.draw(epoch, (i for batch in group for i in batch.sample_ids))
-        flight = self._exchange.issue(epoch, group, team, self._weights(team), self.plan.split_fn)
+        flight = self._exchange.issue(epoch, group, team, self._weights(team), self._splitter)
         self._mark_due(flight.machine.step + 1 - self._first_step)
 
     def _weights(self, team: tuple[int, ...]) -> list[float]:

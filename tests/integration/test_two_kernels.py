@@ -164,13 +164,19 @@ def test_a_notebook_trains_with_a_worker_in_another_notebook(kernels: tuple[Kern
         status, text = laptop.attempt(cell)
         assert status == "error" and wanted in text and len(text.strip().splitlines()) <= 2, text
 
-    port = int(laptop.run("import guava_nb; get_ipython().magics_manager.registry['GuavaMagics'].session._orchestrator.join_code.port"))
+    port = int(
+        laptop.run(
+            "import guava_nb; get_ipython().magics_manager.registry['GuavaMagics'].session._orchestrator.join_code.port"
+        )
+    )
     assert children_of(gpu), "the worker is a process of its own"
     laptop.run("%guava_down")
     status, text = worker()
     assert status == "ok", text
     assert not children_of(*kernels)
-    threads = laptop.run("import threading; sorted(t.name for t in threading.enumerate() if t.name.startswith('guava'))")
+    threads = laptop.run(
+        "import threading; sorted(t.name for t in threading.enumerate() if t.name.startswith('guava'))"
+    )
     assert threads.strip() == "[]"
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
         pass
