@@ -3,6 +3,8 @@
 Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar for scripts.
 """
 
+# over budget: start_training names every argument and says what it does, in one place.
+
 from __future__ import annotations
 
 import itertools
@@ -21,15 +23,15 @@ from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import Reference, build_spec, factory_name, plain_arguments
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, raise_for
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, launch
 from guava_nb.engine.options import link_options
+from guava_nb.engine.origin import bring_up, build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.progress import watch
-from guava_nb.engine.replica import Replica
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
@@ -116,7 +118,7 @@ class Orchestrator:
         if self._job is not None and not self._job.run.done:
             self._job.interrupt()
             self._job.interrupt()
-            self._job.join(10.0)
+            self._job.run.wait(10.0)
         if self._cluster is not None:
             self._cluster.close()
         if self._listener is not None:
@@ -240,14 +242,6 @@ class Orchestrator:
             self._module = (self._ledger.digest(), source.build_module(cells))
         return self._module[1]
 
-    def _replica(self, spec: RunSpec, shared: ModuleType | None) -> Replica:
-        replica = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
-        if self._instance is not None:
-            weights = self._instance.state_dict()
-            checkpoint.check_model(Path("the registered model"), weights, replica.model.state_dict())
-            replica.model.load_state_dict(weights)
-        return replica
-
     # ------------------------------------------------------------------------------------------------------- training
 
     def start_training(
@@ -340,10 +334,12 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        ensemble = self._new_ensemble(spec, shared, fresh)
         if resume is not None:
             self.load_checkpoint(resume)
-        self._apply_resume(ensemble, plan)
+        ensemble = self._new_ensemble(spec, shared, fresh)
+        if self._resume is not None:
+            from_checkpoint(ensemble, plan, *self._resume)
+            self._resume = None
         return self._launch(ensemble, plan, detach, progress)
 
     def _needed_factory(self) -> Factory:
@@ -352,36 +348,20 @@ class Orchestrator:
         return self._factory
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
-        old, cells = self._ensemble, self._ledger.cells()
-        ensemble = Ensemble(f"run-{next(self._numbers)}", spec, cells, self._replica(spec, shared))
-        if old is not None and not fresh and old.spec.model == spec.model and old.cells == cells:
-            state = self._state_of(old)
-            same = (old.spec.optimizer, old.spec.scheduler) == (spec.optimizer, spec.scheduler)
-            ensemble.master.load_state(state if same else {"model": state["model"]})
+        run_id, last = f"run-{next(self._numbers)}", self._ensemble
+        ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
+        if (
+            last is not None
+            and not fresh
+            and self._resume is None
+            and from_last_run(ensemble, last, self._open_cluster(), self._patience_s)
+        ):
             self._notice("going on from the weights of the last run; fresh=True (--fresh) starts anew")
         return ensemble
 
-    def _apply_resume(self, ensemble: Ensemble, plan: TrainingPlan) -> None:
-        if self._resume is None:
-            return
-        (path, content), self._resume = self._resume, None
-        checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
-        try:
-            ensemble.master.load_state(
-                {k: content[k] for k in ("model", "optimizer", "scheduler", "scaler") if k in content}
-            )
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
-            ) from error
-        ensemble.step = ensemble.master_step = int(content["step"])
-        plan.start = Position(**content["position"])
-        plan.start.rewind(plan.feed)
-        if plan.start.epoch >= plan.num_epochs:
-            raise ConfigError(
-                f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}: nothing is left to do. "
-                "Ask for more epochs"
-            )
+    @property
+    def _patience_s(self) -> float:
+        return self.config.grace_s + self.config.silence_s
 
     def _launch(self, ensemble: Ensemble, plan: TrainingPlan, detach: bool, progress: bool) -> Run:
         cluster = self._open_cluster()
@@ -411,11 +391,8 @@ class Orchestrator:
 
     # ------------------------------------------------------------------------------------------------- state and score
 
-    def _state_of(self, ensemble: Ensemble) -> dict[str, Any]:
-        return fetch_between_runs(ensemble, self._open_cluster(), self.config.grace_s + self.config.silence_s)
-
     def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
-        self._state_of(ensemble)
+        fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
         return ensemble.master.model
 
     def validate(self, loader: Any, criterion: Reference = "CrossEntropyLoss") -> dict[str, Any]:
@@ -433,7 +410,7 @@ class Orchestrator:
         evaluation = Evaluation(job, ensemble)
         with job.attached():
             try:
-                self._bring_up(job, ensemble)
+                bring_up(job, ensemble)
                 return evaluation.run(feed).record()
             except NobodyLeft as error:
                 raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
@@ -444,22 +421,13 @@ class Orchestrator:
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
         )  # fmt: skip
-        ensemble = Ensemble(f"run-{next(self._numbers)}", spec, self._ledger.cells(), self._replica(spec, shared))
+        ensemble = build_ensemble(f"run-{next(self._numbers)}", spec, self._ledger.cells(), shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
             checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
             ensemble.master.load_state({"model": content["model"]})
         self._ensemble = ensemble
         return ensemble
-
-    def _bring_up(self, job: Job, ensemble: Ensemble) -> None:
-        """Give the run and its state to workers that do not hold it."""
-        missing = sorted(job.ready - set(ensemble.in_step(job)))
-        if not missing:
-            return
-        state = ensemble.fetch(job)
-        raise_for(ensemble.prepare(job, missing), job)
-        ensemble.load(job, missing, state, ensemble.step)
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
@@ -476,7 +444,7 @@ class Orchestrator:
         if not self._job.run.done:
             self._job.at_boundary(lambda: self._job_save(target)).result(timeout=self.config.rejoin_timeout_s)
             return target
-        state = self._state_of(self._ensemble)
+        state = fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
         checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
         return target
 

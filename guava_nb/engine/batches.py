@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["count_rows", "place"]
+from guava_nb.data.split import num_rows, split_rows
+
+__all__ = ["count_rows", "cut", "place"]
+
+
+def cut(batch: Any, pieces: int) -> list[Any]:
+    """Cut a batch into at most `pieces` parts of about equal size, by the rule of `guava_nb.data.split`."""
+    rows = num_rows(batch)
+    edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
+    return list(split_rows(batch, list(zip(edges, edges[1:], strict=False))))
 
 
 def place(batch: Any, device: torch.device, double: bool = False) -> Any:

@@ -11,15 +11,16 @@ import queue
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from guava_nb.data.split import num_rows, split_rows
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.batches import cut
+from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
 from guava_nb.errors import PreparationError
@@ -51,11 +52,12 @@ from guava_nb.protocol.messages import (
     Tick,
 )
 
-__all__ = ["Arrival", "LocalStep", "WorkerLoop"]
+__all__ = ["Arrival", "WorkerLoop"]
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message, Sequence[memoryview]], None]
+Mean = tuple[bytes, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,6 @@ class Arrival:
     message: Message
     payload: memoryview
     done: Callable[[], None]
-
-
-@dataclass(slots=True)
-class LocalStep:
-    """What this worker knows of a step that is not applied yet."""
-
-    generation: int
-    num_shards: int
-    want_hash: bool = False
-    announced: bool = False
-    todo: list[tuple[Shard, memoryview]] = field(default_factory=list)
-    done: set[int] = field(default_factory=set)
-    means: dict[int, tuple[bytes, torch.Tensor]] = field(default_factory=dict)
-    commit: Commit | None = None
 
 
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
@@ -115,9 +103,8 @@ class WorkerLoop:
         self._replica: Replica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
-        self._committed = -1
         self._generation = 0
-        self._steps: dict[int, LocalStep] = {}
+        self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
@@ -174,11 +161,11 @@ class WorkerLoop:
             wait = not self._has_work()
 
     def _mid_step(self) -> bool:
-        step = self._steps.get(self._committed + 1)
+        step = self._steps.current()
         return step is not None and bool(step.done) and self._replica is not None
 
     def _has_work(self) -> bool:
-        step = self._steps.get(self._committed + 1)
+        step = self._steps.current()
         if self._leaving and not self._mid_step():
             return True
         return step is not None and (bool(step.todo) or self._can_apply(step))
@@ -187,7 +174,7 @@ class WorkerLoop:
         match message:
             case Accept():
                 self.name = message.name
-                self._on_progress("ready", self._generation, self._committed)
+                self._on_progress("ready", self._generation, self._steps.committed)
             case Prepare():
                 self._on_prepare(message)
             case Refused(code=code, reason=reason):
@@ -202,13 +189,13 @@ class WorkerLoop:
             case Shard():
                 self._on_shard(message, payload)
             case StepInfo():
-                self._announce(message.step, message.generation, message.num_shards, message.want_hash)
+                self._steps.announce(message.step, message.generation, message.want_hash)
             case MeanBucket():
                 self._on_mean(message, payload)
             case CommitStep():
                 self._on_commit(message)
             case Abort():
-                self._on_abort(replica, message)
+                self._on_abort(message)
             case LoadState():
                 self._on_load(replica, message, payload)
             case FetchState():
@@ -223,7 +210,7 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------ preparation
 
     def _forget(self) -> None:
-        self._steps.clear()
+        self._steps = PendingSteps()
         self._replica = self._module = self._prepare = None
         self._run_id = ""
         if self._device.type == "cuda":
@@ -237,7 +224,7 @@ class WorkerLoop:
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
             self._send(Prepared(message.run_id, False, "", _missing(error), str(error), traceback.format_exc()), ())
         else:
-            self._run_id, self._prepare, self._committed = message.run_id, message, -1
+            self._run_id, self._prepare = message.run_id, message
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
             self._on_progress("ready", self._generation, -1)
 
@@ -252,23 +239,22 @@ class WorkerLoop:
 
     def _on_load(self, replica: Replica, message: LoadState, payload: memoryview) -> None:
         replica.load_state(unpack(message.state, payload))
-        self._committed, self._generation = message.step, message.generation
-        for step in [s for s in self._steps if s <= message.step]:
-            del self._steps[step]
+        self._steps.reset(message.step)
+        self._generation = message.generation
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}"
         self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
 
     def _on_fetch(self, replica: Replica, message: FetchState) -> None:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
-        self._send(State(message.request_id, message.run_id, self._committed, tree), buffers)
+        self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
     def _on_evaluate(self, replica: Replica, message: Evaluate, payload: memoryview) -> None:
-        self._on_progress("validating", self._generation, self._committed)
+        self._on_progress("validating", self._generation, self._steps.committed)
         try:
             sums = replica.evaluate(self._unpack(message.batch, payload))
         except Exception as error:  # the user's model or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._committed, -1)
+            self._fail(error, message.run_id, self._steps.committed, -1)
             return
         self._send(
             Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, message.rows), ()
@@ -279,60 +265,39 @@ class WorkerLoop:
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    def _step(self, number: int, generation: int, num_shards: int = 0) -> LocalStep | None:
-        """Return the record of a step; None when the message belongs to an attempt that was given up."""
-        if number <= self._committed:
-            return None
-        step = self._steps.get(number)
-        if step is None or step.generation < generation:
-            if step is not None and step.done and self._replica is not None:
-                self._replica.restore()
-            step = self._steps[number] = LocalStep(generation, num_shards)
-        return step if step.generation == generation else None
-
-    def _announce(self, number: int, generation: int, num_shards: int, want_hash: bool) -> LocalStep | None:
-        step = self._step(number, generation, num_shards)
-        if step is not None:
-            step.announced, step.num_shards, step.want_hash = True, num_shards, want_hash
-        return step
-
     def _on_shard(self, message: Shard, payload: memoryview) -> None:
-        step = self._announce(message.step, message.generation, message.num_shards, message.want_hash)
+        step = self._steps.announce(message.step, message.generation, message.want_hash)
         if step is not None and message.shard not in step.done:
             step.todo.append((message, payload))
 
     def _on_mean(self, message: MeanBucket, payload: memoryview) -> None:
-        step = self._step(message.step, message.generation)
+        step = self._steps.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
             step.means[message.bucket] = (message.present, tensor)
             step.commit = message.commit or step.commit
 
     def _on_commit(self, message: CommitStep) -> None:
-        step = self._step(message.step, message.generation)
+        step = self._steps.find(message.step, message.generation)
         if step is not None:
             step.commit = message.commit
 
-    def _on_abort(self, replica: Replica, message: Abort) -> None:
+    def _on_abort(self, message: Abort) -> None:
         self._generation = max(self._generation, message.generation)
-        given_up = [
-            n for n, s in self._steps.items() if n > message.last_committed and s.generation < message.generation
-        ]
-        if any(self._steps[n].done for n in given_up):
-            replica.restore()
-        for number in given_up:
-            del self._steps[number]
+        self._steps.abort(message.last_committed, message.generation)
         # Tells how far this worker is: a lone one may have committed a step that the orchestrator does not know of yet.
-        self._send(Committed(message.run_id, message.generation, self._committed), ())
+        self._send(Committed(message.run_id, message.generation, self._steps.committed), ())
 
-    def _can_apply(self, step: LocalStep) -> bool:
+    def _can_apply(self, step: LocalStep[Mean]) -> bool:
         if step.commit is None or not step.announced or self._replica is None:
             return False
         return len(step.means) == len(self._replica.layout.numbers) or not step.means
 
     def _advance(self) -> None:
         """Do one piece of work, so that messages are looked at in between."""
-        replica, step = self._replica, self._steps.get(self._committed + 1)
+        replica, step = self._replica, self._steps.current()
+        if replica is not None and self._steps.take_abandoned():
+            replica.restore()
         if replica is None or step is None:
             return
         if self._can_apply(step):
@@ -342,9 +307,9 @@ class WorkerLoop:
             if message.shard not in step.done:
                 self._work(replica, step, message, payload)
 
-    def _work(self, replica: Replica, step: LocalStep, message: Shard, payload: memoryview) -> None:
+    def _work(self, replica: Replica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
         wait_s = time.monotonic() - self._idle_since
-        self._on_progress("working", message.generation, self._committed)
+        self._on_progress("working", message.generation, self._steps.committed)
         try:
             parts = self._unpack(message.batch, payload)
             result = self._run_shard(replica, message, parts)
@@ -377,7 +342,7 @@ class WorkerLoop:
             self._send(head, [tensor_bytes(flat)])
 
         while True:
-            pieces = parts if self._pieces == 1 else [p for part in parts for p in _cut(part, self._pieces)]
+            pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
             work = ShardWork(message.step, message.shard, pieces, message.rows, message.global_rows)
             try:
                 return replica.run_shard(work, None if message.solo else on_bucket)
@@ -390,7 +355,7 @@ class WorkerLoop:
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def _apply(self, replica: Replica, step: LocalStep) -> None:
+    def _apply(self, replica: Replica, step: LocalStep[Mean]) -> None:
         assert step.commit is not None and self._prepare is not None
         started = time.monotonic()
         if not step.means:
@@ -399,18 +364,17 @@ class WorkerLoop:
             replica.take_parameters(step.means)
         else:
             replica.apply(step.means, step.commit)
-        self._committed += 1
-        del self._steps[self._committed]
+        self._steps.advance()
         self._generation = step.generation
         self._send(
             Committed(
-                self._run_id, step.generation, self._committed, replica.parameter_hash() if step.want_hash else "",
+                self._run_id, step.generation, self._steps.committed, replica.parameter_hash() if step.want_hash else "",
                 time.monotonic() - started, replica.learning_rate, step.commit.skip,
             ),
             (),
         )  # fmt: skip
         self._idle_since = time.monotonic()
-        self._on_progress("ready", self._generation, self._committed)
+        self._on_progress("ready", self._generation, self._steps.committed)
 
     def _fail(self, error: Exception, run_id: str, step: int, shard: int) -> None:
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -420,7 +384,8 @@ class WorkerLoop:
                 ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
             )
         trace = "".join(traceback.format_exception(error))
-        generation = self._steps[step].generation if step in self._steps else self._generation
+        current = self._steps.current()
+        generation = self._generation if current is None else current.generation
         self._send(
             Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
             (),
@@ -434,10 +399,3 @@ def _missing(error: BaseException) -> str:
         if not named and isinstance(link, ModuleNotFoundError):
             named = link.name or ""
     return named
-
-
-def _cut(part: Any, pieces: int) -> list[Any]:
-    """Cut one batch into at most `pieces` parts of about equal size."""
-    rows = num_rows(part)
-    edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
-    return list(split_rows(part, list(zip(edges, edges[1:], strict=False))))

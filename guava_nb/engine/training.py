@@ -19,16 +19,17 @@ from typing import Any
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
+from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.events import Interrupted, Wake
 from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.flight import Flight
-from guava_nb.engine.job import Job, NobodyLeft, StopRequested
+from guava_nb.engine.job import NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
 from guava_nb.engine.star import StarExchange
+from guava_nb.engine.team import TeamJob
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 Save = Callable[[Path, Position, int], None]
 
 
-class TrainingJob(Job):
+class TrainingJob(TeamJob):
     """Runs a plan to its end on its own thread; the handle is `run`.
 
     Args:
@@ -51,21 +52,18 @@ class TrainingJob(Job):
 
     def __init__(self, ensemble: Ensemble, plan: TrainingPlan, run: Run, cluster: Cluster, save: Save) -> None:
         """Prepare; `start` begins."""
-        super().__init__(cluster)
-        self.ensemble, self.plan, self.run = ensemble, plan, run
+        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
+        snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
+        super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
+        self.plan, self.run = plan, run
         self.ledger = SampleLedger()
         self.position = plan.start
         self._save = save
         self._spec = ensemble.spec
         self._first_step = ensemble.step + 1
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
-        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
-        self._snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
-        self._behind: set[int] = set()  # members that missed a step and need the state again
-        self._unfit: set[int] = set()  # members that could not build this run
         self._team: tuple[int, ...] = ()
-        self._training = False
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
@@ -83,10 +81,6 @@ class TrainingJob(Job):
     def interrupt(self) -> None:
         """Ask for the end; called from any thread."""
         self.post(Interrupted())
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread."""
-        self._thread.join(timeout_s)
 
     def at_boundary(self, call: Callable[[], None]) -> Future[None]:
         """Have the job call something between two steps; called from any thread."""
@@ -133,12 +127,7 @@ class TrainingJob(Job):
 
     def _start(self) -> None:
         self.run.move("preparing")
-        self._give_state(set(self.ready), self._snapshot)
-
-    def _give_state(self, ranks: set[int], snapshot: Snapshot) -> None:
-        raise_for(self.ensemble.prepare(self, ranks), self)
-        self.ensemble.load(self, ranks & self.ensemble.prepared(), snapshot.state, snapshot.step)
-        self._training = True
+        self.give_state(set(self.ready))
 
     def _until_done(self) -> None:
         while True:
@@ -194,12 +183,12 @@ class TrainingJob(Job):
 
     def _boundary(self) -> None:
         """Do what is due; each of these needs a moment without a step in flight."""
-        newcomers = self._newcomers()
+        newcomers = self.newcomers()
         if not (self._due or newcomers or self._calls):
             return
         self.drain()
         if newcomers:
-            self._bring_in(newcomers)
+            self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
                 self._due.discard(name)
@@ -218,7 +207,7 @@ class TrainingJob(Job):
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
         self.pump(lambda: not self._exchange.flights)
-        self.pump(lambda: all(self.ensemble.at[r] == self.ensemble.step for r in self._available()))
+        self.pump(lambda: all(self.ensemble.at[r] == self.ensemble.step for r in self.available()))
 
     def _validate(self) -> None:
         assert self.plan.val_feed is not None
@@ -232,19 +221,19 @@ class TrainingJob(Job):
         self._call("on_validation", record)
 
     def _tick(self, metric: float | None) -> None:
-        self.cluster.send_all(self._current(), Tick(self.ensemble.run_id, metric))
+        self.cluster.send_all(self.current(), Tick(self.ensemble.run_id, metric))
         if self._at_orchestrator:
             self.ensemble.master.tick(metric)
         else:
             self.ensemble.master_step = min(self.ensemble.master_step, self.ensemble.step - 1)
 
     def _take_snapshot(self) -> None:
-        self._snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.fetch(self))
+        self.snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.fetch(self))
 
     def where(self) -> Position:
         """Return the committed position with what the loader needs to go on from it."""
         if not self.run.history:
-            return self._snapshot.position
+            return self.snapshot.position
         return replace(self.position, feed=self.plan.feed.position(self._feed_epoch, self._feed_batches))
 
     def _save_now(self) -> None:
@@ -254,28 +243,6 @@ class TrainingJob(Job):
 
     # ------------------------------------------------------------------------------------------------------ membership
 
-    def _current(self) -> list[int]:
-        """Members that take part in every step so far: connected or expected back, and not behind."""
-        return [r for r in sorted(self.ensemble.at) if r in self.ready | self.suspects and r not in self._behind]
-
-    def _available(self) -> list[int]:
-        return [rank for rank in self._current() if rank in self.ready]
-
-    def _newcomers(self) -> list[int]:
-        holders = set(self._current())
-        return [rank for rank in sorted(self.ready) if rank not in holders and rank not in self._unfit]
-
-    def _bring_in(self, ranks: list[int]) -> None:
-        """Give newcomers the run and the state of the last committed step."""
-        unprepared = [rank for rank in ranks if rank not in self.ensemble.prepared()]
-        for rank, answer in self.ensemble.prepare(self, unprepared).items():
-            self._unfit.add(rank)
-            self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
-        fit = [rank for rank in ranks if rank in self.ensemble.prepared() and rank not in self._unfit]
-        if fit:
-            self.ensemble.load(self, fit, self.ensemble.fetch(self), self.ensemble.step)
-            self._behind.difference_update(fit)
-
     def check(self) -> None:
         """Unwind for an interrupt whose step is done, or when nobody holds the state any more."""
         flights = self._exchange.flights
@@ -284,8 +251,7 @@ class TrainingJob(Job):
             and (self.ensemble.step >= self._stop_after or not flights or time.monotonic() > self._stop_deadline)
         ):
             raise StopRequested
-        if not (self._current() if self._training else self.ready | self.suspects):
-            raise NobodyLeft
+        super().check()
 
     def on_interrupt(self) -> None:
         """The first gives the step in work its time; the second ends at once."""
@@ -296,60 +262,39 @@ class TrainingJob(Job):
 
     def on_suspected(self, rank: int) -> None:
         """Give its shards to others at once; it keeps its seat."""
-        self._exchange.adopt(self._available())
+        self._exchange.adopt(self.available())
 
     def on_lost(self, rank: int) -> None:
         """Give its shards to others."""
         self.ensemble.at.pop(rank, None)
-        self._exchange.adopt(self._available())
+        self._exchange.adopt(self.available())
 
     def on_resumed(self, rank: int) -> None:
         """It has its shards, and takes those that nobody could take meanwhile."""
-        self._exchange.adopt(self._available())
+        self._exchange.adopt(self.available())
 
     def _recover(self, cause: Exception) -> None:
-        """Nobody holds the state: wait for a worker, go back to the last snapshot."""
-        self._training = False
+        """Nobody holds the state: wait for a worker, go back to the last snapshot, data and history included."""
         self._exchange.give_up()
         self.run.move("waiting", f"no worker is left; waiting {self.plan.rejoin_timeout_s:g} s for one to join")
-        self._wait_for_newcomer(cause)
-        snapshot = self._snapshot
-        self.ensemble.step = snapshot.step
+        self.start_over(cause)
         self._exchange.give_up()
-        self.position = snapshot.position
-        snapshot.position.rewind(self.plan.feed)
-        already = self.plan.start.samples if snapshot.position.epoch == self.plan.start.epoch else 0
-        self.ledger.truncate(snapshot.position.epoch, snapshot.position.samples - already)
-        self.run.rewind(snapshot.step + 1 - self._first_step)
-        self._behind.clear()
+        position = self.position = self.snapshot.position
+        position.rewind(self.plan.feed)
+        already = self.plan.start.samples if position.epoch == self.plan.start.epoch else 0
+        self.ledger.truncate(position.epoch, position.samples - already)
+        self.run.rewind(self.snapshot.step + 1 - self._first_step)
         self._due.clear()
-        self._give_state(self.ready - self._unfit, snapshot)
-
-    def _wait_for_newcomer(self, cause: Exception) -> None:
-        deadline = time.monotonic() + self.plan.rejoin_timeout_s
-        while not self.ready - self._unfit:
-            if self.interrupts:
-                raise StopRequested
-            if time.monotonic() > deadline:
-                raise self._all_lost() from cause
-            self.take_one(0.25)
-
-    def _all_lost(self) -> WorkerLost:
-        gone = "; ".join(f"{m.name}: {m.detail}" for m in self.cluster.members() if not m.alive)
-        return WorkerLost(
-            f"all workers are gone and none joined within {self.plan.rejoin_timeout_s:g} s ({gone}). The state of step "
-            f"{self._snapshot.step + 1} is here: run %guava_worker with the join code on a machine and train again"
-        )
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _has_room(self) -> bool:
-        return len(self._exchange.flights) <= self.plan.prefetch_steps and bool(self._available())
+        return len(self._exchange.flights) <= self.plan.prefetch_steps and bool(self.available())
 
     def _issue(self, epoch: int, group: list[LoadedBatch]) -> None:
-        team = tuple(self._available())
+        team = tuple(self.available())
         # A suspect member that misses this step needs the state when it is back.
-        self._behind.update(rank for rank in self._current() if rank not in team)
+        self.behind.update(rank for rank in self.current() if rank not in team)
         if self._team and team != self._team:
             self.run.generations += 1
         self._team = team
@@ -397,7 +342,7 @@ class TrainingJob(Job):
         difference = self.ensemble.note_commit(rank, message)
         if difference is not None:
             self.cluster.notice(f"{self.cluster.name(rank)}: {difference}; it gets the state again")
-            self._behind.add(rank)
+            self.behind.add(rank)
         index = message.step - self._first_step
         if message.learning_rate is not None and 0 <= index < len(self.run.history):
             self.run.history[index]["learning_rate"] = message.learning_rate
@@ -435,7 +380,7 @@ class TrainingJob(Job):
 
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
-        if self._at_orchestrator or not self._training:
+        if self._at_orchestrator or not self._formed:
             return
         self.interrupts = 0
         try:

@@ -7,6 +7,8 @@ payload, described by `TensorSpec` in the record's `Tree` or `FlatTensor`.
 Numbers in `MESSAGE_KINDS` are the wire format: never reuse one.
 """
 
+# over budget: one table of everything that can be said; splitting it would hide the numbers from each other.
+
 from __future__ import annotations
 
 from enum import IntEnum

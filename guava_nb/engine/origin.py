@@ -1,0 +1,91 @@
+"""Where a run's first state comes from: the factory, registered weights, the last run, a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from guava_nb.engine import checkpoint, source
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, raise_for
+from guava_nb.engine.job import Job
+from guava_nb.engine.plan import Position, TrainingPlan
+from guava_nb.engine.replica import Replica
+from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.protocol.messages import Cell, RunSpec
+
+__all__ = ["bring_up", "build_ensemble", "from_checkpoint", "from_last_run"]
+
+_STATES = ("model", "optimizer", "scheduler", "scaler")
+
+
+def build_ensemble(
+    run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
+) -> Ensemble:
+    """Return an ensemble whose master was built from the factory, with the weights of a registered model if there is one.
+
+    Raises:
+        CheckpointError: the registered model is not what the factory builds.
+        GuavaError: model, loss, optimizer or scheduler cannot be built.
+    """
+    master = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
+    if weights is not None:
+        checkpoint.check_model(Path("the registered model"), weights.state_dict(), master.model.state_dict())
+        master.load_state({"model": weights.state_dict()})
+    return Ensemble(run_id, spec, cells, master)
+
+
+def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> bool:
+    """Go on from the last run's weights where model and cells are the same, and from its optimizer where that is too.
+
+    Returns:
+        Whether it did.
+
+    Raises:
+        WorkerLost: the workers that hold those weights are gone.
+    """
+    if last.spec.model != ensemble.spec.model or last.cells != ensemble.cells:
+        return False
+    state = fetch_between_runs(last, cluster, timeout_s)
+    same = (last.spec.optimizer, last.spec.scheduler, last.spec.precision) == (
+        ensemble.spec.optimizer, ensemble.spec.scheduler, ensemble.spec.precision,
+    )  # fmt: skip
+    ensemble.master.load_state(state if same else {"model": state["model"]})
+    return True
+
+
+def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any]) -> None:
+    """Go on from a checkpoint: state, step and place in the data.
+
+    Raises:
+        CheckpointError: it belongs to another model, optimizer or scheduler.
+        ConfigError: all its epochs are done.
+    """
+    checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+    try:
+        ensemble.master.load_state({key: content[key] for key in _STATES if key in content})
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
+        ) from error
+    ensemble.step = ensemble.master_step = int(content["step"])
+    plan.start = Position(**content["position"])
+    plan.start.rewind(plan.feed)
+    if plan.start.epoch >= plan.num_epochs:
+        raise ConfigError(
+            f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}, counted from the very "
+            "beginning: nothing is left to do. Ask for more epochs"
+        )
+
+
+def bring_up(job: Job, ensemble: Ensemble) -> None:
+    """Give the run and its state to connected workers that do not hold it."""
+    missing = sorted(job.ready - set(ensemble.in_step(job)))
+    if missing:
+        state = ensemble.fetch(job)
+        raise_for(ensemble.prepare(job, missing), job)
+        ensemble.load(job, missing, state, ensemble.step)

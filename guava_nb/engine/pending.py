@@ -1,0 +1,88 @@
+"""What a worker knows of steps that it has not applied yet, as a pure machine.
+
+Messages of one step come on several connections in any order: its shards, the sums, the commit. Knows no model and no
+session; a payload is an opaque value here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from guava_nb.protocol.messages import Commit, Shard
+
+__all__ = ["LocalStep", "PendingSteps"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class LocalStep(Generic[T]):
+    """One step. `done` are the shards computed here, `means` the sums that came, by bucket."""
+
+    generation: int
+    want_hash: bool = False
+    announced: bool = False
+    todo: list[tuple[Shard, memoryview]] = field(default_factory=list)
+    done: set[int] = field(default_factory=set)
+    means: dict[int, T] = field(default_factory=dict)
+    commit: Commit | None = None
+
+
+class PendingSteps(Generic[T]):
+    """All steps after the last committed one.
+
+    Attributes:
+        committed: the last step applied here, -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first step."""
+        self.committed = -1
+        self._steps: dict[int, LocalStep[T]] = {}
+        self.abandoned = False
+
+    def reset(self, committed: int) -> None:
+        """A state was loaded: steps up to it are over."""
+        self.committed = committed
+        for number in [n for n in self._steps if n <= committed]:
+            del self._steps[number]
+
+    def current(self) -> LocalStep[T] | None:
+        """Return the step to work on, if anything of it has come."""
+        return self._steps.get(self.committed + 1)
+
+    def find(self, number: int, generation: int) -> LocalStep[T] | None:
+        """Return a step's record; None when the message belongs to the past or to an attempt that was given up.
+
+        A newer generation of the same step replaces the older attempt; `take_abandoned` then tells that work was dropped.
+        """
+        if number <= self.committed:
+            return None
+        step = self._steps.get(number)
+        if step is None or step.generation < generation:
+            self.abandoned |= step is not None and bool(step.done)
+            step = self._steps[number] = LocalStep(generation)
+        return step if step.generation == generation else None
+
+    def announce(self, number: int, generation: int, want_hash: bool) -> LocalStep[T] | None:
+        """The orchestrator has issued this step. Only then may it be applied: what must come before it has come."""
+        step = self.find(number, generation)
+        if step is not None:
+            step.announced, step.want_hash = True, want_hash
+        return step
+
+    def abort(self, last_committed: int, generation: int) -> None:
+        """Give up all attempts after `last_committed` that are older than `generation`."""
+        for number in [n for n, s in self._steps.items() if n > last_committed and s.generation < generation]:
+            self.abandoned |= bool(self._steps.pop(number).done)
+
+    def take_abandoned(self) -> bool:
+        """Whether work of the current step was dropped since the last call: the replica must forget it."""
+        abandoned, self.abandoned = self.abandoned, False
+        return abandoned
+
+    def advance(self) -> LocalStep[T]:
+        """The current step has been applied; returns its record."""
+        self.committed += 1
+        return self._steps.pop(self.committed)
