@@ -166,9 +166,8 @@ class WorkerLoop:
 
     def _has_work(self) -> bool:
         step = self._steps.current()
-        if self._leaving and not self._mid_step():
-            return True
-        return step is not None and (bool(step.todo) or self._can_apply(step))
+        leaves = bool(self._leaving) and not self._mid_step()
+        return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
 
     def _handle(self, message: Message, payload: memoryview) -> None:
         match message:
@@ -222,7 +221,10 @@ class WorkerLoop:
         try:
             self._replica = self._build(message)
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            self._send(Prepared(message.run_id, False, "", _missing(error), str(error), traceback.format_exc()), ())
+            self._send(
+                Prepared(message.run_id, False, "", source.cause_is_missing(error), str(error), traceback.format_exc()),
+                (),
+            )
         else:
             self._run_id, self._prepare = message.run_id, message
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
@@ -391,12 +393,3 @@ class WorkerLoop:
             Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
             (),
         )
-
-
-def _missing(error: BaseException) -> str:
-    """The module whose absence caused this error, "" when it was something else."""
-    named = str(getattr(error, "missing_module", ""))
-    for link in (error, error.__cause__):
-        if not named and isinstance(link, ModuleNotFoundError):
-            named = link.name or ""
-    return named
