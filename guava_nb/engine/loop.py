@@ -23,7 +23,7 @@ from guava_nb.engine.batches import cut
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import PreparationError
+from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
@@ -221,10 +221,9 @@ class WorkerLoop:
         try:
             self._replica = self._build(message)
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            self._send(
-                Prepared(message.run_id, False, "", source.cause_is_missing(error), str(error), traceback.format_exc()),
-                (),
-            )
+            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
+            missing, trace = source.cause_is_missing(error), traceback.format_exc()
+            self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
