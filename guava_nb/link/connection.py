@@ -150,6 +150,8 @@ class Connection:
     def queue(self, record: Message) -> None:
         """Lock held: queue a record about the connection itself, ahead of all messages."""
         channel = Channel.HEARTBEAT if type(record) in _HEARTBEATS else Channel.CONTROL
+        if type(record) is Pong:  # only the newest answer counts: a peer that asks and never reads must not fill memory
+            self._urgent = deque(waiting for waiting in self._urgent if type(waiting.message) is not Pong)
         self._urgent.append(OutgoingMessage(record, channel, 0))
 
     def claim(self, record: Message | None = None) -> list[Buffer] | None:
@@ -178,6 +180,9 @@ class Connection:
             self.abort(problem)
         except (ValueError, BufferError) as problem:
             self.abort(_payload_gone(problem))
+        except Exception as problem:
+            logger.exception("sending to %s failed", self.peer)
+            self.abort(LinkBroken(f"sending to {self.peer} failed: {problem!r}"))
         with self._lane.lock:
             self._sending = False
             self._last_sent = time.monotonic()

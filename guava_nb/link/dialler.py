@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from guava_nb.errors import GuavaError, JoinRefused, LinkClosed, VersionMismatch
+from guava_nb.errors import ConfigError, GuavaError, JoinRefused, LinkClosed, VersionMismatch
 from guava_nb.link.events import Event
 from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
 from guava_nb.link.lane import BULK, CONTROL
@@ -172,6 +172,7 @@ def dial(
         identity: 32 secret bytes; who shows the same ones takes the place of an earlier session. Drawn when None.
 
     Raises:
+        ConfigError: the identity has another length, or the code's way to connect is not known here.
         AuthenticationError: secret or certificate do not match the code.
         JoinRefused: the listener said no, with its reason.
         VersionMismatch: it speaks another version.
@@ -179,7 +180,10 @@ def dial(
         LinkTimeout: no answer within `options.connect_timeout_s`.
         LinkBroken: it cannot be reached, or left.
     """
-    session = DialledSession(code, identity or secrets.token_bytes(IDENTITY_BYTES), options or LinkOptions(), on_event)
+    identity = secrets.token_bytes(IDENTITY_BYTES) if identity is None else identity
+    if len(identity) != IDENTITY_BYTES:
+        raise ConfigError(f"an identity has {IDENTITY_BYTES} bytes, not {len(identity)}")
+    session = DialledSession(code, identity, options or LinkOptions(), on_event)
     session.connect()
     return session
 
