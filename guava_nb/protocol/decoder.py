@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from guava_nb.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
 from guava_nb.protocol.header import CHANNELS, CONTINUATION, HEADER_BYTES, Header, Limits, check_header, unpack_header
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
+from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.tensors import check_tensors
 
 __all__ = ["Arrived", "Decoder"]
@@ -32,13 +32,15 @@ class Arrived(msgspec.Struct, frozen=True):
         channel: the traffic class.
         sequence: number on its channel; 0 for the records in `UNSEQUENCED`.
         payload: its bytes, owned by the receiver; `b""` when there are none.
-        wire_bytes: bytes it took on the wire, headers included.
+        total_bytes: one header, record and payload: what it counts against its sender's window.
+        wire_bytes: bytes it took on the wire, every header included.
     """
 
     message: Message
     channel: Channel
     sequence: int
     payload: memoryview | bytes
+    total_bytes: int
     wire_bytes: int
 
 
@@ -58,11 +60,6 @@ class _Incoming:
     def left_bytes(self) -> int:
         """Payload bytes still to come."""
         return self.header.payload_bytes - self.received_bytes
-
-
-def _allocate(nbytes: int) -> memoryview:
-    # numpy leaves the memory as it is; a bytearray would be zeroed first, which takes half as long as filling it does.
-    return np.empty(nbytes, np.uint8).data
 
 
 def _read_record(kind: int, record: memoryview) -> Message:
@@ -104,16 +101,17 @@ class Decoder:
         "limits",
     )
 
-    def __init__(self, limits: Limits | None = None, allocate: Callable[[int], memoryview] = _allocate) -> None:
+    def __init__(self, limits: Limits | None = None, allocate: Callable[[int], memoryview] | None = None) -> None:
         """Start between two frames.
 
         Args:
             limits: what is accepted; the defaults of `Limits` when None.
-            allocate: gives a writable, flat byte view of the asked length in bytes for a payload.
+            allocate: gives a writable, flat byte view of the asked length in bytes for a payload; `PayloadMemory`
+                when None.
         """
         self.limits = limits or Limits()
         self.error: RemoteProtocolError | None = None
-        self._allocate = allocate
+        self._allocate = allocate or PayloadMemory()
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._start = self._end = 0  # the unread part of the staging area
         self._given, self._direct = 0, False  # length of the buffer given last, and whether it was the target
@@ -291,14 +289,14 @@ class Decoder:
         self._expect(HEADER_BYTES)
         if incoming.left_bytes:
             return
-        header, message = incoming.header, incoming.message
+        header, message, payload = incoming.header, incoming.message, incoming.payload
         if self._open[header.channel] is incoming:
             self._open[header.channel] = None
             self._streaming = any(other and other.left_bytes >= _STAGING_BYTES for other in self._open)
         assert message is not None
-        arrived.append(
-            Arrived(message, CHANNELS[header.channel], header.sequence, incoming.payload, incoming.wire_bytes)
-        )
+        total_bytes = HEADER_BYTES + header.record_bytes + header.payload_bytes
+        channel = CHANNELS[header.channel]
+        arrived.append(Arrived(message, channel, header.sequence, payload, total_bytes, incoming.wire_bytes))
 
     def _fail(self, error: RemoteProtocolError) -> None:
         self.error = error

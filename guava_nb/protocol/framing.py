@@ -53,7 +53,7 @@ class OutgoingMessage:
         channel: the traffic class.
         sequence: number on its channel from 1; 0 for the records in `UNSEQUENCED`.
         payload_bytes: bytes of all buffers together.
-        total_bytes: bytes on the wire, headers included, when cut into the largest frames.
+        total_bytes: one header, record and payload: what it counts against the window, however it is cut.
     """
 
     __slots__ = ("_buffers", "_kind", "_record", "channel", "message", "payload_bytes", "sequence", "total_bytes")
@@ -83,8 +83,7 @@ class OutgoingMessage:
         self._buffers = tuple(_flat(buffer) for buffer in buffers if buffer.nbytes)
         self.payload_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._record = _encode(message, self.payload_bytes)
-        num_frames = max(1, -(-self.payload_bytes // CHUNK_BYTES))
-        self.total_bytes = num_frames * HEADER_BYTES + len(self._record) + self.payload_bytes
+        self.total_bytes = HEADER_BYTES + len(self._record) + self.payload_bytes
 
     def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
         """Cut the message into frames, from its start, as often as asked.

@@ -25,7 +25,7 @@ _ACK_WINDOW_SHARE = 4
 class _SendQueue:
     """One channel's messages: waiting, sent, and those the peer holds without having consumed them."""
 
-    __slots__ = ("acked", "held", "last", "sent", "sent_up_to", "unacked_bytes", "waiting", "waiting_bytes")
+    __slots__ = ("held", "last", "sent", "sent_up_to", "unacked_bytes", "waiting", "waiting_bytes")
 
     def __init__(self) -> None:
         self.waiting: deque[OutgoingMessage] = deque()
@@ -36,7 +36,6 @@ class _SendQueue:
         self.last = 0  # sequence given last
         self.sent_up_to = 0  # highest sequence that ever went out; re-sending does not lower it
         self.held = 0  # the peer said that it holds everything up to here: those buffers are gone
-        self.acked = 0
 
     def wait(self, message: OutgoingMessage) -> None:
         self.waiting.append(message)
@@ -56,7 +55,6 @@ class _SendQueue:
         return message
 
     def forget_consumed(self, sequence: int) -> None:
-        self.acked = max(self.acked, sequence)
         while self.sent and self.sent[0][0] <= sequence:
             self.unacked_bytes -= self.sent.popleft()[1]
         # A message put back by `resume` may turn out to have arrived over the old connection after all.
@@ -64,9 +62,9 @@ class _SendQueue:
             self.waiting_bytes -= self.waiting.popleft().total_bytes
 
     def put_back(self, received: int) -> None:
-        # An Ack over the other connection may have overtaken the peer's word about what it received.
-        self.held = max(received, self.acked)
-        while self.sent and self.sent[-1][0] > self.held:
+        self.held = received
+        # What an Ack over the other connection named meanwhile is not among `sent` any more.
+        while self.sent and self.sent[-1][0] > received:
             _, size, message = self.sent.pop()
             assert message is not None
             self.unacked_bytes -= size
@@ -181,27 +179,31 @@ class Outbox:
 class _ReceiveLog:
     """One channel's messages: received, consumed, told to the peer."""
 
-    __slots__ = ("consumed", "done", "received", "sizes", "told", "untold_bytes")
+    __slots__ = ("consumed", "done", "held_bytes", "received", "sizes", "told", "untold_bytes")
 
     def __init__(self) -> None:
         self.received = 0  # highest sequence that came whole
         self.consumed = 0  # everything up to here is consumed
         self.told = 0  # what the last Ack said
         self.untold_bytes = 0  # consumed in order since then
-        self.sizes: dict[int, int] = {}  # wire bytes of what came and is not consumed
-        self.done: dict[int, int] = {}  # consumed ahead of an earlier one: sequence to wire bytes
+        self.sizes: dict[int, int] = {}  # total bytes of what came and is not consumed
+        self.held_bytes = 0  # their sum
+        self.done: dict[int, int] = {}  # consumed ahead of an earlier one: sequence to total bytes
 
 
 class Inbox:
     """Messages from the peer: each taken once, in order, and acknowledged when consumed."""
 
-    def __init__(self, window_bytes: int) -> None:
+    def __init__(self, window_bytes: int, limit_bytes: int | None = None) -> None:
         """Start empty.
 
         Args:
             window_bytes: the peer's window per channel in bytes; an Ack is due when a quarter of it was consumed.
+            limit_bytes: most bytes of one channel to hold unconsumed, at least the peer's window; a peer that sends on
+                has ignored its credit. None trusts the peer, as one must where its window is not known.
         """
         self._ack_bytes = max(1, window_bytes // _ACK_WINDOW_SHARE)
+        self._limit_bytes = limit_bytes
         self._logs = {channel: _ReceiveLog() for channel in Channel}
 
     def accept(self, arrived: Arrived) -> bool:
@@ -211,7 +213,7 @@ class Inbox:
             False for one that came before, over an earlier connection: drop it.
 
         Raises:
-            RemoteProtocolError: messages before this one are missing.
+            RemoteProtocolError: messages before this one are missing, or the peer ignores its credit.
         """
         if not arrived.sequence:
             return True
@@ -223,8 +225,14 @@ class Inbox:
                 f"the peer sent message {arrived.sequence} on {arrived.channel.name}, "
                 f"but the last one received is {log.received}: messages are missing"
             )
+        if self._limit_bytes is not None and log.sizes and log.held_bytes + arrived.total_bytes > self._limit_bytes:
+            raise RemoteProtocolError(
+                f"the peer ignores its credit: {log.held_bytes + arrived.total_bytes} bytes of {arrived.channel.name} "
+                f"wait to be consumed; the limit is {self._limit_bytes}"
+            )
         log.received = arrived.sequence
-        log.sizes[arrived.sequence] = arrived.wire_bytes
+        log.held_bytes += arrived.total_bytes
+        log.sizes[arrived.sequence] = arrived.total_bytes
         return True
 
     def consumed(self, channel: Channel, sequence: int) -> Ack | None:
@@ -242,6 +250,7 @@ class Inbox:
         size = log.sizes.pop(sequence, None)
         if size is None:
             raise LocalProtocolError(f"message {sequence} on {channel.name} is consumed twice, or never came")
+        log.held_bytes -= size
         log.done[sequence] = size
         while (size := log.done.pop(log.consumed + 1, None)) is not None:
             log.consumed += 1

@@ -53,7 +53,7 @@ def test_small_message_comes_back():
     outgoing = OutgoingMessage(Ping(5), Channel.HEARTBEAT, 0)
     (arrived,) = Decoder().receive(wire(outgoing))
     assert (arrived.message, arrived.channel, arrived.sequence, arrived.payload) == (Ping(5), Channel.HEARTBEAT, 0, b"")
-    assert arrived.wire_bytes == outgoing.total_bytes == len(wire(outgoing))
+    assert arrived.total_bytes == arrived.wire_bytes == outgoing.total_bytes == len(wire(outgoing))
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7])
@@ -63,7 +63,10 @@ def test_payload_comes_back_and_is_writable(size):
     (arrived,) = Decoder().receive(wire(outgoing))
     assert arrived.payload == data[:size]
     assert not arrived.payload.readonly
-    assert arrived.wire_bytes == outgoing.total_bytes == len(wire(outgoing))
+    assert arrived.wire_bytes == len(wire(outgoing))
+    assert (
+        arrived.total_bytes == outgoing.total_bytes == len(wire(outgoing)) - HEADER_BYTES * ((size - 1) // CHUNK_BYTES)
+    )
 
 
 def test_frames_reference_the_buffers_and_can_be_cut_again():
@@ -95,6 +98,7 @@ def test_payload_is_received_in_place():
     # One staging read; then whole rests of chunks, and exactly a header between them.
     assert given[2:] == [HEADER_BYTES, CHUNK_BYTES, HEADER_BYTES, CHUNK_BYTES]
     assert len(arrived) == 1
+    assert len(decoder.get_buffer()) == given[0] > HEADER_BYTES
 
 
 def test_channels_interleave():
@@ -117,6 +121,11 @@ def test_non_byte_and_empty_buffers():
     outgoing = OutgoingMessage(bucket(16), Channel.GRADIENT, 1, [memoryview(b""), numbers])
     (arrived,) = Decoder().receive(wire(outgoing))
     assert arrived.payload == bytes(16)
+
+
+def test_fields_of_a_later_version_are_ignored():
+    (arrived,) = Decoder().receive(frame(record=b"\x93\xa1r\x01\xc0"))
+    assert arrived.message == EndRun("r")
 
 
 def test_large_record_comes_back():

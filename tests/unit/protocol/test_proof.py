@@ -71,6 +71,15 @@ def test_listener_without_the_secret_is_found_out():
     assert isinstance(dialler.error, AuthenticationError)
 
 
+def test_listener_that_repeats_the_diallers_proof_is_found_out():
+    dialler = DiallerProof(SECRET, FINGERPRINT)
+    dialler.to_send()
+    feed(dialler, PREAMBLE + b"n" * 32)
+    feed(dialler, b"\x01" + dialler.to_send())
+    assert not dialler.done
+    assert isinstance(dialler.error, AuthenticationError)
+
+
 def test_replayed_dialler_is_refused():
     dialler, listener = DiallerProof(SECRET, FINGERPRINT), ListenerProof(SECRET, FINGERPRINT)
     recorded = dialler.to_send()

@@ -26,7 +26,7 @@ def drain(outbox: Outbox) -> list[tuple[Channel, int]]:
 
 
 def arrived(channel: Channel, sequence: int, nbytes: int = 50) -> Arrived:
-    return Arrived(EndRun("r"), channel, sequence, b"", nbytes)
+    return Arrived(EndRun("r"), channel, sequence, b"", nbytes, nbytes)
 
 
 def test_order_is_by_channel_then_first_in_first_out():
@@ -164,9 +164,21 @@ def test_inbox_drops_duplicates_and_refuses_gaps():
     assert inbox.received() == {BATCH: 2, GRADIENT: 1}
 
 
+def test_inbox_refuses_a_peer_that_ignores_its_credit():
+    inbox = Inbox(WINDOW, limit_bytes=WINDOW)
+    assert inbox.accept(arrived(BATCH, 1, 5 * WINDOW))
+    inbox.consumed(BATCH, 1)
+    assert inbox.accept(arrived(BATCH, 2, 900))
+    assert inbox.accept(arrived(GRADIENT, 1, 900))
+    with pytest.raises(RemoteProtocolError, match="ignores its credit"):
+        inbox.accept(arrived(BATCH, 3, 101))
+    inbox.consumed(BATCH, 2)
+    assert inbox.accept(arrived(BATCH, 3, 101))
+
+
 def test_connection_records_pass_the_inbox():
     inbox = Inbox(WINDOW)
-    assert inbox.accept(Arrived(Ping(1), Channel.HEARTBEAT, 0, b"", 40))
+    assert inbox.accept(Arrived(Ping(1), Channel.HEARTBEAT, 0, b"", 40, 40))
     assert inbox.consumed(Channel.HEARTBEAT, 0) is None
     assert inbox.received() == {}
 
