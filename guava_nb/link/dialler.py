@@ -13,7 +13,6 @@ from guava_nb.link.events import Event
 from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
 from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.pool import PayloadPool
 from guava_nb.link.session import Session
 from guava_nb.protocol.framing import OutgoingMessage
 from guava_nb.protocol.joincode import JoinCode
@@ -59,7 +58,6 @@ class DialledSession(Session):
         """Start with nothing attached; see `dial`."""
         super().__init__(secrets.token_bytes(_SESSION_ID_BYTES), identity, code.address, options, on_event)
         self._code = code
-        self._pool = PayloadPool()
         self._backoff = _Backoff()
         self._look_again = threading.Event()
         self._redialler: threading.Thread | None = None
@@ -107,7 +105,7 @@ class DialledSession(Session):
             mine.last_step,
             mine.last_kind,
         )
-        made = attach(self._code, record, self._options, self._pool.allocate, max(0.05, until - time.monotonic()))
+        made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
         try:
             self.adopt(name, made.stream, made.decoder, made.attached, made.early)
         except BaseException:
@@ -202,7 +200,7 @@ def visit(code: JoinCode, identity: bytes, message: Message, options: LinkOption
     """
     options = options or LinkOptions()
     record = Attach(bytes(_SESSION_ID_BYTES), identity, "report", 0, {})
-    made = attach(code, record, options, PayloadPool(0).allocate, options.connect_timeout_s)
+    made = attach(code, record, options, options.connect_timeout_s)
     try:
         for frame in OutgoingMessage(message, Channel.CONTROL, 1).frames():
             made.stream.send_all(frame)

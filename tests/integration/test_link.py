@@ -23,7 +23,6 @@ from guava_nb.link.events import (
 from guava_nb.link.handshake import attach
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.pool import PayloadPool
 from guava_nb.protocol.messages import Attach, Channel, CrashReport
 from tests.support.links import (
     QUICK,
@@ -279,7 +278,7 @@ def test_a_second_connection_of_a_session_wins(lane: str) -> None:
         ours.send(*numbered(0, Channel.GRADIENT, 10))
         made.here.wait_for(MessageArrived, 2)
         record = Attach(ours.session_id, ours.identity, lane, 1, {})
-        second = attach(made.listener.join_code(), record, QUICK, PayloadPool().allocate, 5)
+        second = attach(made.listener.join_code(), record, QUICK, 5)
         assert second.attached.resumed
         assert second.attached.received == {(1 if lane == "control" else 4): 1}
         # The dialler's own connection was closed; it comes back with a higher number and wins in turn.
@@ -300,7 +299,7 @@ def test_a_second_connection_of_a_session_wins(lane: str) -> None:
         # An older number than the one that stands is refused.
         record = Attach(ours.session_id, ours.identity, lane, 0, {})
         with pytest.raises(JoinRefused, match="newer connection"):
-            attach(made.listener.join_code(), record, QUICK, PayloadPool().allocate, 5)
+            attach(made.listener.join_code(), record, QUICK, 5)
 
 
 def test_a_second_process_with_the_same_identity_takes_the_place() -> None:

@@ -1,23 +1,17 @@
-"""The small parts of the link that need no socket: pool, seats, registry, log limit, pauses, options."""
+"""The small parts of the link that need no socket: seats, registry, log limit, pauses, options."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError, JoinRefused
 from guava_nb.link.dialler import _Backoff, dial
 from guava_nb.link.guests import Guests
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.pool import PayloadPool, _size_class
 from guava_nb.link.registry import Registry
 from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
@@ -25,80 +19,6 @@ from guava_nb.protocol.messages import Attach
 from guava_nb.transport.memory import memory_pair
 
 pytestmark = pytest.mark.timeout(30)
-MIB = 1 << 20
-
-
-def address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
-
-
-def test_the_pool_reuses_what_nobody_holds() -> None:
-    pool = PayloadPool()
-    view = pool.allocate(MIB)
-    where = address(view)
-    assert (view.nbytes, view.readonly, view.format, view.ndim) == (MIB, False, "B", 1)
-    del view
-    assert address(pool.allocate(MIB)) == where
-
-
-@pytest.mark.parametrize("hold", [lambda v: v, lambda v: v[5:6], lambda v: np.frombuffer(v, np.uint8)[3:]])
-def test_the_pool_leaves_alone_what_somebody_holds(hold) -> None:
-    pool = PayloadPool()
-    view = pool.allocate(MIB)
-    where = address(view)
-    held = hold(view)
-    del view
-    assert address(pool.allocate(MIB)) != where
-    del held
-    gc.collect()
-    assert where in {address(view) for view in [pool.allocate(MIB) for _ in range(2)]}
-
-
-def test_a_tensor_over_a_payload_holds_it() -> None:
-    torch = pytest.importorskip("torch")
-    pool = PayloadPool()
-    view = pool.allocate(MIB)
-    where = address(view)
-    tensor = torch.frombuffer(view, dtype=torch.float32)[10:]
-    del view
-    assert address(pool.allocate(MIB)) != where
-    del tensor
-    gc.collect()
-    assert where in {address(view) for view in [pool.allocate(MIB) for _ in range(2)]}
-
-
-def test_the_pool_keeps_no_more_than_told() -> None:
-    pool = PayloadPool(keep_bytes=4 * MIB)
-    views = [pool.allocate(MIB) for _ in range(10)]
-    assert pool.kept_bytes <= 4 * MIB
-    assert len({address(view) for view in views}) == 10
-    assert pool.allocate(64 * MIB).nbytes == 64 * MIB
-    assert pool.kept_bytes <= 4 * MIB
-    assert PayloadPool(0).allocate(MIB).nbytes == MIB
-    assert pool.allocate(0).nbytes == 0
-
-
-def test_the_pool_never_gives_one_buffer_to_two() -> None:
-    pool = PayloadPool()
-
-    def work(seed: int) -> None:
-        for index in range(200):
-            view = pool.allocate(MIB // 2)
-            mark = bytes([seed, index % 251]) * 50
-            view[:100] = mark
-            view[-100:] = mark
-            assert view[:100] == view[-100:] == mark
-
-    with ThreadPoolExecutor(4) as workers:
-        list(workers.map(work, range(4)))
-
-
-@given(st.integers(256 << 10, 1 << 40))
-@settings(max_examples=200, deadline=None)
-def test_size_classes_fit_and_waste_at_most_a_quarter(nbytes: int) -> None:
-    size = _size_class(nbytes)
-    assert nbytes <= size <= nbytes * 1.25 + 1
-    assert _size_class(size) == size
 
 
 def test_the_longest_seated_guest_leaves_first() -> None:
