@@ -173,16 +173,21 @@ class Connection:
         return batch
 
     def send_claimed(self, batch: list[Buffer]) -> None:
-        """Lock not held: send what `claim` gave."""
+        """Lock not held: send what `claim` gave. A failure breaks the connection, which the reader tells."""
         try:
             self._stream.send_all(batch)
         except GuavaError as problem:
             self.abort(problem)
         except (ValueError, BufferError) as problem:
             self.abort(_payload_gone(problem))
-        except Exception as problem:
-            logger.exception("sending to %s failed", self.peer)
-            self.abort(LinkBroken(f"sending to {self.peer} failed: {problem!r}"))
+        except BaseException as problem:
+            # Half a frame may be out, as when a cell was interrupted here: only a new connection can go on.
+            self.abort(LinkBroken(f"sending to {self.peer} was interrupted: {problem!r}"))
+            raise
+        finally:
+            self._sent()
+
+    def _sent(self) -> None:
         with self._lane.lock:
             self._sending = False
             self._last_sent = time.monotonic()
