@@ -119,10 +119,10 @@ class Orchestrator:
             self._job.interrupt()
             self._job.interrupt()
             self._job.run.wait(10.0)
+        if self._listener is not None:
+            self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
             self._cluster.close()
-        if self._listener is not None:
-            self._listener.close()
         for worker in self._local:
             worker.close()
         self._local.clear()

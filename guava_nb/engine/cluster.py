@@ -150,9 +150,10 @@ class Cluster:
         if not move(rank, detail):
             return
         session = self._sessions.pop(rank, None)
-        if session is not None:
-            session.close(detail)
         self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
+        if session is not None:
+            # Closing waits for a peer that may be gone; the others' events must not wait with it.
+            threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
         self.notice(sentence)
@@ -242,10 +243,8 @@ class Cluster:
                     on_wait(len(ready))
             return ready
 
-    def close(self, reason: str = "the orchestrator closed the session") -> None:
-        """Say goodbye to everyone and stop."""
-        for session in self.sessions():
-            session.close(reason)
+    def close(self) -> None:
+        """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
