@@ -60,7 +60,7 @@ class Membership:
         self._by_peer = False
         self._step = -1
         self._ended = threading.Event()
-        self.loop = WorkerLoop(self._send, device, own_model, self._on_progress)
+        self.loop = WorkerLoop(self._send, device, own_model, self._on_state, self._on_commit)
 
     def run(self) -> str:
         """Work until the session ends; returns why it ended.
@@ -102,8 +102,11 @@ class Membership:
         elif isinstance(event, SessionResumed):
             self._report("ready", self._step, "the connection is back")
 
-    def _on_progress(self, state: str, generation: int, step: int) -> None:
+    def _on_state(self, state: str, step: int) -> None:
+        self._step = step
+        self._report(state, step, self.loop.name)
+
+    def _on_commit(self, generation: int, step: int) -> None:
         self._step = step
         if self._session is not None:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
-        self._report(state, step, self.loop.name)

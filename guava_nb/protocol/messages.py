@@ -403,6 +403,7 @@ class Committed(Message, frozen=True):
     update_s: float = 0.0
     learning_rate: float | None = None
     skipped: bool = False
+    ready: Ready | None = None  # from a lone worker: its report on the shard, in the same message
 
 
 class Abort(Message, frozen=True):
