@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,10 @@ class Orchestrator:
     Args:
         config: settings; `overrides` replace single fields of it.
 
+    Attributes:
+        run: the newest run, None before the first.
+        log_folder: where everything goes that workers print; made with the first line.
+
     Raises:
         ConfigError: a setting is wrong.
     """
@@ -74,7 +79,8 @@ class Orchestrator:
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
         self._code: JoinCode | None = None
-        self._log_folder = Path(tempfile.gettempdir()) / "guava_nb" / time.strftime("session-%Y%m%d-%H%M%S")
+        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / name
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -85,7 +91,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self._log_folder), self._notice)
+            cluster = Cluster(OutputLog(self.log_folder), self._notice)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -176,7 +182,7 @@ class Orchestrator:
         if code.host in ("0.0.0.0", "::"):
             code = code.with_address("127.0.0.1", code.port)
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder) for k in range(count)
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder) for k in range(count)
         ]
         self._local.extend(started)
         return started
@@ -378,10 +384,10 @@ class Orchestrator:
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble = run, job, ensemble
-        job.start()
         if detach:
+            job.start()
             return run
-        watch(run, progress)
+        watch(run, job.start, progress)
         return run.result()
 
     def stop(self) -> None:

@@ -43,7 +43,8 @@ def start_worker(code: JoinCode | str | None = None, device: str = "auto", name:
     """
     decoded = join_code_from(code)
     chosen = str(pick_device(device))
-    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / "guava_nb")
+    user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
+    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / f"guava_nb-{user}")
 
 
 def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -15,8 +19,13 @@ __all__ = ["watch"]
 REFRESH_S = 0.25
 
 
-def watch(run: Run, show: bool = True) -> None:
-    """Wait for the run on the calling thread, with a bar; an interrupt stops the run, a second one at once."""
+def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
+    """Start the run and wait for it on the calling thread, with a bar; an interrupt stops it, a second one at once.
+
+    Args:
+        start: called once interrupts are taken care of, so that none leaves a run behind that nobody watches.
+        show: draw the bar.
+    """
     bar = tqdm(
         total=run.total_steps,
         unit="step",
@@ -26,17 +35,32 @@ def watch(run: Run, show: bool = True) -> None:
         dynamic_ncols=True,
         leave=True,
     )
-    try:
-        while True:
-            try:
-                ended = run.wait(REFRESH_S)
+    with _interrupts(run.interrupt):
+        start()
+        try:
+            ended = False
+            while not ended:
+                try:
+                    ended = run.wait(REFRESH_S)
+                except KeyboardInterrupt:  # raised by hand, or in a thread that has no signals
+                    run.interrupt()
                 _update(bar, run.status())
-                if ended:
-                    return
-            except KeyboardInterrupt:
-                run.interrupt()
+        finally:
+            bar.close()
+
+
+@contextmanager
+def _interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Call instead of raising: an exception could come between any two instructions, also while the bar is drawn."""
+    previous = None
+    if threading.current_thread() is threading.main_thread():
+        previous = signal.signal(signal.SIGINT, lambda number, frame: on_interrupt())
+    try:
+        yield
     finally:
-        bar.close()
+        # A handler that was not set from Python comes back as None and cannot be set again from here.
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
 
 
 def _update(bar: tqdm[Any], status: RunStatus) -> None:
