@@ -66,7 +66,7 @@ class Membership:
         """Work until the session ends; returns why it ended.
 
         Raises:
-            GuavaError: the join failed, or the orchestrator was lost.
+            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
         """
         self._report("joining", -1, f"dialling {self._code.address}")
         self._session = dial(self._code, self._on_event, self._options, self._identity)
@@ -75,8 +75,8 @@ class Membership:
             self.loop.run()
         finally:
             self._session.close("the worker left")
-        if self._closed is not None and not self._by_peer:
-            raise self._closed
+        if self._closed is not None and not (self._by_peer and isinstance(self._closed, LinkClosed)):
+            raise self._closed  # lost, or sent away: a newer process took this place, the session was given up there
         return str(self._closed) if self._closed is not None else "left"
 
     def send(self, message: Message) -> None:
