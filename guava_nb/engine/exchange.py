@@ -37,6 +37,19 @@ class _Arrival(Protocol):
         """Wait until it is there."""
 
 
+class _Filling:
+    """One bucket in one shard: its host memory, and how often each gradient came."""
+
+    __slots__ = ("fired", "flat", "missing", "sent", "views")
+
+    def __init__(self, bucket: Bucket, flat: Tensor, views: list[Tensor]) -> None:
+        self.flat = flat
+        self.views = views
+        self.fired = [0] * len(bucket.names)
+        self.missing = len(bucket.names)
+        self.sent = False
+
+
 class GradientExchange:
     """Collects one shard's gradients into buckets and hands them over as they fill."""
 
@@ -48,37 +61,35 @@ class GradientExchange:
         self._early = False  # handed over during backward: not before the first shard has been counted
         self._may_be_early = True
         self._carrier = _carrier(device)
-        self._free: list[list[Tensor]] = [[] for _ in layout.buckets]
-        self._lent: list[list[Tensor]] = [[] for _ in layout.buckets]
+        self._free: list[list[tuple[Tensor, list[Tensor]]]] = [[] for _ in layout.buckets]
+        self._lent: list[list[tuple[Tensor, list[Tensor]]]] = [[] for _ in layout.buckets]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._on_bucket: OnBucket | None = None
-        self._fired: list[list[int]] = []
-        self._missing: list[int] = []
-        self._sent: list[bool] = []
+        self._fillings: list[_Filling] = []
         self._under_way: deque[tuple[int, bytes, Tensor, _Arrival]] = deque()
 
     def begin(self, on_bucket: OnBucket) -> None:
         """Call right before the backward whose gradients complete the shard."""
         if not self._hooks:
             self._install()
-        self._fired = [[0] * len(needed) for needed in self._needed]
-        self._missing = [len(needed) for needed in self._needed]
-        self._sent = [False] * len(self._buckets)
+        self._fillings = [_Filling(bucket, *self._borrow(bucket)) for bucket in self._buckets]
         self._on_bucket = on_bucket
 
     def finish(self) -> None:
         """Hand over what is left, with parameters that got no gradient marked absent; gradients are dropped."""
-        for number in range(len(self._buckets)):
-            if not self._sent[number]:
+        for number, filling in enumerate(self._fillings):
+            if not filling.sent:
                 self._send(number)
         self._drain(wait=True)
+        for needed, filling in zip(self._needed, self._fillings, strict=True):
+            needed[:] = map(max, needed, filling.fired)
+        self._fillings = []
         self._on_bucket = None
-        for needed, fired in zip(self._needed, self._fired, strict=True):
-            needed[:] = map(max, needed, fired)
         self._early = self._may_be_early
 
     def cancel(self) -> None:
         """Stop after an error; what was handed over stays valid until `recycle`."""
+        self._fillings = []
         self._on_bucket = None
         for *_, arrival in self._under_way:
             arrival.synchronize()
@@ -96,6 +107,16 @@ class GradientExchange:
             hook.remove()
         self._hooks.clear()
 
+    def _borrow(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
+        free = self._free[bucket.index]
+        if free:
+            lent = free.pop()
+        else:
+            flat = self._carrier.allocate(bucket)
+            lent = flat, bucket.views(flat)
+        self._lent[bucket.index].append(lent)
+        return lent
+
     def _install(self) -> None:
         for number, parameters in enumerate(self._parameters):
             for position, parameter in enumerate(parameters):
@@ -104,17 +125,22 @@ class GradientExchange:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _hook(self, number: int, position: int) -> Callable[[Tensor], None]:
+        # Runs once per parameter and step: a step of a small model has no time for more.
+        needed = self._needed[number]
+        note_stream = self._carrier.note_stream
+
         def on_gradient(parameter: Tensor) -> None:
-            if self._on_bucket is None:
+            if not self._fillings:
                 return
-            self._carrier.note_stream()
-            if self._sent[number]:
+            filling = self._fillings[number]
+            if filling.sent:
                 self._too_late(number, position)
-            fired = self._fired[number]
-            fired[position] += 1
-            if fired[position] == self._needed[number][position]:
-                self._missing[number] -= 1
-                if self._early and self._missing[number] == 0:
+            if note_stream is not None:
+                note_stream()
+            filling.fired[position] += 1
+            if filling.fired[position] == needed[position]:
+                filling.missing -= 1
+                if filling.missing == 0 and self._early:
                     self._send(number)
 
         return on_gradient
@@ -130,24 +156,19 @@ class GradientExchange:
         )
 
     def _send(self, number: int) -> None:
-        self._sent[number] = True
+        filling = self._fillings[number]
+        filling.sent = True
         parameters = self._parameters[number]
         gradients = [parameter.grad for parameter in parameters]
-        flat = self._borrow(number)
-        arrival = self._carrier.copy(self._buckets[number], flat, gradients)
+        present = pack_present([gradient is not None for gradient in gradients])
+        arrival = self._carrier.copy(self._buckets[number], filling, gradients)
         for parameter in parameters:
             parameter.grad = None
-        present = pack_present([gradient is not None for gradient in gradients])
         if arrival is not None:
-            self._under_way.append((number, present, flat, arrival))
+            self._under_way.append((number, present, filling.flat, arrival))
             self._drain(wait=False)
         elif self._on_bucket is not None:
-            self._on_bucket(number, present, flat)
-
-    def _borrow(self, number: int) -> Tensor:
-        flat = self._free[number].pop() if self._free[number] else self._carrier.allocate(self._buckets[number])
-        self._lent[number].append(flat)
-        return flat
+            self._on_bucket(number, present, filling.flat)
 
     def _drain(self, wait: bool) -> None:
         while self._under_way and (wait or self._under_way[0][-1].query()):
@@ -160,10 +181,10 @@ class GradientExchange:
 # ------------------------------------------------------------------------------------------------------- to the host
 
 
-def _fill(bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> None:
-    """Copy gradients into a flat tensor on their own device; the place of an absent one becomes zero."""
+def _fill(views: list[Tensor], gradients: list[Tensor | None]) -> None:
+    """Copy gradients to their places on the same device; the place of an absent one becomes zero."""
     targets, sources = [], []
-    for view, gradient in zip(bucket.views(flat), gradients, strict=True):
+    for view, gradient in zip(views, gradients, strict=True):
         if gradient is None:
             view.zero_()
             continue
@@ -176,48 +197,54 @@ def _fill(bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> None:
 class _Carrier(Protocol):
     """Brings gradients from a device into a flat host tensor."""
 
+    #: Called at each gradient where it matters on which stream it was computed.
+    note_stream: Callable[[], None] | None
+
     def allocate(self, bucket: Bucket) -> Tensor:
         """Return a new flat host tensor."""
 
-    def note_stream(self) -> None:
-        """Remember where the gradient that just came is computed."""
-
-    def copy(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> _Arrival | None:
-        """Copy; None when it is done already. The gradients may be dropped at once."""
+    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
+        """Copy; None when all is there already. The gradients may be dropped at once."""
 
 
 class _HostCarrier:
     """Gradients are on the host: one copy, nothing to wait for."""
 
+    note_stream: Callable[[], None] | None = None
+
     def allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.numel, dtype=bucket.dtype)
 
-    def note_stream(self) -> None:
-        return None
-
-    def copy(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> _Arrival | None:
+    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
         with torch.no_grad():
-            _fill(bucket, flat, gradients)
+            _fill(filling.views, gradients)
         return None
 
 
-class _StagedCarrier(_HostCarrier):
+class _StagedCarrier:
     """Any other device: gathered there, then one copy that waits for it."""
+
+    note_stream: Callable[[], None] | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._staging: dict[int, Tensor] = {}
+        self._staging: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def _stage(self, bucket: Bucket) -> Tensor:
-        if bucket.index not in self._staging:
-            self._staging[bucket.index] = torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device)
-        return self._staging[bucket.index]
+    def allocate(self, bucket: Bucket) -> Tensor:
+        return torch.empty(bucket.numel, dtype=bucket.dtype)
 
-    def copy(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> _Arrival | None:
+    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
         with torch.no_grad():
-            _fill(bucket, self._stage(bucket), gradients)
-            flat.copy_(self._stage(bucket))
+            filling.flat.copy_(self._gather(bucket, gradients))
         return None
+
+    def _gather(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
+        if bucket.index not in self._staging:
+            flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=self._device)
+            self._staging[bucket.index] = flat, bucket.views(flat)
+        flat, views = self._staging[bucket.index]
+        _fill(views, gradients)
+        return flat
 
 
 class _CudaCarrier(_StagedCarrier):
@@ -231,22 +258,22 @@ class _CudaCarrier(_StagedCarrier):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sources: set[torch.cuda.Stream] = set()
+        # The user's model may compute on streams of its own; each that made a gradient is waited for.
+        self.note_stream = self._note_stream
 
     def allocate(self, bucket: Bucket) -> Tensor:
         return torch.empty(bucket.numel, dtype=bucket.dtype, pin_memory=True)
 
-    def note_stream(self) -> None:
+    def _note_stream(self) -> None:
         self._sources.add(torch.cuda.current_stream(self._device))
 
-    def copy(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor | None]) -> _Arrival | None:
-        self.note_stream()
+    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
+        self._note_stream()
         for source in self._sources:
             self._stream.wait_stream(source)
         self._sources.clear()
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            staging = self._stage(bucket)
-            _fill(bucket, staging, gradients)
-            flat.copy_(staging, non_blocking=True)
+            filling.flat.copy_(self._gather(bucket, gradients), non_blocking=True)
             arrival: torch.cuda.Event = self._stream.record_event()
         for gradient in gradients:
             if gradient is not None:

@@ -233,6 +233,7 @@ class WorkerLoop:
             raise PreparationError("this worker does not run source code of the orchestrator")
         if message.spec.threads is not None:
             torch.set_num_threads(message.spec.threads)
+        torch.use_deterministic_algorithms(message.spec.deterministic)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)

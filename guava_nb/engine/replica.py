@@ -143,7 +143,7 @@ class Replica:
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
                     self._exchange.begin(on_bucket)
-                _scaled(loss, loss.weight * self.loss_scale / work.global_rows).backward()  # type: ignore[no-untyped-call]
+                _backward(loss.value, loss.weight * self.loss_scale / work.global_rows)
                 if on_bucket is not None and last:
                     self._exchange.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
@@ -162,14 +162,14 @@ class Replica:
         return ShardResult(loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit)
 
     def _culprit(self) -> str:
-        pairs = [(name, p.grad) for name, p in self._named.items() if p.grad is not None]
-        if pairs:
-            # One pass without temporaries; only when the norms overflow is every element looked at.
-            norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm([g for _, g in pairs])])
-            if not math.isfinite(float(norms.sum())):
-                for name, gradient in pairs:
-                    if not bool(torch.isfinite(gradient).all()):
-                        return name
+        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            gradients = [_values(gradient) for gradient in gradients]
+        # One pass without temporaries; only when the norms overflow is every element looked at.
+        if gradients and not math.isfinite(sum(torch.stack(torch._foreach_norm(gradients)).tolist())):
+            for name, parameter in self._named.items():
+                if parameter.grad is not None and not bool(torch.isfinite(_values(parameter.grad)).all()):
+                    return name
         return self._buffers.first_not_finite()
 
     # -------------------------------------------------------------------------------------------------- commit or abort
@@ -243,10 +243,10 @@ class Replica:
         self._exchange.recycle()
         if self._scaler:
             self._scaler.update(skipped=False)
-        if means is None or BUFFERS not in means:
-            self._buffers.commit() if means is None else self._buffers.restore()
-        else:
-            self._buffers.adopt(*means[BUFFERS])
+        if means is None:
+            self._buffers.commit()
+        elif self.layout.buffers is not None:
+            self._buffers.adopt(*_pick(means, BUFFERS))
 
     def _scale_own(self, factor: float) -> None:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
@@ -270,7 +270,7 @@ class Replica:
     # ------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
-        """Measure a batch at the committed state, in evaluation mode.
+        """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training.
@@ -373,9 +373,15 @@ class Replica:
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-def _scaled(loss: Loss, factor: float) -> Tensor:
-    half = loss.value.dtype in (torch.float16, torch.bfloat16)
-    return (loss.value.float() if half else loss.value) * factor
+def _backward(value: Tensor, factor: float) -> None:
+    """Run backward of `value * factor` without an operation more than a plain loop has."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()  # the factor would be rounded
+    torch.autograd.backward(value, torch.full_like(value, factor))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
 def _pick(means: Means, number: int) -> tuple[bytes, Tensor]:
