@@ -23,7 +23,7 @@ from guava_nb.engine.batches import cut
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import PreparationError
+from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
@@ -166,9 +166,8 @@ class WorkerLoop:
 
     def _has_work(self) -> bool:
         step = self._steps.current()
-        if self._leaving and not self._mid_step():
-            return True
-        return step is not None and (bool(step.todo) or self._can_apply(step))
+        leaves = bool(self._leaving) and not self._mid_step()
+        return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
 
     def _handle(self, message: Message, payload: memoryview) -> None:
         match message:
@@ -222,7 +221,9 @@ class WorkerLoop:
         try:
             self._replica = self._build(message)
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            self._send(Prepared(message.run_id, False, "", _missing(error), str(error), traceback.format_exc()), ())
+            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
+            missing, trace = source.cause_is_missing(error), traceback.format_exc()
+            self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
@@ -391,12 +392,3 @@ class WorkerLoop:
             Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
             (),
         )
-
-
-def _missing(error: BaseException) -> str:
-    """The module whose absence caused this error, "" when it was something else."""
-    named = str(getattr(error, "missing_module", ""))
-    for link in (error, error.__cause__):
-        if not named and isinstance(link, ModuleNotFoundError):
-            named = link.name or ""
-    return named

@@ -25,7 +25,7 @@ from guava_nb.transport.stream import Buffer, Stream, flatten
 __all__ = ["TlsStream"]
 
 _RECORD_BYTES = 16 << 10  # the largest TLS record
-_SEAL_BYTES = 4 * _RECORD_BYTES  # encrypted, then sent: still in the cache then, and below malloc's mmap threshold
+_SEAL_BYTES = 32 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
 
 
@@ -150,10 +150,10 @@ class TlsStream(Stream):
         size, done = len(view), 0
         try:
             while done < size:
-                count = read(size - done, view[done:] if done else view)
-                done += count
-                if not count or not self._incoming.pending:  # room left in view: the record was read to its end
+                count = read(size, view[done:])
+                if not count:
                     break
+                done += count
         except ssl.SSLWantReadError:
             return done or None
         except ssl.SSLZeroReturnError:

@@ -12,7 +12,11 @@ def test_lines_by_worker_with_names_in_front_of_all(tmp_path: Path) -> None:
     log.add("a", "stdout", ["one"])
     log.add("b", "stderr", ["two"], dropped=3)
     assert log.tail("a") == ["one"]
-    assert log.tail() == ["a | one", "b | [stderr] two", "b | [3 lines left out here; the worker's own log file has them]"]
+    assert log.tail() == [
+        "a | one",
+        "b | [stderr] two",
+        "b | [3 lines left out here; the worker's own log file has them]",
+    ]
     assert log.tail("nobody") == [] and log.workers() == ["a", "b"]
     assert heard[0] == ("a", "one")
     assert log.path("a").read_text().endswith("one\n")

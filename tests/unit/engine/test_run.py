@@ -34,7 +34,8 @@ def test_the_report_is_json_with_the_promised_keys() -> None:
     } <= report.keys()  # fmt: skip
     assert report["steps"] == 3 and report["samples"] == 12 and len(report["train_loss"]) == 3
     assert report["val"] == {"loss": 0.5, "accuracy": 0.75, "samples": 8}
-    assert {"out_bytes", "in_bytes", "sample_bytes", "gradient_bytes", "parameter_bytes", "control_bytes"} <= report["wire"].keys()
+    kinds = {f"{kind}_bytes" for kind in ("out", "in", "sample", "gradient", "activation", "parameter", "control")}
+    assert kinds == report["wire"].keys()
 
 
 def test_what_was_not_measured_is_none_and_never_zero() -> None:
