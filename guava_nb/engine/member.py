@@ -73,11 +73,12 @@ class Membership:
         self._send(self._hello, ())
         try:
             self.loop.run()
+            closed, by_peer = self._closed, self._by_peer  # before the session is closed from here
         finally:
             self._session.close("the worker left")
-        if self._closed is not None and not (self._by_peer and isinstance(self._closed, LinkClosed)):
-            raise self._closed  # lost, or sent away: a newer process took this place, the session was given up there
-        return str(self._closed) if self._closed is not None else "left"
+        if closed is not None and not (by_peer and isinstance(closed, LinkClosed)):
+            raise closed  # lost, or sent away: a newer process took this place, the session was given up there
+        return str(closed) if closed is not None else "left"
 
     def send(self, message: Message) -> None:
         """Queue a message for the orchestrator; from any thread. Does nothing once the session is closed."""

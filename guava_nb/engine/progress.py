@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
+from guava_nb.engine.interrupts import interrupts_call
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import RunStatus
 
@@ -35,7 +33,7 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
         dynamic_ncols=True,
         leave=True,
     )
-    with _interrupts(run.interrupt):
+    with interrupts_call(run.interrupt):
         start()
         try:
             ended = False
@@ -47,20 +45,6 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
                 _update(bar, run.status())
         finally:
             bar.close()
-
-
-@contextmanager
-def _interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Call instead of raising: an exception could come between any two instructions, also while the bar is drawn."""
-    previous = None
-    if threading.current_thread() is threading.main_thread():
-        previous = signal.signal(signal.SIGINT, lambda number, frame: on_interrupt())
-    try:
-        yield
-    finally:
-        # A handler that was not set from Python comes back as None and cannot be set again from here.
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
 
 
 def _update(bar: tqdm[Any], status: RunStatus) -> None:

@@ -121,7 +121,6 @@ def test_a_stopped_worker_is_noticed_by_its_silence_and_comes_back(session: Sess
         victim.release()
         os.kill(victim.pid, signal.SIGCONT)
     eventually(lambda: session.state_of(victim.name) in ("ready", "working"), 20, "it is back")
-    victim.note_lanes(["control", "bulk"])
     goes_on.set()
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(5))
     assert comes_back.fired and run.generations == 3
@@ -157,7 +156,6 @@ def test_a_cut_connection_resumed_in_mid_step_changes_nothing(
     assert act.fired and link.is_cut.is_set()
     eventually(lambda: session.state_of(victim.name) == "ready", 20, "the session is whole again")
     assert len(victim.relay.links) == opened + 1  # type: ignore[union-attr]
-    victim.note_lanes([lane])
     assert session.ready() == [w.name for w in pair]  # the same seats, so the same sessions
 
 
@@ -178,7 +176,6 @@ def test_all_connections_cut_for_a_second(session: Session, pair: list[Worker]) 
     assert act.fired
     for worker in pair:
         eventually(lambda w=worker: session.state_of(w.name) == "ready", 20, "the session is whole again")
-        worker.note_lanes(["control", "bulk"])
     assert session.ready() == [w.name for w in pair]
 
 

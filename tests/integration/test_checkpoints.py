@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from guava_nb.engine.run import Run
 from guava_nb.errors import CheckpointError
 from tests.support.console import Console
-from tests.support.processes import CELL, PlainTraining, Session, Worker, data, difference, loader
+from tests.support.processes import CELL, PlainTraining, Session, data, difference, loader
 
 SCRIPT = """
 import os, torch
@@ -35,7 +35,7 @@ class Tell:
 def outcome(run):
     torch.save(run.model().state_dict(), folder / "model.pt")
     losses = [record["loss"] for record in run.history]
-    return [run.state, losses, run.lost_samples, run.duplicated_samples, session.ready()]
+    return [run.state, losses, run.lost_samples, run.duplicated_samples, sorted(session.ready())]
 """
 
 
@@ -94,7 +94,7 @@ def test_resuming_in_another_process_equals_the_uninterrupted_run_bit_for_bit(
     assert three.orch.save_checkpoint(path) == path
 
     content = torch.load(path, weights_only=True)
-    assert content["step"] == steps - 1 and content["position"]["samples"] == (0 if steps == 8 else 64)
+    assert content["step"] == steps - 1 and content["position"]["samples"] == (101 if steps == 8 else 64)
     plain_model = PlainTraining(three.folder, []).model
     plain_model.load_state_dict(content["model"])
     assert difference(plain_model, run.model()) == 0.0
@@ -151,17 +151,21 @@ def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> No
     run = three.train(loader(), epochs=1)
     path = three.orch.save_checkpoint(tmp_path / "small.pt")
     cell = CELL.format(folder=str(three.folder))
-    with pytest.raises(CheckpointError, match=r"belongs to another model .*first.weight: \(16, 10\) in the file, \(24, 1"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another model .*first.weight: \(16, 10\) in the file, \(24, 1"
+    ):
         three.train(loader(), cell=cell.replace("width=16", "width=24"), resume=path)
     with pytest.raises(CheckpointError, match=r"not in the file: head.*not in the model: last"):
         three.train(loader(), cell=cell.replace("self.last", "self.head"), resume=path)
-    with pytest.raises(CheckpointError, match=r"another optimizer|optimizer state"):
+    with pytest.raises(CheckpointError, match=r"was made with optimizer AdamW, this run has optimizer SGD"):
         three.train(loader(), epochs=2, optimizer="SGD", optimizer_args={"lr": 0.1, "momentum": 0.9}, resume=path)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match=r"cut\.pt cannot be read as a checkpoint"):
         three.train(loader(), resume=cut)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*smal\.pt; in .* there are: cut\.pt, small\.pt"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint .*smal\.pt; in .* there are: cut\.pt, small\.pt"
+    ):
         three.train(loader(), resume=tmp_path / "smal.pt")
     # A refusal leaves nothing behind: the next run starts where it was told to.
     again = three.train(loader(), epochs=1)
@@ -201,7 +205,6 @@ def test_interrupts_at_random_points_of_one_script(script: Console, folder: Path
 def test_a_step_that_does_not_end_is_given_up_after_the_grace(script: Console, folder: Path) -> None:
     script.run("workers[1].trap('backward', 3)")
     script.start("answer = outcome(session.train(in_order, epochs=400))")
-    script.run  # noqa: B018 - the run blocks the script, so its trap is watched from here
     deadline = time.monotonic() + 40
     while not list(folder.glob("*.reached")):
         assert time.monotonic() < deadline

@@ -53,9 +53,7 @@ def test_check_finds_no_difference_to_plain_pytorch(
 
 
 @pytest.mark.timeout(150)
-def test_two_workers_learn_the_digits_and_report_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_workers_learn_the_digits_and_report_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = demo(tmp_path, "--workers", "2", "--epochs", "8")
     assert set(report) >= KEYS and set(report["wire"]) >= WIRE_KEYS and set(report["step_s"]) == {"p50", "p95"}
     assert report["val"]["accuracy"] >= 0.95 and report["val"]["samples"] == 360

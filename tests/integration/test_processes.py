@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from guava_nb import DistributedConfig, Orchestrator
 from guava_nb.engine.job import Job
 from guava_nb.engine.run import Run
-from guava_nb.errors import ConfigError, PreparationError, RemoteError, SourceError
+from guava_nb.errors import ConfigError, PreparationError, RemoteError, SourceError, WorkerLost
 from tests.support.processes import CELL, PlainTraining, Session, data, difference, eventually, loader
 
 
@@ -34,6 +34,7 @@ def test_a_class_that_was_redefined_is_used_from_the_next_run_on(three: Session)
     assert wider.model().state_dict()["first.weight"].shape == (24, 10)
     # Same cells, same model: a further run goes on where this one ended, unless it is told to start anew.
     more = three.train(loader(seed=3), epochs=1, cell=cell.replace("width=16", "width=24"), fresh=False)
+    assert sum(worker["samples"] for worker in more.report()["workers"]) == 101  # of this run, not of the session
     oracle = plain(three, loader(), width=24).epochs(1)
     oracle.batches = loader(seed=3)
     assert difference(more.model(), oracle.epochs(1).model) <= 1e-9
@@ -86,6 +87,25 @@ def test_an_error_in_shared_code_comes_back_with_cell_and_line(three: Session) -
     trace = caught.value.remote_traceback
     assert f"File \"<cell 'net'>\", line {number}, in trap" in trace
     assert 'raise ValueError("this batch is cursed")' in trace  # the line's text as well
+    three.ensure(3)
+    assert three.train(loader(), epochs=1).state == "done"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shares", [None, (1, 0, 0)])
+def test_an_error_in_the_user_s_schedule_costs_no_worker(three: Session, shares: tuple[int, ...] | None) -> None:
+    cell = CELL.format(folder=str(three.folder)) + (
+        "\ndef schedule(optimizer):\n"
+        "    def rate(step):\n"
+        "        return 1.0 if step < 3 else undefined_until_then(step)\n"
+        "    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)\n"
+        "globals()['undefined_until_' + 'then'] = lambda step: 1 / 0\n"
+    ).replace("undefined_until_then(step)", "globals()['undefined_until_' + 'then'](step)")
+    with pytest.raises(RemoteError, match=r"worker w\d+ raised ZeroDivisionError: division by zero") as caught:
+        three.train(loader(), cell=cell, scheduler="schedule", shares=shares)
+    assert "in rate" in caught.value.remote_traceback
+    with pytest.raises(WorkerLost, match="the orchestrator has the state of step"):
+        three.orch.run.model()  # type: ignore[union-attr]
     three.ensure(3)
     assert three.train(loader(), epochs=1).state == "done"
 
@@ -149,9 +169,7 @@ def test_an_overflow_on_one_worker_is_skipped_by_all(three: Session) -> None:
     assert [record["step"] for record in run.history if record["skipped"]] == [3]
     assert loss_scales(three) == [32768.0] * 3
     assert "parameters differ" not in " ".join(three.orch.status().notes)
-    oracle = plain(
-        three, loader(dtype=torch.float32), dtype=torch.float32, optimizer="SGD", optimizer_args={"lr": 0.1}
-    )
+    oracle = plain(three, loader(dtype=torch.float32), dtype=torch.float32, optimizer="SGD", optimizer_args={"lr": 0.1})
     step, calls = oracle.optimizer.step, [0]
 
     def skip_third(*args: Any) -> Any:

@@ -1,8 +1,8 @@
 """A Python process of its own that runs what a test sends it, piece by piece: a script, or a second machine's.
 
-    with Console() as console:
-        console.run("import torch")
-        assert console.run("answer = torch.ones(2).sum().item()") == 2.0
+with Console() as console:
+    console.run("import torch")
+    assert console.run("answer = torch.ones(2).sum().item()") == 2.0
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.support.relay import Link, Relay
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CELL = '''
+CELL = """
 import ctypes, json, os, pathlib, time
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ class Net(nn.Module):
 def loss_fn(outputs, targets):
     loss = nn.functional.cross_entropy(outputs, targets)
     return loss * float("inf") if torch.is_grad_enabled() and trap("loss") == "inf" else loss
-'''
+"""
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -163,12 +163,11 @@ class Worker:
         self.relay = Relay(code.port) if relayed else None
         if self.relay is not None:
             code = code.with_address("127.0.0.1", self.relay.port)
-        self.folder, self.name = session.folder, name
+        self.session, self.folder, self.name = session, session.folder, name
         with pytest.MonkeyPatch.context() as patch:
             if identity is not None:  # another process's, as when a machine was cloned
                 patch.setattr("guava_nb.engine.launcher.secrets.token_bytes", lambda count: identity)
             self.handle: WorkerHandle = launch(code, "cpu", name, 1, session.orch.log_folder)
-        self._lanes = {"control": 0, "bulk": 1}
 
     @property
     def pid(self) -> int:
@@ -197,25 +196,16 @@ class Worker:
         self._reached.unlink(missing_ok=True)
 
     def link(self, lane: str) -> Link:
-        """The relay's link that carries a lane now: the dialler opens control first, and redials only what broke."""
+        """The relay's link that carries a lane now: only the session knows which one that is."""
         assert self.relay is not None
-        standing = [link for link in self.relay.links if not link.is_cut.is_set()]
-        assert len(standing) == 2, f"{self.name} has {len(standing)} connections"
-        # A connection says what it is in its first bytes, which are encrypted: so it is told by who was redialled.
-        order = sorted(standing, key=lambda link: self._lane_of(link) != "control")
-        return order[0] if lane == "control" else order[1]
-
-    def _lane_of(self, link: Link) -> str:
-        assert self.relay is not None
-        index = self.relay.links.index(link)
-        return getattr(link, "lane", "control" if index == 0 else "bulk")
-
-    def note_lanes(self, broken: Iterable[str]) -> None:
-        """After a resume: the newest links carry what was broken, control first."""
-        assert self.relay is not None
-        names = [name for name in ("control", "bulk") if name in broken]
-        for link, lane in zip(self.relay.links[-len(names) :], names, strict=True):
-            link.lane = lane  # type: ignore[attr-defined]
+        cluster = self.session.orch._cluster
+        assert cluster is not None
+        rank = next(m.rank for m in cluster.members() if m.name == self.name and m.alive)
+        held = cluster.session(rank)
+        assert held is not None
+        connection = held._lanes[lane].connection
+        assert connection is not None, f"{self.name} has no {lane} connection now"
+        return next(link for link in self.relay.links if link.address == connection.peer)
 
     def close(self) -> None:
         self.release()
