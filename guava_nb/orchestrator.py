@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,10 @@ class Orchestrator:
     Args:
         config: settings; `overrides` replace single fields of it.
 
+    Attributes:
+        run: the newest run, None before the first.
+        log_folder: where everything goes that workers print; made with the first line.
+
     Raises:
         ConfigError: a setting is wrong.
     """
@@ -74,7 +79,8 @@ class Orchestrator:
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
         self._code: JoinCode | None = None
-        self._log_folder = Path(tempfile.gettempdir()) / "guava_nb" / time.strftime("session-%Y%m%d-%H%M%S")
+        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / name
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -85,7 +91,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self._log_folder), self._notice)
+            cluster = Cluster(OutputLog(self.log_folder), self._notice)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -176,7 +182,7 @@ class Orchestrator:
         if code.host in ("0.0.0.0", "::"):
             code = code.with_address("127.0.0.1", code.port)
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder) for k in range(count)
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder) for k in range(count)
         ]
         self._local.extend(started)
         return started
@@ -334,12 +340,11 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        if resume is not None:
-            self.load_checkpoint(resume)
-        ensemble = self._new_ensemble(spec, shared, fresh)
-        if self._resume is not None:
-            from_checkpoint(ensemble, plan, *self._resume)
-            self._resume = None
+        start = self._resume if resume is None else (Path(resume), checkpoint.read(Path(resume)))
+        ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
+        if start is not None:
+            from_checkpoint(ensemble, plan, *start)
+        self._resume = None  # not before: after a refusal load_checkpoint still holds
         return self._launch(ensemble, plan, detach, progress)
 
     def _needed_factory(self) -> Factory:
@@ -350,12 +355,7 @@ class Orchestrator:
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{next(self._numbers)}", self._ensemble
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
-        if (
-            last is not None
-            and not fresh
-            and self._resume is None
-            and from_last_run(ensemble, last, self._open_cluster(), self._patience_s)
-        ):
+        if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
             self._notice("going on from the weights of the last run; fresh=True (--fresh) starts anew")
         return ensemble
 
@@ -378,10 +378,10 @@ class Orchestrator:
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble = run, job, ensemble
-        job.start()
         if detach:
+            job.start()
             return run
-        watch(run, progress)
+        watch(run, job.start, progress)
         return run.result()
 
     def stop(self) -> None:
@@ -432,7 +432,7 @@ class Orchestrator:
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
 
-        During a run it is saved at the next boundary between steps.
+        During a run it is saved at the next boundary between steps; a callback of the run returns before that.
 
         Raises:
             CheckpointError: nothing was trained yet, or the file cannot be written.
@@ -442,11 +442,19 @@ class Orchestrator:
         if self._ensemble is None or self._job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if not self._job.run.done:
-            self._job.at_boundary(lambda: self._job_save(target)).result(timeout=self.config.rejoin_timeout_s)
+            saving = self._job.at_boundary(lambda: self._job_save(target))
+            if self._job.is_current():
+                saving.add_done_callback(lambda done: self._tell_failure(f"{target} was not saved", done.exception()))
+            else:
+                saving.result(timeout=self.config.rejoin_timeout_s)
             return target
         state = fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
         checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
         return target
+
+    def _tell_failure(self, what: str, error: BaseException | None) -> None:
+        if error is not None:
+            self._notice(f"{what}: {error}")
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
@@ -457,11 +465,12 @@ class Orchestrator:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
         Raises:
-            CheckpointError: it cannot be read, or (once a model is registered) belongs to another model.
+            CheckpointError: it cannot be read, or belongs to another model than the one that was trained last and still is
+                the registered one.
         """
         target = Path(path)
-        content = checkpoint.read(target)
-        if self._ensemble is not None:
-            checkpoint.check_model(target, content["model"], self._ensemble.master.model.state_dict())
+        content, last = checkpoint.read(target), self._ensemble
+        if last is not None and (last.spec.model, last.cells) == (self._factory, self._ledger.cells()):
+            checkpoint.check_model(target, content["model"], last.master.model.state_dict())
         self._resume = (target, content)
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
-from guava_nb.engine.output import OutputLog
+from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -127,7 +127,7 @@ class Cluster:
             return
         member = self.roster.members[rank]
         self.output.add_tail(member.name, report.tail)
-        last = next((line for line in reversed(report.tail) if line.strip()), "")
+        last = telling_line(report.tail)
         cause = f"its process ended with {_status_text(report.exit_status)}" + (f"; last line: {last}" if last else "")
         if member.alive:
             # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.

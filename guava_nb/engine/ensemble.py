@@ -134,6 +134,11 @@ class Ensemble:
         """Return the ranks that built their replicas."""
         return {r for r, answer in self._prepared.items() if answer.ok}
 
+    def drop(self, rank: int) -> None:
+        """A worker does not hold this run any more."""
+        self._prepared.pop(rank, None)
+        self.at.pop(rank, None)
+
     # ------------------------------------------------------------------------------------------------------- state
 
     def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:

@@ -200,7 +200,10 @@ class WorkerLoop:
                     raise _End
                 raise PreparationError(f"the orchestrator refused this worker: {reason}")
             case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:
-                self._handle_of_run(self._replica, message, payload)
+                try:
+                    self._handle_of_run(self._replica, message, payload)
+                except Exception as error:  # the user's optimizer or schedule, a state that does not fit
+                    self._give_up_run(error)
 
     def _handle_of_run(self, replica: Replica, message: Message, payload: memoryview) -> None:
         match message:
@@ -322,7 +325,10 @@ class WorkerLoop:
         if replica is None or step is None:
             return
         if self._can_apply(step):
-            self._apply(replica, step)
+            try:
+                self._apply(replica, step)
+            except Exception as error:  # the user's optimizer or schedule
+                self._give_up_run(error)
         elif step.todo:
             message, payload = step.todo.pop(0)
             if message.shard not in step.done:
@@ -397,17 +403,16 @@ class WorkerLoop:
         self._idle_since = time.monotonic()
         self._on_commit_done(self._generation, self._steps.committed)
 
-    def _fail(self, error: Exception, run_id: str, step: int, shard: int) -> None:
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        text = str(error)
-        if memory:
-            text += (
-                ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
-            )
-        trace = "".join(traceback.format_exception(error))
+    def _give_up_run(self, error: Exception) -> None:
+        """Nobody knows any more what the replica holds: tell, and wait for another run."""
+        self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
+        self._forget()
+
+    def _fail(self, error: Exception, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+        text, trace = str(error), "".join(traceback.format_exception(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
+            kind = "memory"
+            text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(
-            Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
-            (),
-        )
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())

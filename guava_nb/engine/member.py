@@ -66,18 +66,19 @@ class Membership:
         """Work until the session ends; returns why it ended.
 
         Raises:
-            GuavaError: the join failed, or the orchestrator was lost.
+            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
         """
         self._report("joining", -1, f"dialling {self._code.address}")
         self._session = dial(self._code, self._on_event, self._options, self._identity)
         self._send(self._hello, ())
         try:
             self.loop.run()
+            closed, by_peer = self._closed, self._by_peer  # before the session is closed from here
         finally:
             self._session.close("the worker left")
-        if self._closed is not None and not self._by_peer:
-            raise self._closed
-        return str(self._closed) if self._closed is not None else "left"
+        if closed is not None and not (by_peer and isinstance(closed, LinkClosed)):
+            raise closed  # lost, or sent away: a newer process took this place, the session was given up there
+        return str(closed) if closed is not None else "left"
 
     def send(self, message: Message) -> None:
         """Queue a message for the orchestrator; from any thread. Does nothing once the session is closed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from guava_nb.protocol.messages import Cell, RunSpec
 
 __all__ = ["bring_up", "build_ensemble", "from_checkpoint", "from_last_run"]
 
-_STATES = ("model", "optimizer", "scheduler", "scaler")
+_STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
 
 def build_ensemble(
@@ -66,6 +66,7 @@ def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content:
         ConfigError: all its epochs are done.
     """
     checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+    _check_rules(path, content["spec"], ensemble.spec)
     try:
         ensemble.master.load_state({key: content[key] for key in _STATES if key in content})
     except (ValueError, KeyError, RuntimeError) as error:
@@ -80,6 +81,18 @@ def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content:
             f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}, counted from the very "
             "beginning: nothing is left to do. Ask for more epochs"
         )
+
+
+def _check_rules(path: Path, saved: Mapping[str, Any], spec: RunSpec) -> None:
+    """Compare by name: torch loads the state of some optimizers into others and fails at the first step, or not at all."""
+    for what in ("optimizer", "scheduler"):
+        factory = getattr(spec, what)
+        then, now = (saved.get(what) or [None])[0], None if factory is None else factory.name
+        if then != now:
+            raise CheckpointError(
+                f"{path} was made with {what} {then}, this run has {what} {now}. Use the one it was made with; to start "
+                "another one from its weights, load them into the model and use register_model(model)"
+            )
 
 
 def bring_up(job: Job, ensemble: Ensemble) -> None:

@@ -82,6 +82,11 @@ class Roster:
         self.generation += 1
         return True
 
+    def begin_run(self) -> None:
+        """Count samples anew: a session has several runs."""
+        for member in self.members.values():
+            member.samples = 0
+
     def ready(self) -> list[int]:
         """Ranks that are connected, in order."""
         return [m.rank for m in self.members.values() if m.state == "ready"]
