@@ -8,7 +8,6 @@ Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 import tempfile
 import time
@@ -28,6 +27,7 @@ from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, launch
+from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import bring_up, build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
@@ -37,14 +37,12 @@ from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Factory, RunSpec
 
 __all__ = ["Orchestrator"]
-
-log = logging.getLogger(__name__)
 
 
 class Orchestrator:
@@ -75,7 +73,7 @@ class Orchestrator:
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
         self._numbers = itertools.count(1)
-        self._notices: list[str] = []
+        self._notices = Notices()
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
         self._code: JoinCode | None = None
@@ -91,7 +89,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self.log_folder), self._notice)
+            cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -99,7 +97,12 @@ class Orchestrator:
                 self.config.master_port,
                 tls=self.config.tls,
             )
-            listener.start()
+            try:
+                listener.start()
+            except GuavaError:
+                cluster.close()
+                raise
+            self._notices.listen()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
         return self._code
 
@@ -129,6 +132,7 @@ class Orchestrator:
             self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
             self._cluster.close()
+        self._notices.stop()
         for worker in self._local:
             worker.close()
         self._local.clear()
@@ -149,11 +153,6 @@ class Orchestrator:
         if self._cluster is None:
             raise ClusterError("the session is not open: call open(), or run %guava_up")
         return self._cluster
-
-    def _notice(self, sentence: str) -> None:
-        log.info("%s", sentence)
-        self._notices.append(sentence)
-        del self._notices[:-100]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -214,7 +213,7 @@ class Orchestrator:
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._ledger.cells())
-        return survey(self._cluster, self._code, self.config, self.run, cells, tuple(self._notices[-10:]))
+        return survey(self._cluster, self._code, self.config, self.run, cells, self._notices.last(10))
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -356,7 +355,7 @@ class Orchestrator:
         run_id, last = f"run-{next(self._numbers)}", self._ensemble
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notice("going on from the weights of the last run; fresh=True (--fresh) starts anew")
+            self._notices.add("going on from the weights of the last run; fresh=True (--fresh) starts anew")
         return ensemble
 
     @property
@@ -454,7 +453,7 @@ class Orchestrator:
 
     def _tell_failure(self, what: str, error: BaseException | None) -> None:
         if error is not None:
-            self._notice(f"{what}: {error}")
+            self._notices.add(f"{what}: {error}")
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
