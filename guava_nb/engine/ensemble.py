@@ -65,6 +65,7 @@ class Ensemble:
 
     def attach(self, job: Job) -> None:
         """Handle this ensemble's messages in that job."""
+        job.run_id, job.forget = self.run_id, self.drop
         for record, handler in (
             (Prepared, self._on_prepared),
             (StateLoaded, self._on_loaded),

@@ -14,7 +14,6 @@ from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
 from guava_nb.engine.job import Job, NobodyLeft, StopRequested
 from guava_nb.engine.plan import Snapshot
 from guava_nb.errors import WorkerLost
-from guava_nb.protocol.messages import Failure, Message
 
 __all__ = ["TeamJob"]
 
@@ -27,6 +26,8 @@ class TeamJob(Job):
         behind: members that missed a step and need the state again.
     """
 
+    trains = True
+
     def __init__(self, cluster: Cluster, ensemble: Ensemble, snapshot: Snapshot, rejoin_timeout_s: float) -> None:
         """Start without a team: `give_state` makes it."""
         super().__init__(cluster)
@@ -36,14 +37,6 @@ class TeamJob(Job):
         self._unfit: set[int] = set()  # members that could not build this run
         self._rejoin_timeout_s = rejoin_timeout_s
         self._formed = False
-
-    def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, Failure)
-        if message.run_id != self.ensemble.run_id:
-            return
-        if message.kind == "internal":
-            self.ensemble.drop(rank)
-        super()._on_failure(rank, message, payload)
 
     def current(self) -> list[int]:
         """Return the members that take part in every step so far: connected or expected back, and not behind."""
