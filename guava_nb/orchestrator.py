@@ -176,7 +176,8 @@ class Orchestrator:
         if code.host in ("0.0.0.0", "::"):
             code = code.with_address("127.0.0.1", code.port)
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder) for k in range(count)
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder, self.config)
+            for k in range(count)
         ]
         self._local.extend(started)
         return started

@@ -35,15 +35,20 @@ def join_code_from(code: JoinCode | str | None) -> JoinCode:
     return JoinCode.decode(text)
 
 
-def start_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> WorkerHandle:
-    """Start a worker process for one device and return its handle.
+def start_worker(
+    code: JoinCode | str | None = None,
+    device: str = "auto",
+    name: str | None = None,
+    config: DistributedConfig | None = None,
+) -> WorkerHandle:
+    """Start a worker process for one device and return its handle; `config` says how patient its link is.
 
     Raises:
         ConfigError: the join code or the device is wrong; nothing was started.
     """
     decoded = join_code_from(code)
     chosen = str(pick_device(device))
-    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / "guava_nb")
+    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / "guava_nb", config=config)
 
 
 def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:

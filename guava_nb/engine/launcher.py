@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
 from guava_nb.errors import GuavaError
 from guava_nb.link.dialler import visit
@@ -56,8 +57,17 @@ class WorkerState:
 class WorkerHandle:
     """A worker process that this process started. Thread-safe."""
 
-    def __init__(self, code: JoinCode, device: str, name: str, threads: int | None, log_path: Path | None) -> None:
+    def __init__(
+        self,
+        code: JoinCode,
+        device: str,
+        name: str,
+        threads: int | None,
+        log_path: Path | None,
+        config: DistributedConfig | None = None,
+    ) -> None:
         """Start the process."""
+        self._config = config or DistributedConfig()
         self._code, self._device, self._wanted = code, device, name
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
@@ -91,6 +101,7 @@ class WorkerHandle:
             "name": self._wanted,
             "identity": self._identity.hex(),
             "threads": threads,
+            "config": self._config.to_dict(),
         }
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it died at once: `_watch` reports it with its last lines
@@ -202,15 +213,21 @@ class WorkerHandle:
 
 
 def launch(
-    code: JoinCode, device: str = "auto", name: str = "", threads: int | None = None, log_folder: Path | None = None
+    code: JoinCode,
+    device: str = "auto",
+    name: str = "",
+    threads: int | None = None,
+    log_folder: Path | None = None,
+    config: DistributedConfig | None = None,
 ) -> WorkerHandle:
     """Start one worker process for one device.
 
     Args:
         threads: torch's threads in it; None leaves torch's choice.
         log_folder: where a file with everything it prints goes.
+        config: how patient its link is; None takes the defaults.
     """
     path = None
     if log_folder is not None:
         path = log_folder / f"worker-{(name or device).replace(':', '')}-{time.strftime('%Y%m%d-%H%M%S')}.log"
-    return WorkerHandle(code, device, name, threads, path)
+    return WorkerHandle(code, device, name, threads, path, config)
