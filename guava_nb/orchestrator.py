@@ -335,12 +335,14 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
+        loaded = None if fresh else self._resume
         if resume is not None:
-            self.load_checkpoint(resume)
-        ensemble = self._new_ensemble(spec, shared, fresh)
-        if self._resume is not None:
-            from_checkpoint(ensemble, plan, *self._resume)
-            self._resume = None
+            loaded = (Path(resume), checkpoint.read(Path(resume)))
+        ensemble = self._new_ensemble(spec, shared, fresh or loaded is not None)
+        if loaded is not None:
+            for note in from_checkpoint(ensemble, plan, *loaded):
+                self._notice(note)
+        self._resume = None  # only now: after a mistake on this call it is still what the next one goes on from
         return self._launch(ensemble, plan, detach, progress)
 
     def _needed_factory(self) -> Factory:
@@ -351,13 +353,8 @@ class Orchestrator:
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{next(self._numbers)}", self._ensemble
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
-        if (
-            last is not None
-            and not fresh
-            and self._resume is None
-            and from_last_run(ensemble, last, self._open_cluster(), self._patience_s)
-        ):
-            self._notice("going on from the weights of the last run; fresh=True (--fresh) starts anew")
+        if last is not None and not fresh and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
+            self._notice("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
         return ensemble
 
     @property

@@ -131,7 +131,10 @@ class WorkerHandle:
 
     def _on_line(self, line: str, log: IO[str] | None) -> None:
         if line.startswith(MARK):
-            self._last = json.loads(line[len(MARK) :])
+            last = json.loads(line[len(MARK) :])
+            if last["state"] in ("left", "failed"):
+                last["step"] = self._last["step"]
+            self._last = last
             if self._last["state"] in ("ready", "working") and self._last["detail"]:
                 self._name = str(self._last["detail"])
             return
@@ -176,7 +179,7 @@ class WorkerHandle:
             step=int(last["step"]) + 1,
             device=self._device,
             address=self._code.address,
-            detail=str(last["detail"]),
+            detail="" if last["detail"] == self._name else str(last["detail"]),
             lines=tuple(self._lines),
             exit_status=self._process.poll(),
         )

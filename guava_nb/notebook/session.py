@@ -152,8 +152,8 @@ class NotebookSession:
         source = Path(path).expanduser()
         at = self._need_session().load_checkpoint(source)
         return (
-            f"Loaded {source}: {at['step']} steps and {at['epoch']} whole epochs are behind it. The next %guava_train goes "
-            f"on from there; its --epochs counts from the very beginning, so give more than {at['epoch']}."
+            f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
+            f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
         )
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:

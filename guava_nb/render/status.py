@@ -74,7 +74,8 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
     facts.append(("wire", _wire(run)))
     tables = (Table((), tuple(facts)), _workers(workers))
-    return View(run.state, "", Progress(run.step, run.total_steps), tables, _notes(run, notices))
+    told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
+    return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
 
 
 def worker_view(worker: WorkerSelf) -> View:

@@ -373,7 +373,7 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     assert "Saved 1.5 kB" in shown.text
     assert "weights_only=True" in shown.text
     shown = notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
-    assert "46 steps and 2 whole epochs are behind it" in shown.text
+    assert "step 46, whole epochs done: 2." in shown.text
     assert "--epochs counts from the very beginning, so give more than 2" in shown.text
     assert notebook.orchestrator.calls == [("load", tmp_path / "with blank.pt")]
 
