@@ -181,7 +181,8 @@ class Orchestrator:
         if code.host in ("0.0.0.0", "::"):
             code = code.with_address("127.0.0.1", code.port)
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder) for k in range(count)
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
+            for k in range(count)
         ]
         self._local.extend(started)
         return started
@@ -339,10 +340,13 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        start = self._resume if resume is None else (Path(resume), checkpoint.read(Path(resume)))
+        start = None if fresh else self._resume
+        if resume is not None:
+            start = (Path(resume), checkpoint.read(Path(resume)))
         ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
-            from_checkpoint(ensemble, plan, *start)
+            for note in from_checkpoint(ensemble, plan, *start):
+                self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         return self._launch(ensemble, plan, detach, progress)
 
@@ -355,7 +359,7 @@ class Orchestrator:
         run_id, last = f"run-{next(self._numbers)}", self._ensemble
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notices.add("going on from the weights of the last run; fresh=True (--fresh) starts anew")
+            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
         return ensemble
 
     @property

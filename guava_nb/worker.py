@@ -36,8 +36,13 @@ def join_code_from(code: JoinCode | str | None) -> JoinCode:
     return JoinCode.decode(text)
 
 
-def start_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> WorkerHandle:
-    """Start a worker process for one device and return its handle.
+def start_worker(
+    code: JoinCode | str | None = None,
+    device: str = "auto",
+    name: str | None = None,
+    config: DistributedConfig | None = None,
+) -> WorkerHandle:
+    """Start a worker process for one device and return its handle; `config` says how patient its link is.
 
     Raises:
         ConfigError: the join code or the device is wrong; nothing was started.
@@ -45,7 +50,8 @@ def start_worker(code: JoinCode | str | None = None, device: str = "auto", name:
     decoded = join_code_from(code)
     chosen = str(pick_device(device))
     user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
-    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / f"guava_nb-{user}")
+    folder = Path(tempfile.gettempdir()) / f"guava_nb-{user}"
+    return launch(decoded, chosen, name or "", log_folder=folder, config=config)
 
 
 def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:

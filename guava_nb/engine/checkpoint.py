@@ -63,6 +63,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises whatever the damage happens to hit
+        if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
+            raise CheckpointError(
+                f"{path} is not a checkpoint of guava_nb: it is no PyTorch file, or holds more than tensors and plain data"
+            ) from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({first}). Was it written to its end?") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -100,7 +104,7 @@ def check_model(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]
     if problems:
         raise CheckpointError(
             f"{path} belongs to another model ({'. '.join(problems)}). Share the model this checkpoint was made with, or "
-            "train anew without it"
+            "train anew with fresh=True (--fresh)"
         )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from typing import TextIO
+from typing import Any, TextIO
 
 __all__ = ["MARK", "main"]
 
@@ -31,13 +31,15 @@ def main() -> int:
     return _work(order)
 
 
-def _work(order: dict[str, str]) -> int:
+def _work(order: dict[str, Any]) -> int:
     import faulthandler
 
     import torch
 
+    from guava_nb.config import DistributedConfig
     from guava_nb.engine.hardware import pick_device
     from guava_nb.engine.member import Membership
+    from guava_nb.engine.options import link_options
     from guava_nb.errors import GuavaError
     from guava_nb.protocol.joincode import JoinCode
 
@@ -55,6 +57,7 @@ def _work(order: dict[str, str]) -> int:
         member = Membership(
             JoinCode.decode(order["code"]), pick_device(order["device"]), order["name"],
             identity=bytes.fromhex(order["identity"]), report=report,
+            options=link_options(DistributedConfig.from_dict(order["config"])),
         )  # fmt: skip
         _tee(member)
         threading.Thread(target=_listen, args=(member, sys.stdin), name="guava-orders", daemon=True).start()

@@ -201,6 +201,17 @@ class Cluster:
         for rank in ranks:
             self.send(rank, message, buffers)
 
+    def count_anew(self) -> None:
+        """Start a run's figures: samples and bytes per member count from here."""
+        for member in self.roster:
+            member.samples = 0
+            member.bytes_before = self.total_bytes(member.rank)
+
+    def total_bytes(self, rank: int) -> tuple[int, int]:
+        """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
+        wire = self._all_sessions[rank].wire
+        return sum(wire.out_bytes.values()), sum(wire.in_bytes.values())
+
     def session(self, rank: int) -> Session | None:
         """Return the session of a member that still holds its seat."""
         return self._sessions.get(rank)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
 from guava_nb.engine.output import telling_line
 from guava_nb.engine.tee import MAX_LINE_CHARS
@@ -59,8 +60,17 @@ class WorkerState:
 class WorkerHandle:
     """A worker process that this process started. Thread-safe."""
 
-    def __init__(self, code: JoinCode, device: str, name: str, threads: int | None, log_path: Path | None) -> None:
+    def __init__(
+        self,
+        code: JoinCode,
+        device: str,
+        name: str,
+        threads: int | None,
+        log_path: Path | None,
+        config: DistributedConfig | None = None,
+    ) -> None:
         """Start the process."""
+        self._config = config or DistributedConfig()
         self._code, self._device, self._wanted = code, device, name
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
@@ -95,6 +105,7 @@ class WorkerHandle:
             "name": self._wanted,
             "identity": self._identity.hex(),
             "threads": threads,
+            "config": self._config.to_dict(),
         }
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it died at once: `_watch` reports it with its last lines
@@ -148,6 +159,8 @@ class WorkerHandle:
             last = json.loads(record)
         except ValueError:  # something wrote below Python into the middle of it; the next one will do
             return
+        if last["state"] in ("left", "failed"):
+            last["step"] = self._last["step"]
         self._last = last
         if last["state"] in ("ready", "working") and last["detail"]:
             self._name = str(last["detail"])
@@ -189,7 +202,7 @@ class WorkerHandle:
             step=int(last["step"]) + 1,
             device=self._device,
             address=self._code.address,
-            detail=str(last["detail"]),
+            detail="" if last["detail"] == self._name else str(last["detail"]),
             lines=tuple(self._lines),
             exit_status=self._process.poll(),
         )
@@ -226,16 +239,22 @@ class WorkerHandle:
 
 
 def launch(
-    code: JoinCode, device: str = "auto", name: str = "", threads: int | None = None, log_folder: Path | None = None
+    code: JoinCode,
+    device: str = "auto",
+    name: str = "",
+    threads: int | None = None,
+    log_folder: Path | None = None,
+    config: DistributedConfig | None = None,
 ) -> WorkerHandle:
     """Start one worker process for one device.
 
     Args:
         threads: torch's threads in it; None leaves torch's choice.
         log_folder: where a file with everything it prints goes.
+        config: how patient its link is; None takes the defaults.
     """
     path = None
     if log_folder is not None:
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name or device)
         path = log_folder / f"worker-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.log"
-    return WorkerHandle(code, device, name, threads, path)
+    return WorkerHandle(code, device, name, threads, path, config)

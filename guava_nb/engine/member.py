@@ -56,8 +56,7 @@ class Membership:
         self._hello = describe(device, name, "worker" if own_model is not None else "spawned")
         self._report = report
         self._session: Session | None = None
-        self._closed: GuavaError | None = None
-        self._by_peer = False
+        self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._step = -1
         self._ended = threading.Event()
         self.loop = WorkerLoop(self._send, device, own_model, self._on_state, self._on_commit)
@@ -73,12 +72,15 @@ class Membership:
         self._send(self._hello, ())
         try:
             self.loop.run()
-            closed, by_peer = self._closed, self._by_peer  # before the session is closed from here
         finally:
+            closed = self._closed  # before our own close, which is one more end of the session
             self._session.close("the worker left")
-        if closed is not None and not (by_peer and isinstance(closed, LinkClosed)):
-            raise closed  # lost, or sent away: a newer process took this place, the session was given up there
-        return str(closed) if closed is not None else "left"
+        if closed is None:
+            return "it was asked to leave"
+        cause, by_peer = closed
+        if not (by_peer and isinstance(cause, LinkClosed)):
+            raise cause  # lost, or sent away: a newer process took this place, the session was given up there
+        return str(cause)
 
     def send(self, message: Message) -> None:
         """Queue a message for the orchestrator; from any thread. Does nothing once the session is closed."""
@@ -96,7 +98,7 @@ class Membership:
         if isinstance(event, MessageArrived):
             self.loop.post(event.message, memoryview(event.payload), event.done)
         elif isinstance(event, SessionClosed):
-            self._closed, self._by_peer = event.cause, event.by_peer
+            self._closed = self._closed or (event.cause, event.by_peer)
             self.loop.end()
         elif isinstance(event, SessionSuspect):
             self._report("reconnecting", self._step, str(event.cause))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 
 from guava_nb.engine import checkpoint, source
@@ -16,7 +17,7 @@ from guava_nb.engine.job import Job
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.replica import Replica
 from guava_nb.errors import CheckpointError, ConfigError
-from guava_nb.protocol.messages import Cell, RunSpec
+from guava_nb.protocol.messages import Cell, Factory, RunSpec
 
 __all__ = ["bring_up", "build_ensemble", "from_checkpoint", "from_last_run"]
 
@@ -58,15 +59,20 @@ def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_
     return True
 
 
-def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any]) -> None:
+def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any]) -> list[str]:
     """Go on from a checkpoint: state, step and place in the data.
+
+    Returns:
+        Sentences on what the checkpoint decides instead of this call.
 
     Raises:
         CheckpointError: it belongs to another model, optimizer or scheduler.
         ConfigError: all its epochs are done.
     """
     checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
-    _check_rules(path, content["spec"], ensemble.spec)
+    spec = ensemble.spec
+    notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
+    notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
     try:
         ensemble.master.load_state({key: content[key] for key in _STATES if key in content})
     except (ValueError, KeyError, RuntimeError) as error:
@@ -78,21 +84,29 @@ def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content:
     plan.start.rewind(plan.feed)
     if plan.start.epoch >= plan.num_epochs:
         raise ConfigError(
-            f"{path} has {plan.start.epoch} epochs behind it and num_epochs is {plan.num_epochs}, counted from the very "
-            "beginning: nothing is left to do. Ask for more epochs"
+            f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "
+            "beginning: nothing is left to do. Ask for more epochs (--epochs)"
         )
+    return notes
 
 
-def _check_rules(path: Path, saved: Mapping[str, Any], spec: RunSpec) -> None:
-    """Compare by name: torch loads the state of some optimizers into others and fails at the first step, or not at all."""
-    for what in ("optimizer", "scheduler"):
-        factory = getattr(spec, what)
-        then, now = (saved.get(what) or [None])[0], None if factory is None else factory.name
-        if then != now:
-            raise CheckpointError(
-                f"{path} was made with {what} {then}, this run has {what} {now}. Use the one it was made with; to start "
-                "another one from its weights, load them into the model and use register_model(model)"
-            )
+def _compare(path: Path, part: str, saved: Any, asked: Factory | None) -> list[str]:
+    """Torch loads the state of one optimizer into another without a word, and fails at the first step."""
+    try:
+        made = msgspec.convert(saved, Factory | None)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path} does not say with which {part} it was made ({error})") from error
+    theirs = made.name.rpartition(":")[2] if made else "none"
+    ours = asked.name.rpartition(":")[2] if asked else "none"
+    if theirs != ours:
+        raise CheckpointError(
+            f"{path} was made with {part} {theirs}, this run asks for {ours}: use {theirs}, or train anew with fresh=True "
+            "(--fresh)"
+        )
+    if made is None or asked is None or made.args == asked.args:
+        return []
+    settings = ", ".join(f"{name}={value!r}" for name, value in made.args.items()) or "its defaults"
+    return [f"the {part} goes on with the settings of {path} ({settings}), not with those given now"]
 
 
 def bring_up(job: Job, ensemble: Ensemble) -> None:

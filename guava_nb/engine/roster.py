@@ -19,7 +19,7 @@ _COMPARED = ("guava_nb", "python", "torch")
 
 @dataclass(slots=True)
 class Member:
-    """One seat. `state` is "ready", "suspect", "lost" or "left"."""
+    """One seat. `state` is "ready", "suspect", "lost" or "left"; figures are those of the present or the last run."""
 
     rank: int
     name: str
@@ -27,6 +27,7 @@ class Member:
     state: str = "ready"
     detail: str = ""
     samples: int = 0
+    bytes_before: tuple[int, int] = (0, 0)  # sent to it and received from it before that run
     share: float | None = None
     step_s: float | None = None
     wait_s: float | None = None
@@ -81,11 +82,6 @@ class Roster:
         member.state, member.detail = target, detail
         self.generation += 1
         return True
-
-    def begin_run(self) -> None:
-        """Count samples anew: a session has several runs."""
-        for member in self.members.values():
-            member.samples = 0
 
     def ready(self) -> list[int]:
         """Ranks that are connected, in order."""

@@ -34,6 +34,7 @@ class WorkerStatus:
         step_s: seconds of forward and backward in its last step.
         wait_s: seconds without work in its last step.
         round_trip_s: seconds of a heartbeat there and back.
+        samples, out_bytes, in_bytes: of the present or the last run; before the first, since it joined.
         detail: one sentence when something is worth saying (why it was lost, a version difference).
     """
 

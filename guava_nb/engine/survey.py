@@ -25,7 +25,7 @@ def survey(
     notes: tuple[str, ...],
 ) -> Status:
     """Return a snapshot of a session."""
-    workers = () if cluster is None else tuple(_worker(m, cluster.session(m.rank), run) for m in cluster.members())
+    workers = () if cluster is None else tuple(_worker(m, cluster, run) for m in cluster.members())
     return Status(
         state="closed" if cluster is None else "open",
         address="" if code is None else code.address,
@@ -38,7 +38,8 @@ def survey(
     )
 
 
-def _worker(member: Member, session: Session | None, run: Run | None) -> WorkerStatus:
+def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
+    session, total, before = cluster.session(member.rank), cluster.total_bytes(member.rank), member.bytes_before
     busy = run is not None and not run.done and member.state == "ready"
     return WorkerStatus(
         name=member.name,
@@ -52,8 +53,8 @@ def _worker(member: Member, session: Session | None, run: Run | None) -> WorkerS
         wait_s=member.wait_s,
         round_trip_s=session.round_trip_s if session is not None else None,
         samples=member.samples,
-        out_bytes=sum(session.wire.out_bytes.values()) if session is not None else 0,
-        in_bytes=sum(session.wire.in_bytes.values()) if session is not None else 0,
+        out_bytes=total[0] - before[0],
+        in_bytes=total[1] - before[1],
         detail=member.detail,
     )
 

@@ -132,7 +132,7 @@ class TrainingJob(TeamJob):
 
     def _start(self) -> None:
         self.run.move("preparing")
-        self.cluster.roster.begin_run()
+        self.cluster.count_anew()
         self.give_state(set(self.ready))
 
     def _until_done(self) -> None:

@@ -51,6 +51,7 @@ WORKER = Command(
         flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
     ),
     "%guava_worker guava1:...",
+    code_to="code",
 )
 SHARE = Command(
     "guava_share",
@@ -95,7 +96,12 @@ TRAIN = Command(
         ),
         _expression("--data", "DataLoader of the notebook", required=True),
         _expression("--val", "DataLoader to validate on"),
-        option("--epochs", metavar="N", type=integer(1), help="passes over the data"),
+        option(
+            "--epochs",
+            metavar="N",
+            type=integer(1),
+            help="passes over the data; with --resume counted from the very beginning",
+        ),
         option("--optimizer", metavar="NAME", help="a torch.optim class or a shared function of the named parameters"),
         _json("--optimizer-args", "keyword arguments of the optimizer"),
         option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args"),
@@ -111,8 +117,11 @@ TRAIN = Command(
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
-        option("--resume", metavar="PATH", help="go on from a checkpoint"),
-        flag("--fresh", help="start from new weights even if the last run had the same model"),
+        option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
+        flag(
+            "--fresh",
+            help="start from new weights; else a run with the last run's model and cells goes on from its weights",
+        ),
         option("-o", "--out", metavar="NAME", help="also store the run in this variable"),
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
@@ -132,7 +141,7 @@ LOG = Command(
         word("worker", nargs="?", metavar="WORKER", complete="workers", help="only this worker"),
         option("-n", metavar="N", type=integer(1), default=50, help="how many lines (default 50)"),
     ),
-    "%guava_log worker-0 -n 20",
+    "%guava_log local-1 -n 20",
 )
 SAVE = Command(
     "guava_save",
@@ -142,7 +151,7 @@ SAVE = Command(
 )
 RESUME = Command(
     "guava_resume",
-    "Load a checkpoint; the next %guava_train goes on from it.",
+    "Load a checkpoint; the next %guava_train goes on from it. Its --epochs counts from the very beginning.",
     (word("path", metavar="PATH", help="file that %%guava_save wrote"),),
     "%guava_resume digits.pt",
 )

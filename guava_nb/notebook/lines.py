@@ -1,11 +1,14 @@
-"""New lines of workers, made from calls that only know the last ones."""
+"""What is new of workers' lines and of notices, made from calls that only know the last ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["LineTail", "WorkerLines"]
+__all__ = ["LineTail", "Notices", "WorkerLines"]
+
+#: Notices of a run that are shown beside it; all of them stay in the orchestrator's log.
+SHOWN_NOTICES = 5
 
 
 class LineTail:
@@ -23,6 +26,21 @@ class LineTail:
                 break
         self._seen = now
         return now[overlap:]
+
+
+class Notices:
+    """What happened in a session since this was made: workers that came, broke, or were lost."""
+
+    def __init__(self, orchestrator: Any) -> None:
+        """Take what happened so far as seen."""
+        self._tail = LineTail(lambda: orchestrator.status().notes)
+        self._tail.new()
+        self._since: list[str] = []
+
+    def latest(self) -> tuple[str, ...]:
+        """The last few sentences."""
+        self._since = [*self._since, *self._tail.new()][-SHOWN_NOTICES:]
+        return tuple(self._since)
 
 
 class WorkerLines:

@@ -72,7 +72,7 @@ class GuavaMagics(Magics):
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker."""
         panel, code = make_panel(choose_ui(self.shell)), self.session.code_to_join(args)
-        if code:
+        if code is not None:
             say(grant_text(detect_host(self.shell)))
             self.session.join(code, args)
         else:
@@ -137,8 +137,7 @@ class GuavaMagics(Magics):
     @_command(commands.RESUME)
     def guava_resume(self, args: argparse.Namespace) -> None:
         """Load a checkpoint."""
-        path = self.session.resume(args.path)
-        say(f"Loaded {path}; the next %guava_train goes on from it.")
+        say(self.session.resume(args.path))
 
     @line_magic
     @_command(commands.STOP)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.tokens import expand, near, split_line
+from guava_nb.notebook.tokens import expand, near, split_line, take_code
 from guava_nb.render import redact
 
 __all__ = ["Command", "Option", "choice", "flag", "integer", "json_object", "number", "option", "shares", "word"]
@@ -43,7 +43,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A magic's name, what it does, its arguments, and groups of which exactly one must be given."""
+    """A magic's name, what it does, its arguments, and groups of which exactly one must be given.
+
+    `code_to` names the argument that takes a pasted join code, if there is one.
+    """
 
     name: str
     summary: str
@@ -51,6 +54,7 @@ class Command:
     example: str = ""
     one_of: tuple[str, ...] = ()
     sign: str = "%"
+    code_to: str = ""
 
     def parse(self, line: str, namespace: Mapping[str, Any]) -> argparse.Namespace | None:
         """Read a line; None means that help was asked for.
@@ -58,6 +62,7 @@ class Command:
         Raises:
             UsageError: anything on the line is wrong, in one sentence.
         """
+        line, code = take_code(line, self.flags()) if self.code_to else (line, "")
         words = split_line(line)
         if "-h" in words or "--help" in words:
             return None
@@ -67,6 +72,8 @@ class Command:
         if extra:
             parser.error(f"{extra[0]!r} is one word too many (put quotes round a value with blanks)")
         self._check_one_of(parser, args)
+        if code:
+            setattr(args, self.code_to, [code])
         return args
 
     def help(self) -> str:

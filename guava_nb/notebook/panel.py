@@ -6,12 +6,13 @@ closed standard output). So the first fault switches the panel off, is told once
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from guava_nb.notebook.screen import say
-from guava_nb.notebook.surfaces import DisplaySurface, TextSurface
+from guava_nb.notebook.surfaces import DisplaySurface, LineSurface, TextSurface
 from guava_nb.render import View
 
 __all__ = ["Frame", "Panel", "Surface", "make_panel"]
@@ -92,4 +93,14 @@ def make_panel(ui: str) -> Panel:
     """The panel for one of `screen.UI_NAMES`."""
     if ui == "none":
         return Panel(None)
-    return Panel(TextSurface() if ui == "text" else DisplaySurface(widget=ui == "widget"))
+    if ui == "text":
+        return Panel(TextSurface() if _is_terminal() else LineSurface())
+    return Panel(DisplaySurface(widget=ui == "widget"))
+
+
+def _is_terminal() -> bool:
+    """Whether a line on standard output can be written over."""
+    try:
+        return sys.stdout.isatty()
+    except (AttributeError, ValueError):  # replaced by something smaller, or closed
+        return False

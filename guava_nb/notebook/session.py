@@ -13,15 +13,18 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.config import DistributedConfig
+from guava_nb.engine.cell_checks import check_syntax
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
-from guava_nb.notebook.lines import LineTail, WorkerLines
+from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.names import cell_name
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import resolve, training_arguments
 from guava_nb.notebook.watching import watch
+from guava_nb.protocol.joincode import JoinCode
 from guava_nb.render import View, ready_workers, run_view, session_view, summary_view, worker_view
 
 __all__ = ["NotebookSession"]
@@ -38,13 +41,13 @@ _NO_SESSION = "no session is open here: run %guava_up first"
 def _new_orchestrator(**settings: Any) -> Any:
     from guava_nb.orchestrator import Orchestrator
 
-    return Orchestrator(**settings)
+    return Orchestrator(DistributedConfig.load(**settings))
 
 
 def _start_worker(code: str, device: str, name: str | None) -> Any:
     from guava_nb.worker import start_worker
 
-    return start_worker(code, device=device, name=name)
+    return start_worker(code, device=device, name=name, config=DistributedConfig.load())
 
 
 class NotebookSession:
@@ -63,7 +66,7 @@ class NotebookSession:
         self._settings: dict[str, Any] = {}
         self._local: list[Any] = []
         self._worker: Any = None
-        self._worker_code = ""
+        self._worker_code: JoinCode | None = None
         self._cells: dict[str, str] = {}
 
     # ------------------------------------------------------------------------------------------------ orchestrator
@@ -103,9 +106,10 @@ class NotebookSession:
 
         Raises:
             UsageError: the cell failed here.
-            SourceError: the cell cannot run elsewhere.
+            SourceError: the cell cannot run elsewhere; it did not run here either.
         """
         name = cell_name(given_name, self._shell, text)
+        check_syntax(name, text)
         result = self._shell.run_cell(text)
         if not result.success:
             error = result.error_before_exec or result.error_in_exec
@@ -125,12 +129,14 @@ class NotebookSession:
             raise UsageError(f"--out {args.out}: not a name for a variable")
         self._gather()
         orchestrator.register_model(args.model, args.model_args or {})
-        tail = WorkerLines(orchestrator)
+        tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
         run = orchestrator.start_training(**arguments, detach=True)
         if args.out is not None:
             names[args.out] = run
-        if not args.detach:
-            self._follow(run, tail, panel)
+        if args.detach:
+            say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
+        else:
+            self._follow(run, tail, notices, panel)
         return run
 
     def validate(self, args: argparse.Namespace) -> Any:
@@ -141,11 +147,14 @@ class NotebookSession:
         """Write a checkpoint; returns where it lies."""
         return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
 
-    def resume(self, path: str) -> Path:
-        """Load a checkpoint."""
+    def resume(self, path: str) -> str:
+        """Load a checkpoint; returns the sentence on it."""
         source = Path(path).expanduser()
-        self._need_session().load_checkpoint(source)
-        return source
+        at = self._need_session().load_checkpoint(source)
+        return (
+            f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
+            f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
+        )
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:
         """Last lines of one worker or of all; in a worker's notebook, of that worker."""
@@ -180,7 +189,7 @@ class NotebookSession:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
         orchestrator, self._orchestrator = self._orchestrator, None
         worker, self._worker = self._worker, None
-        self._local, self._worker_code = [], ""
+        self._local, self._worker_code = [], None
         try:
             if worker is not None and worker.alive:
                 worker.leave()
@@ -198,22 +207,26 @@ class NotebookSession:
         """Whether a worker started from this notebook lives."""
         return self._worker is not None and bool(self._worker.alive)
 
-    def code_to_join(self, args: argparse.Namespace) -> str:
-        """The code of the session to join; empty when this notebook's worker is in that session already.
+    def code_to_join(self, args: argparse.Namespace) -> JoinCode | None:
+        """The code of the session to join; None when this notebook's worker is in that session already.
 
         Raises:
             UsageError: no code, or a living worker belongs to another session.
+            JoinCodeError: the code is damaged.
         """
-        code = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
-        if not code:
+        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
+        if not text:
             raise UsageError("%guava_worker needs the join code that %guava_up shows on the other side")
-        if self.has_worker and code != self._worker_code:
+        code = JoinCode.decode(text)
+        if not self.has_worker or self._worker_code is None:
+            return code
+        if code.secret != self._worker_code.secret:
             raise UsageError("this notebook works for another session already; %guava_down leaves it")
-        return "" if self.has_worker else code
+        return None
 
-    def join(self, code: str, args: argparse.Namespace) -> None:
+    def join(self, code: JoinCode, args: argparse.Namespace) -> None:
         """Start the worker."""
-        self._worker = self._start_worker(code, device=args.device or "auto", name=args.name)
+        self._worker = self._start_worker(code.encode(), device=args.device or "auto", name=args.name)
         self._worker_code = code
 
     def work(self, panel: Panel) -> None:
@@ -277,12 +290,12 @@ class NotebookSession:
             say(f"Waiting for workers: {here} of {expected} are here. Interrupt to give up.")
             orchestrator.wait_for_workers()
 
-    def _follow(self, run: Any, tail: WorkerLines, panel: Panel) -> None:
+    def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
         orchestrator = self._orchestrator
 
         def frame(view: Callable[..., View]) -> Frame:
-            return view(run.status(), orchestrator.status().workers), tail.new()
+            return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
 
         watch(
             run.wait,
@@ -301,7 +314,9 @@ def _orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     local = args.local or 0
     expected = args.workers if args.workers is not None else (local or None)
     if args.workers is not None and local > args.workers:
-        raise ConfigError(f"--local {local} starts more workers than --workers {args.workers} expects")
+        raise ConfigError(
+            f"--local {local} starts more workers than --workers {args.workers} expects: give --workers {local}, or leave it out"
+        )
     given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
     settings = {name: value for name, value in given.items() if value is not None}
     if args.no_tls:

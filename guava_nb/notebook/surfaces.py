@@ -1,4 +1,4 @@
-"""The ways a panel can be drawn: a text bar, an HTML output replaced in place, a widget.
+"""The ways a panel can be drawn: a text bar, lines of text, an HTML output replaced in place, a widget.
 
 The widget is one core `ipywidgets.HTML`: its value lives in the page's model, so a reload in mid-run keeps it, and no
 third-party front-end code is needed. At the end it gives way to static HTML and is closed: a stored notebook holds no
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -20,10 +21,12 @@ from tqdm import tqdm
 from guava_nb.notebook.screen import say
 from guava_nb.render import View, redact, to_html, to_text
 
-__all__ = ["DisplaySurface", "TextSurface"]
+__all__ = ["DisplaySurface", "LineSurface", "TextSurface"]
 
 #: Lines of workers' output that one drawing adds at most; the rest is counted and stays in %guava_log.
 MAX_NEW_LINES = 20
+#: Seconds between two lines of progress where no line can be taken back: growing, so that a day of training is no flood.
+FIRST_PAUSE_S, PAUSE_GROWTH, LONGEST_PAUSE_S = 2.0, 1.5, 60.0
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -41,11 +44,12 @@ class TextSurface:
 
     def __init__(self) -> None:
         self._bar: _Bar | None = None
+        self._news = _News()
 
     def draw(self, view: View, lines: Sequence[str]) -> None:
         """Move the bar."""
         bar = self._open(view) if self._bar is None else self._bar  # a bar without a total has no truth value
-        for line in _capped(lines):
+        for line in (*_capped(lines), *self._news.of(view)):
             bar.write(redact(line), file=sys.stdout)
         bar.set_description_str(view.title if view.progress else f"{view.title}: {view.headline}", refresh=False)
         if view.progress is not None:
@@ -81,6 +85,51 @@ class TextSurface:
             leave=True,
         )
         return self._bar
+
+
+class LineSurface:
+    """Whole lines on standard output, for what cannot take a line back: stored notebooks, log files, pipes."""
+
+    interval_s = 0.5
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_s = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._last = ""
+        self._news = _News()
+
+    def draw(self, view: View, lines: Sequence[str]) -> None:
+        """Write what workers printed and what happened at once, progress now and then, and nothing twice."""
+        for line in (*_capped(lines), *self._news.of(view)):
+            say(line)
+        text = ": ".join(part for part in (view.title, view.headline) if part)
+        if text != self._last and self._clock() >= self._due_s:
+            say(text)
+            self._last, self._due_s = text, self._clock() + self._pause_s
+            self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
+
+    def finish(self, view: View, lines: Sequence[str]) -> None:
+        """Write the summary."""
+        for line in _capped(lines):
+            say(line)
+        say(to_text(view))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _News:
+    """Tells the notes of a view that were not there before."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, ...] = ()
+
+    def of(self, view: View) -> list[str]:
+        """Notes that the last view did not have."""
+        new = [note for note in view.notes if note not in self._told]
+        self._told = view.notes
+        return new
 
 
 class DisplaySurface:

@@ -14,8 +14,9 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-__all__ = ["expand", "near", "split_line"]
+__all__ = ["expand", "near", "split_line", "take_code"]
 
+_CODE = re.compile(r"guava\s*\d+\s*:", re.IGNORECASE)
 _OPENING = {"(": ")", "[": "]", "{": "}"}
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*"
 # "$$" and "{{name}}" stand for the plain signs. JSON passes unchanged: its objects never look like {name}.
@@ -28,6 +29,22 @@ def near(word: str, names: Iterable[str]) -> str:
     """The end of a sentence that proposes the name `word` may have meant, or nothing."""
     found = get_close_matches(word, list(names), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def take_code(line: str, flags: Iterable[str]) -> tuple[str, str]:
+    """Take a pasted join code off a line: (the line without it, the code with whatever came along).
+
+    People paste it with quotes, prompts and blanks in it. None of that may be read as words: a piece of a code would be
+    taken for an option, and be shown in the message about it. The code ends where an option or a comment begins.
+    """
+    start = _CODE.search(line)
+    if start is None or re.search(r"(^|\s)#", line[: start.start()]):
+        return line, ""
+    names = "|".join(map(re.escape, flags))
+    end = re.compile(rf"\s(?:#|(?:{names})(?=[\s=]|$))").search(line, start.end())
+    stop = end.start() if end else len(line)
+    before = line[: start.start()].rstrip(" \t\"'`\u2018\u201c([{<")
+    return f"{before} {line[stop:]}", line[start.start() : stop]
 
 
 def split_line(line: str) -> list[str]:

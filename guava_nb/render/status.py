@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,9 +19,12 @@ from guava_nb.render.view import Progress, Table, View
 
 __all__ = ["WorkerSelf", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
 
+#: What makers write into the names of their devices and nobody reads.
+_MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU)\b(?= )", re.IGNORECASE)
+
 
 class WorkerSelf(Protocol):
-    """What a worker knows of itself; `step` is None before its first one."""
+    """What a worker knows of itself; `step` is None or 0 before its first one."""
 
     @property
     def state(self) -> str: ...  # noqa: D102
@@ -52,31 +56,38 @@ def session_view(status: Status) -> View:
     return View("session", headline, None, (Table((), tuple(facts)), _workers(status.workers)), notes)
 
 
-def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> View:
-    """A run while it goes: a bar, the numbers beside it, the workers below it."""
+def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
+    """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    notes = (run.message,) if run.message else ()
-    return View(run.state, _headline(run), progress, (_workers(workers),), notes)
+    tables = (Table((), (("wire", _wire(run)),)), _workers(workers))
+    return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
-def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> View:
-    """A run after its end: what was done, how fast, at which cost on the wire."""
+def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
+    """A run after its end: what was done, how fast from start to end, at which cost on the wire."""
+    average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
         ("steps", f"{run.step} in {run.epoch} of {run.num_epochs} epochs, {run.samples} samples"),
-        ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(run.samples_per_s, 'samples')}"),
+        ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(average, 'samples')}"),
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
     facts.append(("wire", _wire(run)))
-    notes = (run.message,) if run.message else ()
-    return View(run.state, "", Progress(run.step, run.total_steps), (Table((), tuple(facts)), _workers(workers)), notes)
+    tables = (Table((), tuple(facts)), _workers(workers))
+    told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
+    return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
 
 
 def worker_view(worker: WorkerSelf) -> View:
     """A worker seen from its own notebook."""
-    step = "no step yet" if worker.step is None else f"step {worker.step}"
-    headline = f"{worker.state} on {worker.device} for {worker.address}, {step}"
+    step = f"step {worker.step}" if worker.step else "no step yet"
+    ended = worker.state in ("left", "failed", "crashed")
+    headline = f"{worker.state}, {step}" if ended else f"{worker.state} on {worker.device} for {worker.address}, {step}"
     return View(f"worker {worker.name}", headline, notes=(worker.detail,) if worker.detail else ())
+
+
+def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
+    return (*notices, *((run.message,) if run.message else ()))
 
 
 def _headline(run: RunStatus) -> str:
@@ -109,12 +120,13 @@ def _wire(run: RunStatus) -> str:
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> Table:
-    columns = ("worker", "state", "device", "share", "step", "wait", "samples", "out", "in", "note")
+    columns = ("worker", "state", "device", "share", "compute", "wait", "samples", "out", "in", "note")
     return Table(columns, tuple(_worker_row(worker) for worker in workers))
 
 
 def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
-    device = worker.device if worker.device_name in ("", worker.device) else f"{worker.device} {worker.device_name}"
+    name = " ".join(_MARKS.sub("", worker.device_name).split())
+    device = worker.device if name in ("", worker.device) else f"{worker.device} {name}"
     return (
         worker.name,
         worker.state,

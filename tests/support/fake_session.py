@@ -13,8 +13,9 @@ from typing import Any
 
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
+from guava_nb.protocol.joincode import JoinCode
 
-SECRET_CODE = "guava1:c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
+SECRET_CODE = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"secret of 16 b..").encode()
 
 
 class FakeCode:
@@ -135,8 +136,9 @@ class FakeOrchestrator:
         Path(path).write_bytes(b"x" * 1500)
         return Path(path)
 
-    def load_checkpoint(self, path: Path) -> None:
+    def load_checkpoint(self, path: Path) -> dict[str, int]:
         self.calls.append(("load", Path(path)))
+        return {"step": 46, "epoch": 2}
 
     def status(self) -> Status:
         workers = tuple(

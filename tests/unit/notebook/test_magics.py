@@ -14,6 +14,7 @@ from guava_nb import errors
 from guava_nb.notebook import commands, magics
 from guava_nb.notebook.host import Host
 from guava_nb.notebook.magics import GuavaMagics, load, unload
+from guava_nb.protocol.joincode import JoinCode
 from tests.support.fake_session import SECRET_CODE, FakeRun
 
 NAMES = [command.name for command in commands.COMMANDS]
@@ -260,7 +261,7 @@ def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: An
     shown = notebook.run(f"r = {TRAIN}")
     assert shown.ok
     assert notebook.shell.user_ns["r"] is notebook.orchestrator.run
-    assert "5/5" in shown.text
+    assert "done\n  steps       5 in 1 of 1 epochs" in shown.text
     assert "validation" in shown.text
     assert "2 at the start, 0.4 at the end" in shown.text
 
@@ -371,7 +372,9 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     shown = notebook.run("%guava_save {folder}/a.pt")
     assert "Saved 1.5 kB" in shown.text
     assert "weights_only=True" in shown.text
-    notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
+    shown = notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
+    assert "step 46, whole epochs done: 2." in shown.text
+    assert "--epochs counts from the very beginning, so give more than 2" in shown.text
     assert notebook.orchestrator.calls == [("load", tmp_path / "with blank.pt")]
 
 
@@ -424,13 +427,44 @@ def test_worker_code_may_come_from_a_variable_or_the_environment(
     assert [worker.code for worker in notebook.workers] == [SECRET_CODE] * 2
 
 
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        ">>> {code}",
+        '"{code}"',
+        "'{code}",
+        "In [3]: %guava_worker {code}",
+        "%guava_worker {code} # from the laptop",
+        "{start} {end}",
+        "{start} -{end}",
+        "--name gpu-box {code} --device cpu",
+    ],
+)
+def test_worker_code_may_be_pasted_with_what_stood_around_it(notebook: Any, pasted: str) -> None:
+    text = pasted.format(code=SECRET_CODE, start=SECRET_CODE[:20], end=SECRET_CODE[20:])
+    shown = notebook.run(f"%guava_worker {text}")
+    assert SECRET_CODE[20:40] not in shown.text
+    if "-{end}" in pasted:  # one character too many: refused, and no piece of it is taken for an option and shown
+        assert shown.lines[0].startswith("JoinCodeError: the join code is damaged")
+    else:
+        assert [worker.code for worker in notebook.workers] == [SECRET_CODE]
+        assert notebook.workers[0].name == ("gpu-box" if "gpu-box" in pasted else None)
+
+
+def test_a_damaged_code_is_one_line(notebook: Any) -> None:
+    for code in (SECRET_CODE[:-8], "hello", SECRET_CODE.replace("guava1", "guava2")):
+        shown = notebook.run(f"%guava_worker {code}")
+        assert len(shown.lines) == 1, shown.text
+        assert not notebook.workers
+
+
 def test_worker_twice_keeps_the_living_one(notebook: Any) -> None:
     notebook.worker_options = {"num_waits": 100}
     notebook.run(f"%guava_worker {SECRET_CODE} --detach")
     shown = notebook.run(f"%guava_worker {SECRET_CODE} --detach")
     assert "already" in shown.text
     assert len(notebook.workers) == 1
-    refused = notebook.run("%guava_worker guava1:another-code-altogether --detach")
+    refused = notebook.run(f"%guava_worker {JoinCode.new('127.0.0.1', 4242).encode()} --detach")
     assert "another session" in refused.lines[-1]
     assert "working" in notebook.run("%guava_status").text
     assert notebook.run("%guava_log").lines == ["hello"]

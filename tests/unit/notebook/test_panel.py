@@ -15,7 +15,7 @@ from IPython.display import DisplayHandle
 from guava_nb.notebook import surfaces
 from guava_nb.notebook.lines import LineTail
 from guava_nb.notebook.panel import Panel, make_panel
-from guava_nb.notebook.surfaces import DisplaySurface, TextSurface
+from guava_nb.notebook.surfaces import DisplaySurface, LineSurface, TextSurface
 from guava_nb.render import Progress, Table, View
 
 
@@ -148,7 +148,32 @@ def test_unknown_total_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
     panel.update(lambda: (view(3, None), ()))
     panel.finish(lambda: (view(4, 8), ()))
     assert panel.fault is None
-    assert "4/8" in capsys.readouterr().out
+    assert "steps  4" in capsys.readouterr().out
+
+
+def test_lines_are_sparse_and_tell_news_once(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    surface = LineSurface(clock)
+    for step in range(10_000):  # a view every half second, for 83 minutes
+        told = (View("training", f"step {step}", Progress(step, 10_000), (), ("w-2 was lost",) if step > 500 else ()),)
+        surface.draw(*told, ["half"] if step == 5000 else [])
+        clock.now += 0.5
+    surface.finish(view(10_000), [])
+    written = capsys.readouterr().out
+    assert "\r" not in written
+    assert 50 < written.count("\n") < 100
+    assert written.startswith("training: step 0\ntraining: step 4\n")
+    assert written.count("w-2 was lost\n") == 1
+    assert written.count("half\n") == 1
+
+
+def test_a_state_that_does_not_change_is_written_once(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    surface = LineSurface(clock)
+    for _ in range(1000):
+        surface.draw(View("worker w", "ready"), [])
+        clock.now += 0.5
+    assert capsys.readouterr().out == "worker w: ready\n"
 
 
 def test_a_flood_of_lines_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
