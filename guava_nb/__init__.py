@@ -19,6 +19,7 @@ Importing this package loads neither torch nor IPython and starts nothing: names
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from guava_nb import errors
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from guava_nb.worker import NetworkWorker
 
     __version__: str
+
+# A library's warnings must not be printed into whatever cell happens to run: the orchestrator shows them as notices.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = ["DistributedConfig", "JoinCode", "NetworkWorker", "Orchestrator", "Run", "__version__"]
 __all__ += errors.__all__

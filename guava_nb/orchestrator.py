@@ -8,7 +8,7 @@ Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar
 from __future__ import annotations
 
 import itertools
-import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, launch
+from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import bring_up, build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
@@ -36,14 +37,12 @@ from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Factory, RunSpec
 
 __all__ = ["Orchestrator"]
-
-log = logging.getLogger(__name__)
 
 
 class Orchestrator:
@@ -51,6 +50,10 @@ class Orchestrator:
 
     Args:
         config: settings; `overrides` replace single fields of it.
+
+    Attributes:
+        run: the newest run, None before the first.
+        log_folder: where everything goes that workers print; made with the first line.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -70,11 +73,12 @@ class Orchestrator:
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
         self._numbers = itertools.count(1)
-        self._notices: list[str] = []
+        self._notices = Notices()
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
         self._code: JoinCode | None = None
-        self._log_folder = Path(tempfile.gettempdir()) / "guava_nb" / time.strftime("session-%Y%m%d-%H%M%S")
+        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / name
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -85,7 +89,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self._log_folder), self._notice)
+            cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -93,7 +97,12 @@ class Orchestrator:
                 self.config.master_port,
                 tls=self.config.tls,
             )
-            listener.start()
+            try:
+                listener.start()
+            except GuavaError:
+                cluster.close()
+                raise
+            self._notices.listen()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
         return self._code
 
@@ -119,10 +128,11 @@ class Orchestrator:
             self._job.interrupt()
             self._job.interrupt()
             self._job.run.wait(10.0)
+        if self._listener is not None:
+            self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
             self._cluster.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._notices.stop()
         for worker in self._local:
             worker.close()
         self._local.clear()
@@ -143,11 +153,6 @@ class Orchestrator:
         if self._cluster is None:
             raise ClusterError("the session is not open: call open(), or run %guava_up")
         return self._cluster
-
-    def _notice(self, sentence: str) -> None:
-        log.info("%s", sentence)
-        self._notices.append(sentence)
-        del self._notices[:-100]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -176,7 +181,7 @@ class Orchestrator:
         if code.host in ("0.0.0.0", "::"):
             code = code.with_address("127.0.0.1", code.port)
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self._log_folder, self.config)
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
             for k in range(count)
         ]
         self._local.extend(started)
@@ -209,7 +214,7 @@ class Orchestrator:
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._ledger.cells())
-        return survey(self._cluster, self._code, self.config, self.run, cells, tuple(self._notices[-10:]))
+        return survey(self._cluster, self._code, self.config, self.run, cells, self._notices.last(10))
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -335,14 +340,14 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        loaded = None if fresh else self._resume
+        start = None if fresh else self._resume
         if resume is not None:
-            loaded = (Path(resume), checkpoint.read(Path(resume)))
-        ensemble = self._new_ensemble(spec, shared, fresh or loaded is not None)
-        if loaded is not None:
-            for note in from_checkpoint(ensemble, plan, *loaded):
-                self._notice(note)
-        self._resume = None  # only now: after a mistake on this call it is still what the next one goes on from
+            start = (Path(resume), checkpoint.read(Path(resume)))
+        ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
+        if start is not None:
+            for note in from_checkpoint(ensemble, plan, *start):
+                self._notices.add(note)
+        self._resume = None  # not before: after a refusal load_checkpoint still holds
         return self._launch(ensemble, plan, detach, progress)
 
     def _needed_factory(self) -> Factory:
@@ -353,8 +358,8 @@ class Orchestrator:
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{next(self._numbers)}", self._ensemble
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
-        if last is not None and not fresh and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notice("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
+        if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
+            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
         return ensemble
 
     @property
@@ -376,10 +381,10 @@ class Orchestrator:
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble = run, job, ensemble
-        job.start()
         if detach:
+            job.start()
             return run
-        watch(run, progress)
+        watch(run, job.start, progress)
         return run.result()
 
     def stop(self) -> None:
@@ -430,7 +435,7 @@ class Orchestrator:
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
 
-        During a run it is saved at the next boundary between steps.
+        During a run it is saved at the next boundary between steps; a callback of the run returns before that.
 
         Raises:
             CheckpointError: nothing was trained yet, or the file cannot be written.
@@ -440,11 +445,19 @@ class Orchestrator:
         if self._ensemble is None or self._job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if not self._job.run.done:
-            self._job.at_boundary(lambda: self._job_save(target)).result(timeout=self.config.rejoin_timeout_s)
+            saving = self._job.at_boundary(lambda: self._job_save(target))
+            if self._job.is_current():
+                saving.add_done_callback(lambda done: self._tell_failure(f"{target} was not saved", done.exception()))
+            else:
+                saving.result(timeout=self.config.rejoin_timeout_s)
             return target
         state = fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
         checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
         return target
+
+    def _tell_failure(self, what: str, error: BaseException | None) -> None:
+        if error is not None:
+            self._notices.add(f"{what}: {error}")
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
@@ -455,11 +468,12 @@ class Orchestrator:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
         Raises:
-            CheckpointError: it cannot be read, or (once a model is registered) belongs to another model.
+            CheckpointError: it cannot be read, or belongs to another model than the one that was trained last and still is
+                the registered one.
         """
         target = Path(path)
-        content = checkpoint.read(target)
-        if self._ensemble is not None:
-            checkpoint.check_model(target, content["model"], self._ensemble.master.model.state_dict())
+        content, last = checkpoint.read(target), self._ensemble
+        if last is not None and (last.spec.model, last.cells) == (self._factory, self._ledger.cells()):
+            checkpoint.check_model(target, content["model"], last.master.model.state_dict())
         self._resume = (target, content)
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}

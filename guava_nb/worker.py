@@ -11,6 +11,7 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.hardware import pick_device
+from guava_nb.engine.interrupts import interrupts_call
 from guava_nb.engine.launcher import WorkerHandle, launch
 from guava_nb.engine.member import Membership
 from guava_nb.engine.options import link_options
@@ -48,7 +49,9 @@ def start_worker(
     """
     decoded = join_code_from(code)
     chosen = str(pick_device(device))
-    return launch(decoded, chosen, name or "", log_folder=Path(tempfile.gettempdir()) / "guava_nb", config=config)
+    user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
+    folder = Path(tempfile.gettempdir()) / f"guava_nb-{user}"
+    return launch(decoded, chosen, name or "", log_folder=folder, config=config)
 
 
 def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:
@@ -105,12 +108,24 @@ class NetworkWorker:
         )
 
     def connect_and_train(self) -> str:
-        """Join and work until the orchestrator ends the session; returns why it ended.
+        """Join and work until the orchestrator ends the session or `leave` is called; returns why it ended.
+
+        An interrupt (Ctrl-C) leaves after the step in work, a second one raises at once.
 
         Raises:
-            GuavaError: the join failed, or the orchestrator was lost.
+            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
         """
-        return self._member.run()
+        interrupted = False
+
+        def on_interrupt() -> None:
+            nonlocal interrupted
+            if interrupted:
+                raise KeyboardInterrupt
+            interrupted = True
+            self.leave()
+
+        with interrupts_call(on_interrupt):
+            return self._member.run()
 
     def leave(self) -> None:
         """Leave after the step in work; from any thread."""

@@ -45,10 +45,10 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the session ends; 0 when every worker left as it should."""
-    from guava_nb.worker import start_worker
-
     code = read_code(args.code, os.environ, _ask)
     print(NOTICE, file=sys.stderr)
+    from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
+
     devices = devices_for(args.gpus, args.device)
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
     workers: list[WorkerHandle] = []

@@ -70,14 +70,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     Raises:
         ConfigError: the tensor is sparse, quantized, on the meta device, or of a type without plain bytes.
     """
-    if tensor.dtype in _NUMPY_READABLE:
-        try:
-            array = tensor.numpy()
-        except (RuntimeError, TypeError):
-            pass  # with gradient, on a device, sparse, or lazily negated: sorted out below
-        else:
-            if array.flags.c_contiguous:
-                return array.data.cast("B") if array.size else memoryview(b"")
+    array = _as_numpy(tensor)
+    if array is not None and array.flags.c_contiguous:
+        return array.data.cast("B") if array.size else memoryview(b"")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ConfigError(f"a {_kind(tensor)} tensor has no plain memory that could travel; make it dense first")
     if tensor.numel() == 0:
@@ -121,6 +116,16 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
     if raw.data_ptr() % item_bytes:
         raw = raw.clone()  # vector kernels may fault on such an address; a new one is aligned
     return raw.view(DTYPES[dtype]).view(tuple(shape))
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """The tensor's memory as an array, the fastest way to its bytes; None where there is none."""
+    if tensor.dtype not in _NUMPY_READABLE:
+        return None
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError):
+        return None  # with gradient, on a device, sparse, or lazily negated
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.errors import GuavaError
     from guava_nb.protocol.joincode import JoinCode
 
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # ours would bury the one that crashed
     stdout, lock = sys.stdout, threading.Lock()
 
     def report(state: str, step: int, detail: str) -> None:

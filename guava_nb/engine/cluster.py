@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
-from guava_nb.engine.output import OutputLog
+from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -127,7 +127,7 @@ class Cluster:
             return
         member = self.roster.members[rank]
         self.output.add_tail(member.name, report.tail)
-        last = next((line for line in reversed(report.tail) if line.strip()), "")
+        last = telling_line(report.tail)
         cause = f"its process ended with {_status_text(report.exit_status)}" + (f"; last line: {last}" if last else "")
         if member.alive:
             # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
@@ -150,9 +150,10 @@ class Cluster:
         if not move(rank, detail):
             return
         session = self._sessions.pop(rank, None)
-        if session is not None:
-            session.close(detail)
         self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
+        if session is not None:
+            # Closing waits for a peer that may be gone; the others' events must not wait with it.
+            threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
         self.notice(sentence)
@@ -253,10 +254,8 @@ class Cluster:
                     on_wait(len(ready))
             return ready
 
-    def close(self, reason: str = "the orchestrator closed the session") -> None:
-        """Say goodbye to everyone and stop."""
-        for session in self.sessions():
-            session.close(reason)
+    def close(self) -> None:
+        """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)

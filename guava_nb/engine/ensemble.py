@@ -65,6 +65,7 @@ class Ensemble:
 
     def attach(self, job: Job) -> None:
         """Handle this ensemble's messages in that job."""
+        job.run_id, job.forget = self.run_id, self.drop
         for record, handler in (
             (Prepared, self._on_prepared),
             (StateLoaded, self._on_loaded),
@@ -133,6 +134,11 @@ class Ensemble:
     def prepared(self) -> set[int]:
         """Return the ranks that built their replicas."""
         return {r for r, answer in self._prepared.items() if answer.ok}
+
+    def drop(self, rank: int) -> None:
+        """A worker does not hold this run any more."""
+        self._prepared.pop(rank, None)
+        self.at.pop(rank, None)
 
     # ------------------------------------------------------------------------------------------------------- state
 

@@ -38,7 +38,11 @@ class Job:
     Attributes:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
+        run_id: the run whose replicas this job works with; set, like `forget`, by its ensemble.
+        trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """
+
+    trains = False
 
     def __init__(self, cluster: Cluster) -> None:
         """Make a job that is not attached yet."""
@@ -46,6 +50,8 @@ class Job:
         self.ready: set[int] = set()
         self.suspects: set[int] = set()
         self.interrupts = 0
+        self.run_id = ""
+        self.forget: Callable[[int], None] = lambda rank: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
@@ -138,6 +144,12 @@ class Job:
 
     def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Failure)
+        if message.run_id != self.run_id:
+            return  # of a run that is over
+        if message.kind == "internal":  # that worker does not hold the run any more
+            self.forget(rank)
+            if not self.trains:
+                return
         raise RemoteError(self.cluster.name(rank), message.type_name, message.text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.

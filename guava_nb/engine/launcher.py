@@ -22,6 +22,8 @@ from typing import IO, Any
 
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
+from guava_nb.engine.output import telling_line
+from guava_nb.engine.tee import MAX_LINE_CHARS
 from guava_nb.errors import GuavaError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
@@ -30,7 +32,8 @@ from guava_nb.protocol.messages import CrashReport
 
 __all__ = ["WorkerHandle", "WorkerState", "launch"]
 
-TAIL_LINES = 40
+#: Enough for the traceback of a crash below Python together with what was printed before it.
+TAIL_LINES = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class WorkerHandle:
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
         self._name = name
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = ""
         self._ended = threading.Event()
         self._killed = False
         self._process = self._spawn(threads)
@@ -112,14 +116,13 @@ class WorkerHandle:
     # --------------------------------------------------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        log: IO[str] | None = None
-        if self._log_path is not None:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            log = self._log_path.open("a", encoding="utf-8")
+        log = self._open_log()
         assert self._process.stdout is not None
         with log or contextlib.nullcontext():
             for line in self._process.stdout:
                 self._on_line(line.rstrip("\n"), log)
+            if self._partial:
+                self._on_line("", log)
         status = self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
@@ -129,27 +132,47 @@ class WorkerHandle:
             self._on_crash(status)
         self._ended.set()
 
+    def _open_log(self) -> IO[str] | None:
+        if self._log_path is None:
+            return None
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return self._log_path.open("a", encoding="utf-8")
+        except OSError as error:  # its output must be read all the same, or it would wait for us when the pipe is full
+            self._lines.append(f"what this worker prints is not kept on disk: {error}")
+            return None
+
     def _on_line(self, line: str, log: IO[str] | None) -> None:
-        if line.startswith(MARK):
-            last = json.loads(line[len(MARK) :])
-            if last["state"] in ("left", "failed"):
-                last["step"] = self._last["step"]
-            self._last = last
-            if self._last["state"] in ("ready", "working") and self._last["detail"]:
-                self._name = str(self._last["detail"])
+        text, mark, record = line.partition(MARK)
+        line, self._partial = self._partial + text, ""
+        if mark:
+            self._partial = line  # the user's code had not ended its line when the state came in between
+            self._on_state(record)
             return
-        self._lines.append(line)
+        self._lines.append(line[:MAX_LINE_CHARS])
         if log is not None:
             log.write(line + "\n")
             log.flush()
 
+    def _on_state(self, record: str) -> None:
+        try:
+            last = json.loads(record)
+        except ValueError:  # something wrote below Python into the middle of it; the next one will do
+            return
+        if last["state"] in ("left", "failed"):
+            last["step"] = self._last["step"]
+        self._last = last
+        if last["state"] in ("ready", "working") and last["detail"]:
+            self._name = str(last["detail"])
+
     def _on_crash(self, status: int) -> None:
+        lines = tuple(self._lines)
         if self._killed:
             self._last = {"state": "left", "step": self._last["step"], "detail": "ended on request"}
         else:
-            last = next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
+            last = telling_line(lines) or "it printed nothing"
             self._last = {"state": "crashed", "step": self._last["step"], "detail": f"exit status {status}: {last}"}
-        report = CrashReport(self._name, status, tuple(self._lines))
+        report = CrashReport(self._name, status, lines)
         with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
             visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))
 
@@ -232,5 +255,6 @@ def launch(
     """
     path = None
     if log_folder is not None:
-        path = log_folder / f"worker-{(name or device).replace(':', '')}-{time.strftime('%Y%m%d-%H%M%S')}.log"
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name or device)
+        path = log_folder / f"worker-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.log"
     return WorkerHandle(code, device, name, threads, path, config)

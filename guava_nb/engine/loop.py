@@ -4,6 +4,8 @@ Runs on one thread (the process's main thread where we started the process); the
 alive meanwhile, so a long compile or a long step is never taken for a death.
 """
 
+# over budget: what a worker does with each message stands in one place.
+
 from __future__ import annotations
 
 import logging
@@ -23,7 +25,7 @@ from guava_nb.engine.batches import cut
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import PreparationError
+from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
@@ -69,6 +71,10 @@ class Arrival:
     done: Callable[[], None]
 
 
+#: Seconds without work after which a worker counts as idle, and between two reports of work.
+SHOW_S = 0.25
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -80,7 +86,8 @@ class WorkerLoop:
         send: queues a message for the orchestrator; never blocks.
         device: where the replica lives.
         own_model: a model that lives in the calling process and is trained in place (program "worker").
-        on_progress: called with (state, step) for the worker's own display and for the session's resume record.
+        on_state: called with (state, step) for the worker's own display; at most a few times a second.
+        on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
     """
 
@@ -89,14 +96,16 @@ class WorkerLoop:
         send: Send,
         device: torch.device,
         own_model: torch.nn.Module | None = None,
-        on_progress: Callable[[str, int, int], None] = lambda state, generation, step: None,
+        on_state: Callable[[str, int], None] = lambda state, step: None,
+        on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
     ) -> None:
         """Make a loop that has no run yet."""
         self._send = send
         self._device = device
         self._own_model = own_model
-        self._on_progress = on_progress
+        self._on_state, self._on_commit_done = on_state, on_commit
+        self._shown = ("", 0.0)
         self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
@@ -149,9 +158,12 @@ class WorkerLoop:
         wait = not self._has_work()
         while True:
             try:
-                arrival = self._queue.get(block=wait)
+                arrival = self._queue.get(block=wait, timeout=SHOW_S)
             except queue.Empty:
-                return
+                if not wait:
+                    return
+                self._show("ready")
+                continue
             if arrival is None:
                 return
             try:
@@ -160,21 +172,27 @@ class WorkerLoop:
                 arrival.done()
             wait = not self._has_work()
 
+    def _show(self, state: str) -> None:
+        """Report a change of state; during a run a few times a second are enough, and a report costs a system call."""
+        now = time.monotonic()
+        if state != self._shown[0] or (state == "working" and now > self._shown[1] + SHOW_S):
+            self._shown = (state, now)
+            self._on_state(state, self._steps.committed)
+
     def _mid_step(self) -> bool:
         step = self._steps.current()
         return step is not None and bool(step.done) and self._replica is not None
 
     def _has_work(self) -> bool:
         step = self._steps.current()
-        if self._leaving and not self._mid_step():
-            return True
-        return step is not None and (bool(step.todo) or self._can_apply(step))
+        leaves = bool(self._leaving) and not self._mid_step()
+        return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
 
     def _handle(self, message: Message, payload: memoryview) -> None:
         match message:
             case Accept():
                 self.name = message.name
-                self._on_progress("ready", self._generation, self._steps.committed)
+                self._show("ready")
             case Prepare():
                 self._on_prepare(message)
             case Refused(code=code, reason=reason):
@@ -182,7 +200,10 @@ class WorkerLoop:
                     raise _End
                 raise PreparationError(f"the orchestrator refused this worker: {reason}")
             case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:
-                self._handle_of_run(self._replica, message, payload)
+                try:
+                    self._handle_of_run(self._replica, message, payload)
+                except Exception as error:  # the user's optimizer or schedule, a state that does not fit
+                    self._give_up_run(error)
 
     def _handle_of_run(self, replica: Replica, message: Message, payload: memoryview) -> None:
         match message:
@@ -218,21 +239,24 @@ class WorkerLoop:
 
     def _on_prepare(self, message: Prepare) -> None:
         self._forget()
-        self._on_progress("preparing", self._generation, -1)
+        self._show("preparing")
         try:
             self._replica = self._build(message)
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            self._send(Prepared(message.run_id, False, "", _missing(error), str(error), traceback.format_exc()), ())
+            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
+            missing, trace = source.cause_is_missing(error), traceback.format_exc()
+            self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
-            self._on_progress("ready", self._generation, -1)
+            self._show("ready")
 
     def _build(self, message: Prepare) -> Replica:
         if message.cells and not self._accept_source:
             raise PreparationError("this worker does not run source code of the orchestrator")
         if message.spec.threads is not None:
             torch.set_num_threads(message.spec.threads)
+        torch.use_deterministic_algorithms(message.spec.deterministic)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
@@ -250,7 +274,7 @@ class WorkerLoop:
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
     def _on_evaluate(self, replica: Replica, message: Evaluate, payload: memoryview) -> None:
-        self._on_progress("validating", self._generation, self._steps.committed)
+        self._show("validating")
         try:
             sums = replica.evaluate(self._unpack(message.batch, payload))
         except Exception as error:  # the user's model or data; shown in the orchestrator's cell
@@ -301,7 +325,10 @@ class WorkerLoop:
         if replica is None or step is None:
             return
         if self._can_apply(step):
-            self._apply(replica, step)
+            try:
+                self._apply(replica, step)
+            except Exception as error:  # the user's optimizer or schedule
+                self._give_up_run(error)
         elif step.todo:
             message, payload = step.todo.pop(0)
             if message.shard not in step.done:
@@ -309,7 +336,7 @@ class WorkerLoop:
 
     def _work(self, replica: Replica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
         wait_s = time.monotonic() - self._idle_since
-        self._on_progress("working", message.generation, self._steps.committed)
+        self._show("working")
         try:
             parts = self._unpack(message.batch, payload)
             result = self._run_shard(replica, message, parts)
@@ -318,18 +345,18 @@ class WorkerLoop:
             self._fail(error, message.run_id, message.step, message.shard)
             return
         step.done.add(message.shard)
-        self._send(
-            Ready(
-                message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
-                result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
-            ),
-            (),
+        ready = Ready(
+            message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
+            result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
         )  # fmt: skip
-        self._idle_since = time.monotonic()
         scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
         if message.solo and (result.finite or scaled):
+            # Nobody waits for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
-            step.commit = Commit(scale, skip=not result.finite)
+            step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
+        else:
+            self._send(ready, ())
+        self._idle_since = time.monotonic()
 
     def _run_shard(self, replica: Replica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
@@ -369,33 +396,23 @@ class WorkerLoop:
         self._send(
             Committed(
                 self._run_id, step.generation, self._steps.committed, replica.parameter_hash() if step.want_hash else "",
-                time.monotonic() - started, replica.learning_rate, step.commit.skip,
+                time.monotonic() - started, replica.learning_rate, step.commit.skip, step.ready,
             ),
             (),
         )  # fmt: skip
         self._idle_since = time.monotonic()
-        self._on_progress("ready", self._generation, self._steps.committed)
+        self._on_commit_done(self._generation, self._steps.committed)
 
-    def _fail(self, error: Exception, run_id: str, step: int, shard: int) -> None:
-        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        text = str(error)
-        if memory:
-            text += (
-                ". One sample alone does not fit this device: use a smaller model, lower precision or another device"
-            )
-        trace = "".join(traceback.format_exception(error))
+    def _give_up_run(self, error: Exception) -> None:
+        """Nobody knows any more what the replica holds: tell, and wait for another run."""
+        self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
+        self._forget()
+
+    def _fail(self, error: Exception, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+        text, trace = str(error), "".join(traceback.format_exception(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
+            kind = "memory"
+            text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(
-            Failure(run_id, generation, step, shard, "memory" if memory else "user", type(error).__name__, text, trace),
-            (),
-        )
-
-
-def _missing(error: BaseException) -> str:
-    """The module whose absence caused this error, "" when it was something else."""
-    named = str(getattr(error, "missing_module", ""))
-    for link in (error, error.__cause__):
-        if not named and isinstance(link, ModuleNotFoundError):
-            named = link.name or ""
-    return named
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())

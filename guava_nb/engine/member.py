@@ -59,13 +59,13 @@ class Membership:
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._step = -1
         self._ended = threading.Event()
-        self.loop = WorkerLoop(self._send, device, own_model, self._on_progress)
+        self.loop = WorkerLoop(self._send, device, own_model, self._on_state, self._on_commit)
 
     def run(self) -> str:
         """Work until the session ends; returns why it ended.
 
         Raises:
-            GuavaError: the join failed, or the orchestrator was lost.
+            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
         """
         self._report("joining", -1, f"dialling {self._code.address}")
         self._session = dial(self._code, self._on_event, self._options, self._identity)
@@ -78,8 +78,8 @@ class Membership:
         if closed is None:
             return "it was asked to leave"
         cause, by_peer = closed
-        if not by_peer:
-            raise cause
+        if not (by_peer and isinstance(cause, LinkClosed)):
+            raise cause  # lost, or sent away: a newer process took this place, the session was given up there
         return str(cause)
 
     def send(self, message: Message) -> None:
@@ -105,8 +105,11 @@ class Membership:
         elif isinstance(event, SessionResumed):
             self._report("ready", self._step, "the connection is back")
 
-    def _on_progress(self, state: str, generation: int, step: int) -> None:
+    def _on_state(self, state: str, step: int) -> None:
+        self._step = step
+        self._report(state, step, self.loop.name)
+
+    def _on_commit(self, generation: int, step: int) -> None:
         self._step = step
         if self._session is not None:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
-        self._report(state, step, self.loop.name)

@@ -21,7 +21,7 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 
 __all__ = ["bring_up", "build_ensemble", "from_checkpoint", "from_last_run"]
 
-_STATES = ("model", "optimizer", "scheduler", "scaler")
+_STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
 
 def build_ensemble(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["OutputLog"]
+__all__ = ["OutputLog", "telling_line"]
+
+log = logging.getLogger(__name__)
 
 #: Lines kept in memory per worker; the file has all that arrived.
 KEPT_LINES = 2000
@@ -60,11 +63,16 @@ class OutputLog:
     def _write(self, worker: str, lines: list[str]) -> None:
         if self.folder is None or not lines or self._file_bytes.get(worker, 0) > MAX_FILE_BYTES:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%H:%M:%S")
         text = "".join(f"{stamp} {line}\n" for line in lines)
-        with self.path(worker).open("a", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self.path(worker).open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:  # a full disk must not end the session; the last lines are in memory
+            log.warning("the output of workers is not kept on disk any more: %s", error)
+            self.folder = None
+            return
         self._file_bytes[worker] = self._file_bytes.get(worker, 0) + len(text)
 
     def path(self, worker: str) -> Path:
@@ -83,3 +91,15 @@ class OutputLog:
         """Return the names of all workers that printed something."""
         with self._lock:
             return list(self._lines)
+
+
+def telling_line(tail: Sequence[str]) -> str:
+    """Return the line that says most of why a process ended; "" when it printed nothing.
+
+    That is its last one, but after a crash below Python the last one is a list of extension modules.
+    """
+    fatal = [index for index, line in enumerate(tail) if line.startswith("Fatal Python error")]
+    if fatal:
+        cell = next((line.strip() for line in tail[fatal[-1] :] if line.strip().startswith('File "<cell')), "")
+        return tail[fatal[-1]] + (f" at {cell}" if cell else "")
+    return next((line for line in reversed(tail) if line.strip()), "")

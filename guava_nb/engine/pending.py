@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from guava_nb.protocol.messages import Commit, Shard
+from guava_nb.protocol.messages import Commit, Ready, Shard
 
 __all__ = ["LocalStep", "PendingSteps"]
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LocalStep(Generic[T]):
-    """One step. `done` are the shards computed here, `means` the sums that came, by bucket."""
+    """One step. `done` are the shards computed here, `means` the sums that came, by bucket, `ready` a report not sent yet."""
 
     generation: int
     want_hash: bool = False
@@ -27,6 +27,7 @@ class LocalStep(Generic[T]):
     done: set[int] = field(default_factory=set)
     means: dict[int, T] = field(default_factory=dict)
     commit: Commit | None = None
+    ready: Ready | None = None
 
 
 class PendingSteps(Generic[T]):

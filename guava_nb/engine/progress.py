@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
+from guava_nb.engine.interrupts import interrupts_call
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import RunStatus
 
@@ -15,8 +17,13 @@ __all__ = ["watch"]
 REFRESH_S = 0.25
 
 
-def watch(run: Run, show: bool = True) -> None:
-    """Wait for the run on the calling thread, with a bar; an interrupt stops the run, a second one at once."""
+def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
+    """Start the run and wait for it on the calling thread, with a bar; an interrupt stops it, a second one at once.
+
+    Args:
+        start: called once interrupts are taken care of, so that none leaves a run behind that nobody watches.
+        show: draw the bar.
+    """
     bar = tqdm(
         total=run.total_steps,
         unit="step",
@@ -26,17 +33,18 @@ def watch(run: Run, show: bool = True) -> None:
         dynamic_ncols=True,
         leave=True,
     )
-    try:
-        while True:
-            try:
-                ended = run.wait(REFRESH_S)
+    with interrupts_call(run.interrupt):
+        start()
+        try:
+            ended = False
+            while not ended:
+                try:
+                    ended = run.wait(REFRESH_S)
+                except KeyboardInterrupt:  # raised by hand, or in a thread that has no signals
+                    run.interrupt()
                 _update(bar, run.status())
-                if ended:
-                    return
-            except KeyboardInterrupt:
-                run.interrupt()
-    finally:
-        bar.close()
+        finally:
+            bar.close()
 
 
 def _update(bar: tqdm[Any], status: RunStatus) -> None:

@@ -243,10 +243,10 @@ class Replica:
         self._exchange.recycle()
         if self._scaler:
             self._scaler.update(skipped=False)
-        if means is None or BUFFERS not in means:
-            self._buffers.commit() if means is None else self._buffers.restore()
-        else:
-            self._buffers.adopt(*means[BUFFERS])
+        if means is None:
+            self._buffers.commit()
+        elif self.layout.buffers is not None:
+            self._buffers.adopt(*_pick(means, BUFFERS))
 
     def _scale_own(self, factor: float) -> None:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
@@ -270,7 +270,7 @@ class Replica:
     # ------------------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
-        """Measure a batch at the committed state, in evaluation mode.
+        """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training.

@@ -202,7 +202,8 @@ class Run:
         """Forget the history after `steps` steps: they will be done again."""
         with self._lock:
             del self.history[steps:]
-            self.validations = [v for v in self.validations if v["step"] <= steps]
+            last = self.history[-1]["step"] if self.history else -1
+            self.validations = [v for v in self.validations if v["step"] <= last]
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake everyone who waits."""

@@ -22,7 +22,7 @@ from guava_nb.engine.cell_checks import check_syntax, file_name, needed_modules,
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 
-__all__ = ["CellError", "SourceLedger", "build_module", "digest", "pip_name", "resolve"]
+__all__ = ["CellError", "SourceLedger", "build_module", "cause_is_missing", "digest", "pip_name", "resolve"]
 
 #: Import names whose distribution has another name, of those that notebooks use most.
 _PIP_NAMES = {
@@ -195,6 +195,14 @@ def resolve(name: str, module: types.ModuleType | None) -> Any:
             raise SourceError(_not_found(name, part, found, package if colon else ""))
         found = getattr(found, part)
     return found
+
+
+def cause_is_missing(error: BaseException) -> str:
+    """The module whose absence caused this error, "" when it was something else."""
+    named = str(getattr(error, "missing_module", ""))
+    for link in (error, error.__cause__):
+        named = named or (_missing_module(link) if link is not None else "")
+    return named
 
 
 def _run_cells(cells: Iterable[Cell], module: types.ModuleType) -> None:

@@ -143,6 +143,8 @@ class StarExchange:
         assert isinstance(message, Committed)
         if message.run_id != self._ensemble.run_id:
             return
+        if message.ready is not None:
+            self._on_ready(rank, message.ready, payload)
         self._on_applied(rank, message)
         flight = self._flight(message)
         if flight is not None and flight.machine.solo:

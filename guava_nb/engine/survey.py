@@ -13,7 +13,7 @@ from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, RunSpec
 
-__all__ = ["survey", "wire_bytes", "wire_meter"]
+__all__ = ["note_workers", "survey", "wire_bytes", "wire_meter"]
 
 
 def survey(
@@ -95,3 +95,13 @@ def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read
+
+
+def note_workers(run: Run, members: Iterable[Member]) -> None:
+    """Write down in a run who is here or took part, those included that are gone by its end."""
+    for member in members:
+        if not (member.alive or member.samples):
+            continue
+        device = member.hello.device_name
+        run.workers.append({"worker": member.name, "device": device, "state": member.state, "samples": member.samples})
+        run.energy.append({"worker": member.name, "device": device, "joules": None, "method": "not measured"})

@@ -26,6 +26,8 @@ class TeamJob(Job):
         behind: members that missed a step and need the state again.
     """
 
+    trains = True
+
     def __init__(self, cluster: Cluster, ensemble: Ensemble, snapshot: Snapshot, rejoin_timeout_s: float) -> None:
         """Start without a team: `give_state` makes it."""
         super().__init__(cluster)

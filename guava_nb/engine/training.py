@@ -29,6 +29,7 @@ from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
 from guava_nb.engine.star import StarExchange
+from guava_nb.engine.survey import note_workers
 from guava_nb.engine.team import TeamJob
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
@@ -82,8 +83,12 @@ class TrainingJob(TeamJob):
         """Ask for the end; called from any thread."""
         self.post(Interrupted())
 
+    def is_current(self) -> bool:
+        """Whether the caller is one of the run's own callbacks: it must not wait for the run."""
+        return threading.current_thread() is self._thread
+
     def at_boundary(self, call: Callable[[], None]) -> Future[None]:
-        """Have the job call something between two steps; called from any thread."""
+        """Have the job call something between two steps; called from any thread, but only others may wait for it."""
         future: Future[None] = Future()
         self._calls.append((call, future))
         self.post(Wake())
@@ -103,7 +108,7 @@ class TrainingJob(TeamJob):
         if state != "done":
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
-        self._note_workers()
+        note_workers(self.run, self.cluster.members())
         self.run.end(state, error)
         self._refuse_calls()
 
@@ -122,7 +127,7 @@ class TrainingJob(TeamJob):
             self._settle()
             return "stopped"
         except BaseException:
-            self._abort("the run failed")
+            self._abort("the run failed", hear_all=True)
             raise
 
     def _start(self) -> None:
@@ -194,16 +199,17 @@ class TrainingJob(TeamJob):
             if name in self._due:
                 self._due.discard(name)
                 action()
-        while self._calls:
-            self._answer(*self._calls.popleft())
+        self._answer_calls()
 
-    def _answer(self, call: Callable[[], None], future: Future[None]) -> None:
-        try:
-            call()
-        except Exception as error:  # belongs to whoever asked, not to the run
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+    def _answer_calls(self) -> None:
+        while self._calls:
+            call, future = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # belongs to whoever asked, not to the run
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
@@ -358,20 +364,23 @@ class TrainingJob(TeamJob):
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def _abort(self, reason: str) -> None:
-        """Have everyone forget what is not committed."""
+    def _abort(self, reason: str, hear_all: bool = False) -> None:
+        """Have everyone forget what is not committed, and hear how far they are.
+
+        Who is heard: a lone worker, which commits by itself and may be ahead of what is known here; after a failure all,
+        since others may have failed in the same way and their reports must not reach a later job.
+        """
         self.cluster.roster.generation += 1
         generation = self.cluster.roster.generation
         message = Abort(self.ensemble.run_id, generation, self.ensemble.step, reason)
         self.cluster.send_all(list(self.ensemble.at), message)
-        self._hear_lone_worker(generation)
+        lone = {t.owner for f in self._exchange.flights.values() if f.machine.solo for t in f.machine.tasks}
+        self._hear(set(self.ensemble.at) if hear_all else lone, generation)
         self._exchange.give_up()
 
-    def _hear_lone_worker(self, generation: int) -> None:
-        """A lone worker commits by itself: hear which of its steps it had committed before it gave up the others."""
-        lone = {t.owner for f in self._exchange.flights.values() if f.machine.solo for t in f.machine.tasks}
-        deadline = time.monotonic() + self.plan.interrupt_grace_s
-        while any(self.ensemble.generation_of.get(rank, -1) < generation for rank in lone & self.ready):
+    def _hear(self, ranks: set[int], generation: int) -> None:
+        heard, deadline = self.ensemble.generation_of, time.monotonic() + self.plan.interrupt_grace_s
+        while any(heard.get(rank, -1) < generation for rank in ranks & self.ready & self.ensemble.at.keys()):
             if self.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:
@@ -381,18 +390,11 @@ class TrainingJob(TeamJob):
 
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
-        if self._at_orchestrator or not self._formed:
-            return
-        self.interrupts = 0
-        try:
-            self.ensemble.fetch(self, timeout_s=self.plan.interrupt_grace_s)
-        except (StopRequested, NobodyLeft, WorkerLost) as error:
-            log.info("the final state stays with the workers for now: %s", error)
-
-    def _note_workers(self) -> None:
-        for member in self.cluster.members():
-            device = member.hello.device_name
-            self.run.workers.append(
-                {"worker": member.name, "device": device, "state": member.state, "samples": member.samples}
-            )
-            self.run.energy.append({"worker": member.name, "device": device, "joules": None, "method": "not measured"})
+        if self._formed and not self._at_orchestrator:
+            self.interrupts = 0
+            try:
+                self.ensemble.fetch(self, timeout_s=self.plan.interrupt_grace_s)
+            except (StopRequested, NobodyLeft, WorkerLost) as error:
+                log.info("the final state stays with the workers for now: %s", error)
+                return
+        self._answer_calls()

@@ -150,6 +150,8 @@ class Connection:
     def queue(self, record: Message) -> None:
         """Lock held: queue a record about the connection itself, ahead of all messages."""
         channel = Channel.HEARTBEAT if type(record) in _HEARTBEATS else Channel.CONTROL
+        if type(record) is Pong:  # only the newest answer counts: a peer that asks and never reads must not fill memory
+            self._urgent = deque(waiting for waiting in self._urgent if type(waiting.message) is not Pong)
         self._urgent.append(OutgoingMessage(record, channel, 0))
 
     def claim(self, record: Message | None = None) -> list[Buffer] | None:
@@ -171,13 +173,21 @@ class Connection:
         return batch
 
     def send_claimed(self, batch: list[Buffer]) -> None:
-        """Lock not held: send what `claim` gave."""
+        """Lock not held: send what `claim` gave. A failure breaks the connection, which the reader tells."""
         try:
             self._stream.send_all(batch)
         except GuavaError as problem:
             self.abort(problem)
         except (ValueError, BufferError) as problem:
             self.abort(_payload_gone(problem))
+        except BaseException as problem:
+            # Half a frame may be out, as when a cell was interrupted here: only a new connection can go on.
+            self.abort(LinkBroken(f"sending to {self.peer} was interrupted: {problem!r}"))
+            raise
+        finally:
+            self._sent()
+
+    def _sent(self) -> None:
         with self._lane.lock:
             self._sending = False
             self._last_sent = time.monotonic()

@@ -8,12 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from guava_nb.errors import GuavaError, JoinRefused, LinkClosed, VersionMismatch
+from guava_nb.errors import ConfigError, GuavaError, JoinRefused, LinkClosed, VersionMismatch
 from guava_nb.link.events import Event
 from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
 from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.pool import PayloadPool
 from guava_nb.link.session import Session
 from guava_nb.protocol.framing import OutgoingMessage
 from guava_nb.protocol.joincode import JoinCode
@@ -59,7 +58,6 @@ class DialledSession(Session):
         """Start with nothing attached; see `dial`."""
         super().__init__(secrets.token_bytes(_SESSION_ID_BYTES), identity, code.address, options, on_event)
         self._code = code
-        self._pool = PayloadPool()
         self._backoff = _Backoff()
         self._look_again = threading.Event()
         self._redialler: threading.Thread | None = None
@@ -107,7 +105,7 @@ class DialledSession(Session):
             mine.last_step,
             mine.last_kind,
         )
-        made = attach(self._code, record, self._options, self._pool.allocate, max(0.05, until - time.monotonic()))
+        made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
         try:
             self.adopt(name, made.stream, made.decoder, made.attached, made.early)
         except BaseException:
@@ -172,6 +170,7 @@ def dial(
         identity: 32 secret bytes; who shows the same ones takes the place of an earlier session. Drawn when None.
 
     Raises:
+        ConfigError: the identity has another length, or the code's way to connect is not known here.
         AuthenticationError: secret or certificate do not match the code.
         JoinRefused: the listener said no, with its reason.
         VersionMismatch: it speaks another version.
@@ -179,7 +178,10 @@ def dial(
         LinkTimeout: no answer within `options.connect_timeout_s`.
         LinkBroken: it cannot be reached, or left.
     """
-    session = DialledSession(code, identity or secrets.token_bytes(IDENTITY_BYTES), options or LinkOptions(), on_event)
+    identity = secrets.token_bytes(IDENTITY_BYTES) if identity is None else identity
+    if len(identity) != IDENTITY_BYTES:
+        raise ConfigError(f"an identity has {IDENTITY_BYTES} bytes, not {len(identity)}")
+    session = DialledSession(code, identity, options or LinkOptions(), on_event)
     session.connect()
     return session
 
@@ -198,7 +200,7 @@ def visit(code: JoinCode, identity: bytes, message: Message, options: LinkOption
     """
     options = options or LinkOptions()
     record = Attach(bytes(_SESSION_ID_BYTES), identity, "report", 0, {})
-    made = attach(code, record, options, PayloadPool(0).allocate, options.connect_timeout_s)
+    made = attach(code, record, options, options.connect_timeout_s)
     try:
         for frame in OutgoingMessage(message, Channel.CONTROL, 1).frames():
             made.stream.send_all(frame)

@@ -28,6 +28,8 @@ __all__ = [
     "VisitArrived",
 ]
 
+_DONE_LOCK = threading.Lock()  # held for two assignments: one for all messages is enough
+
 
 @dataclass(frozen=True)
 class SessionOpened:
@@ -76,7 +78,7 @@ class MessageArrived:
         payload: its bytes; valid as long as somebody holds the view or a slice of it. `b""` when there are none.
     """
 
-    __slots__ = ("_consumed", "_lock", "channel", "message", "payload", "session")
+    __slots__ = ("_consumed", "channel", "message", "payload", "session")
 
     def __init__(
         self,
@@ -91,11 +93,10 @@ class MessageArrived:
         self.message = message
         self.payload = payload
         self._consumed: Callable[[], None] | None = consumed
-        self._lock = _DONE_LOCK
 
     def done(self) -> None:
         """Tell that the message is consumed, which lets the peer send more. Further calls do nothing."""
-        with self._lock:
+        with _DONE_LOCK:
             consumed, self._consumed = self._consumed, None
         if consumed is not None:
             consumed()
@@ -104,9 +105,6 @@ class MessageArrived:
         return (
             f"MessageArrived({type(self.message).__name__} on {self.channel.name}, {len(self.payload)} payload bytes)"
         )
-
-
-_DONE_LOCK = threading.Lock()  # held for two assignments: one for all messages is enough
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Knows the order of the first bytes; knows nothing of sessions. Whatever goes wro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from guava_nb.errors import ConfigError, GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
@@ -21,8 +20,6 @@ from guava_nb.transport.tcp import connect
 from guava_nb.transport.tls import TlsStream
 
 __all__ = ["Attachment", "Deadline", "attach", "prove", "receive_record", "send_record"]
-
-Allocate = Callable[[int], memoryview]
 
 
 class Deadline:
@@ -123,7 +120,7 @@ def receive_record(stream: Stream, decoder: Decoder, deadline: Deadline) -> tupl
             raise decoder.error
 
 
-def attach(code: JoinCode, record: Attach, options: LinkOptions, allocate: Allocate, timeout_s: float) -> Attachment:
+def attach(code: JoinCode, record: Attach, options: LinkOptions, timeout_s: float) -> Attachment:
     """Open one connection to a listener, from the socket to `Attached`.
 
     Raises:
@@ -141,7 +138,7 @@ def attach(code: JoinCode, record: Attach, options: LinkOptions, allocate: Alloc
         state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
         send_record(stream, record)
         state = advance(state, Role.DIALLER, sent(Attach))
-        decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes), allocate)
+        decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes))
         answer, early = receive_record(stream, decoder, deadline)
         advance(state, Role.DIALLER, received(type(answer.message)))
         if isinstance(answer.message, Refused):

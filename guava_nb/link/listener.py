@@ -31,7 +31,6 @@ from guava_nb.link.guests import Guests
 from guava_nb.link.handshake import Deadline, prove, receive_record, send_record
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.pool import PayloadPool
 from guava_nb.link.registry import REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.protocol.framing import Decoder, Limits
@@ -139,7 +138,6 @@ class Listener:
         self._fingerprint = certificate.fingerprint16 if certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Guests(self._options.max_unauthenticated)
-        self._pool = PayloadPool()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -274,7 +272,7 @@ class Listener:
         stream = tcp if self._tls is None else TlsStream.over_server(tcp, self._tls, deadline.left_s())
         prove(stream, ListenerProof(self._secret, self._fingerprint), deadline)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
-        decoder = Decoder(Limits.before_join(), self._pool.allocate)
+        decoder = Decoder(Limits.before_join())
         arrived, early = receive_record(stream, decoder, deadline)
         advance(state, Role.LISTENER, received(type(arrived.message)))
         if not isinstance(arrived.message, Attach) or early or decoder.unfinished:

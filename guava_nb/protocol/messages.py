@@ -203,8 +203,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         bucket_bytes: aimed size of a gradient bucket.
         hash_every_steps: steps between comparisons of parameter hashes; 0 compares at the start only.
         sync_batchnorm: statistics over the global batch.
-        split: "rows", or the name of a shared function that splits a batch.
         threads: torch intra-op threads per worker; None leaves torch's choice.
+        deterministic: only deterministic kernels; torch raises where there is none.
     """
 
     model: Factory | None
@@ -403,6 +403,7 @@ class Committed(Message, frozen=True):
     update_s: float = 0.0
     learning_rate: float | None = None
     skipped: bool = False
+    ready: Ready | None = None  # from a lone worker: its report on the shard, in the same message
 
 
 class Abort(Message, frozen=True):

@@ -53,12 +53,13 @@ class TcpStream(Stream):
 
     def send_all(self, buffers: Sequence[Buffer]) -> None:
         """Send the bytes from where they lie."""
-        views = flatten(buffers)
         try:
-            if hasattr(self._sock, "sendmsg"):
-                _send_gathered(self._sock, views)
+            if len(buffers) == 1:
+                self._sock.sendall(buffers[0])
+            elif hasattr(self._sock, "sendmsg"):
+                _send_gathered(self._sock, flatten(buffers))
             else:
-                for view in views:
+                for view in flatten(buffers):
                     self._sock.sendall(view)
         except OSError as problem:
             raise self._error("sending to", problem) from problem

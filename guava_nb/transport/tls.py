@@ -25,7 +25,7 @@ from guava_nb.transport.stream import Buffer, Stream, flatten
 __all__ = ["TlsStream"]
 
 _RECORD_BYTES = 16 << 10  # the largest TLS record
-_SEAL_BYTES = 4 * _RECORD_BYTES  # encrypted, then sent: still in the cache then, and below malloc's mmap threshold
+_SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
 
 
@@ -135,12 +135,14 @@ class TlsStream(Stream):
     def recv_into(self, view: memoryview) -> int:
         """Decrypt into `view` all that is at hand, or wait for the first bytes."""
         while True:
-            with self._crypto:
-                count = self._open(view)
-            if self._outgoing.pending:
-                self._send_owed()
-            if count is not None:
-                return count
+            # Asking OpenSSL in vain costs an exception: more than decrypting a small message.
+            if self._incoming.pending or self._tls.pending():
+                with self._crypto:
+                    count = self._open(view)
+                if self._outgoing.pending:
+                    self._send_owed()
+                if count is not None:
+                    return count
             if not self._fetch():
                 return 0
 
@@ -150,9 +152,9 @@ class TlsStream(Stream):
         size, done = len(view), 0
         try:
             while done < size:
-                count = read(size - done, view[done:] if done else view)
+                count = read(size, view[done:])
                 done += count
-                if not count or not self._incoming.pending:  # room left in view: the record was read to its end
+                if not count or not self._incoming.pending:  # with room left in view, the record was read to its end
                     break
         except ssl.SSLWantReadError:
             return done or None
@@ -204,6 +206,10 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
     Small ones are joined into one record, together with the start of a big one that follows: neither a header nor a
     short list of scalars costs a record of its own. Big ones are cut.
     """
+    if sum(map(len, views)) <= _RECORD_BYTES:
+        if views:
+            yield [views[0] if len(views) == 1 else memoryview(b"".join(views))]
+        return
     small: list[memoryview] = []
     small_bytes = 0
     for view in views:

@@ -141,7 +141,7 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(clust
 
 
 def test_all_workers_lost_for_good_is_said(cluster: Cluster) -> None:
-    start(cluster, [once_after(2, Ready, lambda worker: worker.die())])
+    start(cluster, [once_after(2, Committed, lambda worker: worker.die())])
     job = job_for(cluster, spec(), plan_for(loader(), rejoin_timeout_s=0.3))
     job.start()
     assert job.run.wait(30)
@@ -253,7 +253,7 @@ def test_a_second_interrupt_ends_at_once(cluster: Cluster) -> None:
     started = threading.Event()
 
     def hold(worker: DirectWorker, message: Message) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, Committed):
             started.set()
             held.wait(20)
 

@@ -21,7 +21,6 @@ import pytest
 from guava_nb.errors import AuthenticationError, FrameTooLarge, JoinRefused, LinkBroken, RemoteProtocolError
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionSuspect
 from guava_nb.link.handshake import Deadline, attach, prove, send_record
-from guava_nb.link.pool import PayloadPool
 from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, OutgoingMessage
 from guava_nb.protocol.messages import KIND_OF, Attach, Channel, Goodbye, Leave, MeanBucket, Ping
 from guava_nb.protocol.proof import DiallerProof
@@ -81,9 +80,7 @@ def until_end(stream) -> None:
 def attached(made: World, session_id: bytes = b"s" * 16):
     """Both connections of a session, held by hand."""
     return [
-        attach(
-            made.listener.join_code(), Attach(session_id, IDENTITY, purpose, 0, {}), QUICK, PayloadPool().allocate, 10
-        )
+        attach(made.listener.join_code(), Attach(session_id, IDENTITY, purpose, 0, {}), QUICK, 10)
         for purpose in ("control", "bulk")
     ]
 
@@ -97,7 +94,7 @@ def test_wrong_secret(tls: bool) -> None:
     with besieged(tls) as made:
         code = replace(made.listener.join_code(), secret=b"x" * 16)
         with pytest.raises(AuthenticationError, match="newest join code"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, PayloadPool().allocate, 10)
+            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
         refused(made, "wrong code")
 
 
@@ -105,7 +102,7 @@ def test_wrong_fingerprint() -> None:
     with besieged(tls=True) as made:
         code = replace(made.listener.join_code(), fingerprint=b"f" * 16)
         with pytest.raises(AuthenticationError, match="66666666"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, PayloadPool().allocate, 10)
+            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
         refused(made, "left")
 
 
@@ -137,10 +134,10 @@ def test_codes_for_the_other_kind_of_port() -> None:
         attach_record = Attach(bytes(16), IDENTITY, "control", 0, {})
         tls_code = encrypted.listener.join_code(port=plain.listener.port)
         with pytest.raises((RemoteProtocolError, LinkBroken)):
-            attach(tls_code, attach_record, QUICK, PayloadPool().allocate, 10)
+            attach(tls_code, attach_record, QUICK, 10)
         plain_code = plain.listener.join_code(port=encrypted.listener.port)
         with pytest.raises((RemoteProtocolError, LinkBroken)):
-            attach(plain_code, attach_record, QUICK, PayloadPool().allocate, 10)
+            attach(plain_code, attach_record, QUICK, 10)
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
@@ -281,7 +278,7 @@ def test_a_listener_that_only_repeats_is_noticed() -> None:
         echoing = pool.submit(echo)
         code = made.listener.join_code(port=server.getsockname()[1])
         with pytest.raises(AuthenticationError, match="repeats"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, PayloadPool().allocate, 10)
+            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
         echoing.result()
 
 
@@ -300,7 +297,7 @@ def test_attaching_to_what_is_not_ours(change: dict, why: str) -> None:
         record = Attach(good.session_id, good.identity, "bulk", 5, {})
         fields = {name: getattr(record, name) for name in record.__struct_fields__}
         with pytest.raises(JoinRefused, match=why):
-            attach(made.listener.join_code(), Attach(**{**fields, **change}), QUICK, PayloadPool().allocate, 10)
+            attach(made.listener.join_code(), Attach(**{**fields, **change}), QUICK, 10)
         refused(made, "refused")
         assert good.state == "open"
         assert made.here.of(SessionSuspect) == []
@@ -344,7 +341,7 @@ def test_a_lie_about_what_was_received_ends_the_session() -> None:
         for one in (control, bulk):
             one.stream.close()
         record = Attach(b"s" * 16, IDENTITY, "control", 1, {1: 999})
-        again = attach(made.listener.join_code(), record, QUICK, PayloadPool().allocate, 10)
+        again = attach(made.listener.join_code(), record, QUICK, 10)
         assert isinstance(made.here.wait_for(SessionClosed)[0].cause, RemoteProtocolError)
         until_end(again.stream)
 
@@ -352,7 +349,7 @@ def test_a_lie_about_what_was_received_ends_the_session() -> None:
 def test_a_control_connection_without_bulk_is_forgotten() -> None:
     with besieged() as made:
         record = Attach(bytes(16), IDENTITY, "control", 0, {})
-        alone = attach(made.listener.join_code(), record, QUICK, PayloadPool().allocate, 10)
+        alone = attach(made.listener.join_code(), record, QUICK, 10)
         until_end(alone.stream)
         eventually(lambda: made.listener.sessions == [])
         assert made.here.events == []

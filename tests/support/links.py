@@ -8,6 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 
@@ -151,3 +153,41 @@ def check_exactly_once(recorder: Recorder, channels: list[Channel], count: int, 
 
 def rss_bytes() -> int:
     return psutil.Process(os.getpid()).memory_info().rss
+
+
+CHANNELS = [Channel.CONTROL, Channel.GRADIENT, Channel.BATCH, Channel.CHECKPOINT]
+FOREVER = replace(QUICK, silence_s=60.0)
+
+
+def sizes(number: int) -> int:
+    """Payload sizes from nothing to several frames."""
+    return [0, 1, 3000, 100_000, 1 << 20, 3_500_000][number % 6]
+
+
+def send_all(session, count: int, nbytes=sizes) -> None:
+    for number in range(count):
+        for channel in CHANNELS:
+            session.send(*numbered(number, channel, nbytes(number)))
+
+
+def exchange(made: World, ours, theirs, count: int, nbytes=sizes) -> None:
+    """Send both ways at once; check that each message came once, in order, whole."""
+    with ThreadPoolExecutor(2) as pool:
+        for sent in [pool.submit(send_all, session, count, nbytes) for session in (ours, theirs)]:
+            sent.result()
+    for recorder in (made.here, made.there):
+        recorder.wait_for(MessageArrived, count * len(CHANNELS), 60)
+        check_exactly_once(recorder, CHANNELS, count, nbytes)
+
+
+def exchange_the_rest(made: World, theirs, count: int) -> None:
+    send_all(theirs, count)
+    for recorder in (made.here, made.there):
+        recorder.wait_for(MessageArrived, count * len(CHANNELS), 60)
+        check_exactly_once(recorder, CHANNELS, count, sizes)
+
+
+def exchange_done(made: World, count: int) -> None:
+    for recorder in (made.here, made.there):
+        recorder.wait_for(MessageArrived, count * len(CHANNELS), 60)
+        check_exactly_once(recorder, CHANNELS, count, sizes)

@@ -26,6 +26,8 @@ class Link:
 
     def __init__(self, dialler: socket.socket, listener: socket.socket, plan: dict[str, int]) -> None:
         self.bytes = {UP: 0, DOWN: 0}
+        host, port = listener.getsockname()[:2]
+        self.address = f"{host}:{port}"  # as the listener sees its peer
         self.is_cut = threading.Event()
         self._ends = {UP: (dialler, listener), DOWN: (listener, dialler)}
         self._cut_at = dict(plan)

@@ -134,5 +134,5 @@ def resolver(**names: object) -> Callable[[str], object]:
 CPU = torch.device("cpu")
 
 
-def replica(net: object, run: RunSpec, **names: object) -> Replica:
-    return Replica(run, resolver(Net=net, **names), CPU)
+def replica(net: object, run: RunSpec, device: torch.device = CPU, **names: object) -> Replica:
+    return Replica(run, resolver(Net=net, **names), device)

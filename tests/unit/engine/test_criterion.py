@@ -125,7 +125,6 @@ def test_right_predictions_are_counted_where_they_have_a_meaning() -> None:
         ("CrossEntropyLoss", {"ignore_idx": 3}, "did you mean 'ignore_index'"),
         ("CrossEntropyLoss", {"reduction": "none"}, "use 'mean' or 'sum'"),
         ("MSELoss", {"size_average": True}, "old spelling"),
-        ("HuberLoss", {"delta": "big"}, "refuses its arguments"),
         ("CTCLoss", {}, "more than outputs and targets"),
         ("triplet_margin_loss", {}, "more than outputs and targets"),
         ("f", {"z": 1}, "does not take 'z'"),

@@ -114,4 +114,4 @@ def test_pieces_keep_every_byte_in_order(sizes: list[int]) -> None:
     data = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
     pieces = list(_pieces([memoryview(part) for part in data]))
     assert b"".join(bytes(view) for piece in pieces for view in piece) == b"".join(data)
-    assert all(sum(map(len, piece)) < 80 << 10 for piece in pieces)
+    assert all(sum(map(len, piece)) < 144 << 10 for piece in pieces)

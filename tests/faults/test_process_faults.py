@@ -1,0 +1,199 @@
+"""Worker processes killed, stopped, crashed and cut off in the middle of a step, over TCP and TLS.
+
+Two workers, each behind a relay of its own. Whatever happens to one of them, the run equals plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guava_nb.engine.run import Run
+from tests.support.processes import ROOT, PlainTraining, Session, Worker, eventually, loader
+from tests.support.relay import DOWN, UP
+
+#: Longer than a busy machine keeps a thread waiting, shorter than a test may take.
+SILENCE_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        folder = tmp_path_factory.mktemp("faults")
+        made = Session(folder, relayed=True, num_workers=2, heartbeat_s=0.5, silence_s=SILENCE_S, hash_every_steps=1)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture
+def pair(session: Session) -> list[Worker]:
+    return session.ensure(2)
+
+
+def notices(session: Session) -> str:
+    return "\n".join(session.orch.status().notes)
+
+
+class AtStep:
+    """A callback that acts once, between two steps."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+        self.fired = False
+
+    def on_step(self, run: Run, record: dict[str, Any]) -> None:
+        if record["step"] == self.step:
+            self.action()
+            self.fired = True
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_worker_killed_in_mid_step_changes_nothing(session: Session, pair: list[Worker], where: str) -> None:
+    victim = pair[1]
+    victim.trap(where, 3)
+    run = session.train(loader(), detach=True)
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    eventually(lambda: session.state_of(victim.name) == "lost", 5, "the loss is noticed")
+    assert time.monotonic() - killed <= 5
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
+    assert run.generations == 2
+    assert [w["samples"] > 0 for w in run.report()["workers"] if w["worker"] == victim.name] == [True]
+    assert "signal 9" in notices(session)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("do", "printed", "told"),
+    [
+        ("exit", "about to leave without a word", "exit status 7; last line: about to leave without a word"),
+        (
+            "segfault",
+            "about to touch what is not mine",
+            "signal 11; last line: Fatal Python error: Segmentation fault at File \"<cell 'net'>\", line",
+        ),
+    ],
+)
+def test_a_crash_in_backward_leaves_its_last_words(
+    session: Session, pair: list[Worker], do: str, printed: str, told: str
+) -> None:
+    victim = pair[1]
+    victim.trap("backward", 2, do)
+    run = session.train(loader(), detach=True)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
+    assert run.generations == 2
+    eventually(lambda: told in notices(session), 10, "the crash is told with its cause")
+    assert printed in session.orch.log(victim.name)
+    eventually(lambda: victim.handle.wait(0), 10, "its watcher ends")
+    assert victim.handle.status().state == "crashed"
+
+
+@pytest.mark.timeout(90)
+def test_a_stopped_worker_is_noticed_by_its_silence_and_comes_back(session: Session, pair: list[Worker]) -> None:
+    still, victim = pair
+    victim.trap("forward", 3)
+    goes_on = threading.Event()
+    comes_back = AtStep(9, lambda: goes_on.wait(30) or None)
+    run = session.train(loader(), epochs=5, detach=True, callbacks=[comes_back])
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        eventually(lambda: session.state_of(victim.name) == "suspect", SILENCE_S + 3, "the silence is noticed")
+        noticed_s = time.monotonic() - stopped
+        # The last byte may have come up to a heartbeat before the stop.
+        assert SILENCE_S - 1.0 <= noticed_s <= SILENCE_S + 3
+        eventually(lambda: len(run.history) >= 8, 30, "the run goes on without it")
+    finally:
+        victim.release()
+        os.kill(victim.pid, signal.SIGCONT)
+    eventually(lambda: session.state_of(victim.name) in ("ready", "working"), 20, "it is back")
+    goes_on.set()
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(5))
+    assert comes_back.fired and run.generations == 3
+    assert session.ready() == [still.name, victim.name]
+
+
+CUTS = [
+    ("control", UP, 40, False),
+    ("control", DOWN, 10, True),
+    ("bulk", UP, 1, False),
+    ("bulk", UP, 9_000, True),
+    ("bulk", DOWN, 2_500, False),
+]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("lane", "way", "byte", "at_once"), CUTS)
+def test_a_cut_connection_resumed_in_mid_step_changes_nothing(
+    session: Session, pair: list[Worker], lane: str, way: str, byte: int, at_once: bool
+) -> None:
+    """Cut after so many bytes more: inside a heartbeat, a loss, a bucket going up, a sum or a batch coming down."""
+    victim = pair[1]
+    link = victim.link(lane)
+    opened = len(victim.relay.links)  # type: ignore[union-attr]
+
+    def cut_soon() -> None:
+        link.cut_at(way, link.bytes[way] + byte)
+
+    act = AtStep(2, cut_soon)
+    model = {"width": 256}
+    run = session.train(loader(), epochs=3, detach=True, callbacks=[act], model_args=model)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader(), **model).epochs(3))
+    assert act.fired and link.is_cut.is_set()
+    eventually(lambda: session.state_of(victim.name) == "ready", 20, "the session is whole again")
+    assert len(victim.relay.links) == opened + 1  # type: ignore[union-attr]
+    assert session.ready() == [w.name for w in pair]  # the same seats, so the same sessions
+
+
+@pytest.mark.timeout(90)
+def test_all_connections_cut_for_a_second(session: Session, pair: list[Worker]) -> None:
+    relays = [worker.relay for worker in pair]
+
+    def outage() -> None:
+        for relay in relays:
+            assert relay is not None
+            relay.refuse()
+            relay.cut_all(reset=True)
+        threading.Timer(1.0, lambda: [relay.admit() for relay in relays if relay is not None]).start()
+
+    act = AtStep(3, outage)
+    run = session.train(loader(), epochs=3, detach=True, callbacks=[act])
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(3))
+    assert act.fired
+    for worker in pair:
+        eventually(lambda w=worker: session.state_of(w.name) == "ready", 20, "the session is whole again")
+    assert session.ready() == [w.name for w in pair]
+
+
+@pytest.mark.timeout(90)
+def test_a_copied_identity_never_gives_two_gradients(session: Session, pair: list[Worker], tmp_path: Path) -> None:
+    """A second process with the identity of the first takes its place; the first one's work does not count twice."""
+    first = pair[1]
+    first.trap("backward", 3)
+    run = session.train(loader(), epochs=3, detach=True)
+    first.wait_trapped()
+    copy = Worker(session, "copy", relayed=False, identity=first.handle._identity)
+    session.workers.append(copy)
+    eventually(lambda: session.state_of(first.name) == "lost", 60, "the first one has lost its place")
+    first.release()
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(3))
+    samples = {w["worker"]: w["samples"] for w in run.report()["workers"]}
+    assert session.ready() == [pair[0].name, "copy"]
+    assert samples["copy"] > 0 or run.generations >= 2
+    eventually(lambda: first.handle.wait(0), 20, "the first process ends by itself")
+    assert first.handle.status().state == "failed"
+    assert "same identity" in first.handle.status().detail

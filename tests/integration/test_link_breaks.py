@@ -1,0 +1,302 @@
+"""Sessions over real TCP and TLS on loopback: what survives when a relay cuts, stalls or refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed, LinkTimeout, LocalProtocolError
+from guava_nb.link.dialler import IDENTITY_BYTES
+from guava_nb.link.events import (
+    MessageArrived,
+    SessionClosed,
+    SessionResumed,
+    SessionSuspect,
+)
+from guava_nb.link.listener import Listener
+from guava_nb.protocol.messages import Channel
+from tests.support.links import (
+    CHANNELS,
+    FOREVER,
+    QUICK,
+    Recorder,
+    World,
+    check_exactly_once,
+    eventually,
+    exchange,
+    exchange_done,
+    exchange_the_rest,
+    nothing_left_behind,
+    numbered,
+    send_all,
+    sizes,
+    world,
+)
+from tests.support.relay import DOWN, UP, Relay
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_silence_is_noticed_and_survived() -> None:
+    with world() as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        for link in relay.links:
+            link.stall()
+        for recorder in (made.here, made.there):
+            suspect = recorder.wait_for(SessionSuspect)[0]
+            assert isinstance(suspect.cause, (LinkTimeout, LinkBroken))
+        assert any(isinstance(r.of(SessionSuspect)[0].cause, LinkTimeout) for r in (made.here, made.there))
+        for recorder in (made.here, made.there):
+            recorder.wait_for(SessionResumed)
+        exchange(made, ours, theirs, 3)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+@pytest.mark.parametrize("lane", [0, 1], ids=["control", "bulk"])
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
+def test_a_cut_connection_resumes(lane: int, reset: bool, tls: bool) -> None:
+    with nothing_left_behind(), world(FOREVER, tls) as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        sending = threading.Thread(target=send_all, args=(ours, 12))
+        sending.start()
+        relay.links[lane].cut(reset)
+        sending.join()
+        exchange_the_rest(made, theirs, 12)
+        for recorder in (made.here, made.there):
+            recorder.wait_for(SessionResumed)
+            assert recorder.of(SessionClosed) == []
+        assert len(relay.links) == 3
+
+
+@pytest.mark.parametrize("way", [UP, DOWN])
+@pytest.mark.parametrize("byte", [150_000, 2_000_000, 7_654_321])
+def test_bulk_cut_in_the_middle_of_a_message(way: str, byte: int) -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        relay.plans = [{}, {way: byte}]  # the second connection is bulk
+        ours, theirs = made.dial(relay.port)
+        exchange(made, ours, theirs, 12)
+        assert relay.links[1].is_cut.is_set()
+        assert len(relay.links) == 3
+
+
+@pytest.mark.parametrize("way", [UP, DOWN])
+@pytest.mark.parametrize("lane", [0, 1], ids=["control", "bulk"])
+def test_a_cut_within_the_handshake_fails_the_dial(lane: int, way: str) -> None:
+    options = replace(QUICK, auth_timeout_s=0.3)
+    with nothing_left_behind(), world(options) as made, Relay(made.listener.port) as relay:
+        relay.plans = [{} for _ in range(lane)] + [{way: 420}]
+        with pytest.raises((LinkBroken, LinkTimeout)):
+            made.dial(relay.port)
+        eventually(lambda: made.listener.sessions == [])
+        assert made.here.events == made.there.events == []
+        made.dial(relay.port)
+
+
+@pytest.mark.parametrize("byte", [2_500, 3_000, 4_000, 5_000])
+def test_control_cut_in_the_middle_of_a_message(byte: int) -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        relay.plans = [{UP: byte}]
+        ours, theirs = made.dial(relay.port)
+        count = 150
+        for number in range(count):
+            ours.send(*numbered(number, Channel.CONTROL, 0))
+        made.here.wait_for(MessageArrived, count)
+        check_exactly_once(made.here, [Channel.CONTROL], count, sizes)
+        assert relay.links[0].is_cut.is_set()
+
+
+def test_all_connections_cut_again_and_again() -> None:
+    with nothing_left_behind(), world(FOREVER) as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        with ThreadPoolExecutor(2) as pool:
+            senders = [pool.submit(send_all, session, 30) for session in (ours, theirs)]
+            for round_ in range(4):
+                made.here.wait_until(lambda: len(made.here.of(MessageArrived)) >= 12 * (round_ + 1))  # noqa: B023
+                relay.cut_all(reset=bool(round_ % 2))
+                made.there.wait_for(SessionResumed, round_ + 1)
+            for sender in senders:
+                sender.result()
+        for recorder in (made.here, made.there):
+            recorder.wait_for(MessageArrived, 30 * len(CHANNELS), 60)
+            check_exactly_once(recorder, CHANNELS, 30, sizes)
+            assert len(recorder.of(MessageArrived)) == 30 * len(CHANNELS)
+
+
+def test_what_is_sent_while_suspect_arrives_after_it() -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        relay.refuse()
+        relay.cut_all()
+        made.there.wait_for(SessionSuspect)
+        made.here.wait_for(SessionSuspect)
+        assert ours.state == theirs.state == "suspect"
+        send_all(ours, 6)
+        send_all(theirs, 6)
+        assert ours.backlog_bytes() > 5_000_000
+        assert ours.backlog_bytes(Channel.BATCH) > 1_000_000
+        relay.admit()
+        exchange_done(made, 6)
+        assert ours.state == theirs.state == "open"
+
+
+def test_grace_over_closes_both_sides() -> None:
+    options = replace(QUICK, grace_s=0.5)
+    with nothing_left_behind(), world(options) as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        relay.refuse()
+        relay.cut_all()
+        started = time.monotonic()
+        for recorder in (made.here, made.there):
+            closed = recorder.wait_for(SessionClosed)[0]
+            assert isinstance(closed.cause, LinkTimeout)
+            assert "away for more than 0.5 s" in str(closed.cause)
+            assert not closed.by_peer
+        assert time.monotonic() - started < 15
+        with pytest.raises(LinkClosed, match="away for more than"):
+            ours.send(*numbered(0, Channel.CONTROL, 0))
+        assert made.listener.sessions == []
+
+
+def test_a_listener_that_is_gone_is_given_up() -> None:
+    options = replace(QUICK, grace_s=0.5)
+    with nothing_left_behind():
+        made = World(options)
+        with Relay(made.listener.port) as relay:
+            ours, _ = made.dial(relay.port)
+        assert isinstance(made.there.wait_for(SessionClosed)[0].cause, LinkTimeout)
+        assert "connection refused" in str(made.there.of(SessionClosed)[0].cause)
+        made.close()
+
+
+def test_a_listener_that_was_started_anew_says_so() -> None:
+    with nothing_left_behind(), world() as made, world() as other, Relay(made.listener.port) as relay:
+        ours, _ = made.dial(relay.port)
+        anew = Listener(QUICK, Recorder(), secret=made.listener.join_code().secret)
+        anew._tls, anew._fingerprint = made.listener._tls, made.listener._fingerprint
+        anew.start()
+        relay.target = ("127.0.0.1", anew.port)
+        relay.cut_all()
+        closed = made.there.wait_for(SessionClosed)[0]
+        assert isinstance(closed.cause, JoinRefused)
+        assert "started anew" in str(closed.cause)
+        anew.close()
+        other.dial()
+
+
+def test_a_new_address_of_the_same_listener() -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as old, Relay(made.listener.port) as new:
+        ours, theirs = made.dial(old.port)
+        old.refuse()
+        old.cut_all()
+        made.there.wait_for(SessionSuspect)
+        ours.redirect(made.listener.join_code("127.0.0.1", new.port))
+        made.there.wait_for(SessionResumed)
+        exchange(made, ours, theirs, 2)
+        assert len(new.links) == 2
+
+
+def test_the_place_of_a_dead_process_is_taken_while_it_is_suspect() -> None:
+    identity = bytes(IDENTITY_BYTES)
+    with world() as made, Relay(made.listener.port) as relay:
+        first, first_there = made.dial(relay.port, identity)
+        relay.refuse()
+        relay.cut_all()
+        made.here.wait_for(SessionSuspect)
+        made.dial(identity=identity)
+        assert made.here.wait_for(SessionClosed)[0].session is first_there
+        relay.admit()
+        closed = made.there.wait_for(SessionClosed)[0]
+        assert closed.session is first
+        assert isinstance(closed.cause, JoinRefused)
+        assert "same identity" in str(closed.cause)
+
+
+def test_send_never_waits_for_the_network() -> None:
+    with world(replace(FOREVER, linger_s=0.1)) as made, Relay(made.listener.port) as relay:
+        ours, _ = made.dial(relay.port)
+        for link in relay.links:
+            link.stall()
+        big = numbered(0, Channel.GRADIENT, 8 << 20)
+        slowest = 0.0
+        for _ in range(40):
+            started = time.monotonic()
+            ours.send(*big)
+            slowest = max(slowest, time.monotonic() - started)
+        for number in range(3000):  # small ones fill the sockets too
+            started = time.monotonic()
+            ours.send(*numbered(number, Channel.CONTROL, 0))
+            slowest = max(slowest, time.monotonic() - started)
+        assert slowest < 2.0
+        assert ours.backlog_bytes() > 100 << 20
+        for link in relay.links:
+            link.flow()
+        made.here.wait_for(MessageArrived, 3040, 60)
+
+
+def test_urgent_messages_overtake_bulk() -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        ours, _ = made.dial(relay.port)
+        relay.links[1].stall()
+        ours.send(*numbered(0, Channel.CHECKPOINT, 48 << 20))
+        ours.send(*numbered(0, Channel.BATCH, 100))
+        ours.send(*numbered(0, Channel.COLLECTIVE, 100))
+        relay.links[1].flow()
+        arrived = made.here.wait_for(MessageArrived, 3)
+        assert [event.channel for event in arrived] == [Channel.COLLECTIVE, Channel.BATCH, Channel.CHECKPOINT]
+
+
+def test_progress_is_exchanged_whenever_a_connection_is_attached() -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        ours, theirs = made.dial(relay.port)
+        assert theirs.peer_progress.last_step == -1
+        ours.progress.last_generation, ours.progress.last_step, ours.progress.last_kind = 2, 17, 30
+        theirs.progress.last_step = 18
+        relay.cut_all()
+        made.here.wait_for(SessionResumed)
+        made.there.wait_for(SessionResumed)
+        seen = theirs.peer_progress
+        assert (seen.last_generation, seen.last_step, seen.last_kind) == (2, 17, 30)
+        assert ours.peer_progress.last_step == 18
+
+
+def test_a_released_payload_ends_the_session_with_a_sentence() -> None:
+    with world() as made, Relay(made.listener.port) as relay:
+        ours, _ = made.dial(relay.port)
+        relay.refuse()
+        relay.cut_all()
+        made.there.wait_for(SessionSuspect)
+        message, channel, buffers = numbered(0, Channel.GRADIENT, 5_000_000)
+        ours.send(message, channel, buffers)
+        for lane in ours._lanes.values():  # the owner breaks its promise
+            for queue in lane.outbox._queues.values():
+                for waiting in queue.waiting:
+                    for view in waiting._buffers:
+                        view.release()
+        relay.admit()
+        closed = made.there.wait_for(SessionClosed)[0]
+        assert isinstance(closed.cause, LocalProtocolError)
+        assert "released before the peer had it" in str(closed.cause)
+
+
+def test_an_interrupt_while_sending_costs_only_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(FOREVER) as made, Relay(made.listener.port) as relay:
+        ours, _ = made.dial(relay.port)
+        eventually(lambda: ours.round_trip_s)
+        stream = ours._lanes["control"].connection._stream
+
+        def interrupted(buffers) -> None:
+            genuine([memoryview(buffers[0])[:20]])
+            raise KeyboardInterrupt
+
+        genuine = stream.send_all
+        monkeypatch.setattr(stream, "send_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours.send(*numbered(0, Channel.CONTROL, 0))
+        ours.send(*numbered(1, Channel.CONTROL, 0))
+        made.there.wait_for(SessionResumed)
+        made.here.wait_for(MessageArrived, 2)
+        check_exactly_once(made.here, [Channel.CONTROL], 2, sizes)
