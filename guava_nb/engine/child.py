@@ -7,6 +7,7 @@ prints, and lines that start with `MARK` with this worker's state as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,7 +48,7 @@ def _work(order: dict[str, Any]) -> int:
     stdout, lock = sys.stdout, threading.Lock()
 
     def report(state: str, step: int, detail: str) -> None:
-        with lock:
+        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
             stdout.write(f"{MARK}{json.dumps({'state': state, 'step': step, 'detail': detail})}\n")
             stdout.flush()
 

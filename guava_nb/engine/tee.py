@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
@@ -41,7 +42,8 @@ class LineTee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write through; send the lines that are now complete."""
-        self._original.write(text)
+        with contextlib.suppress(OSError):  # its reader is gone: nothing that the user's code should have to handle
+            self._original.write(text)
         with self._lock:
             *lines, self._pending = (self._pending + text).split("\n")
             self._pending = self._pending[-4 * MAX_LINE_CHARS :]
@@ -78,7 +80,8 @@ class LineTee(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the original stream."""
-        self._original.flush()
+        with contextlib.suppress(OSError):
+            self._original.flush()
 
     def isatty(self) -> bool:
         """A tee is never a terminal: bars then print whole lines."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ __all__ = ["NotebookSession"]
 LOCAL_JOIN_S = 180.0
 #: Seconds that a worker gets to finish its step when the notebook closes.
 LEAVE_S = 5.0
+#: States of a worker that ended otherwise than it should.
+_BAD_ENDS = ("failed", "crashed")
 #: Settings of the orchestrator by the option that gives them.
 _FLAGS = {"master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls"}
 _NO_SESSION = "no session is open here: run %guava_up first"
@@ -241,10 +244,14 @@ class NotebookSession:
         def frame() -> Frame:
             return worker_view(worker.status()), tail.new()
 
-        watch(worker.wait, frame, frame, panel, lambda count: _interrupt_worker(worker, count))
+        def last_frame() -> Frame:
+            view, lines = frame()
+            return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), lines
+
+        watch(worker.wait, frame, last_frame, panel, lambda count: _interrupt_worker(worker, count))
         last = worker.status()
-        if last.state in ("failed", "crashed"):
-            raise ClusterError(f"worker {last.name} {last.state}: {last.detail}")
+        if last.state in _BAD_ENDS:
+            raise ClusterError(f"worker {last.name} {last.state}: {last.detail}. To join again, run this cell again")
 
     # ----------------------------------------------------------------------------------------------------- private
 

@@ -59,7 +59,7 @@ def session_view(status: Status) -> View:
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    tables = (Table((), (("wire", _wire(run)),)), _workers(workers))
+    tables = (Table((), (("wire", _wire(run)),)), _workers(_taking_part(workers)))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
@@ -73,7 +73,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
     facts.append(("wire", _wire(run)))
-    tables = (Table((), tuple(facts)), _workers(workers))
+    tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
     return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
 
@@ -117,6 +117,11 @@ def _wire(run: RunStatus) -> str:
     named = [("samples", wire.sample_bytes), ("gradients", wire.gradient_bytes), ("parameters", wire.parameter_bytes)]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
     return ", ".join(parts) + (f" ({detail})" if detail else "")
+
+
+def _taking_part(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+    """Without those that were gone before the run began."""
+    return [w for w in workers if w.state not in ("lost", "left") or w.samples or w.out_bytes]
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> Table:

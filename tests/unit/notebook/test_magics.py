@@ -487,7 +487,10 @@ def test_a_worker_that_crashed_shows_its_last_lines_and_fails_the_cell(notebook:
     notebook.worker_options = {"last_state": "crashed"}
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
     assert not shown.ok
-    assert shown.lines[-1] == "ClusterError: worker worker-0 crashed: exit status -9"
+    assert shown.lines[-1] == (
+        "ClusterError: worker worker-0 crashed: exit status -9. To join again, run this cell again"
+    )
+    assert shown.text.count("exit status -9") == 1
     assert "hello" in shown.text
 
 
