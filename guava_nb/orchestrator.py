@@ -340,15 +340,18 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        start = None if fresh else self._resume
-        if resume is not None:
-            start = (Path(resume), checkpoint.read(Path(resume)))
+        start = self._chosen_start(resume, fresh)
         ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         return self._launch(ensemble, plan, detach, progress)
+
+    def _chosen_start(self, resume: str | Path | None, fresh: bool) -> tuple[Path, dict[str, Any]] | None:
+        if resume is not None:
+            return Path(resume), checkpoint.read(Path(resume))
+        return None if fresh else self._resume
 
     def _needed_factory(self) -> Factory:
         if self._factory is None:
