@@ -317,8 +317,6 @@ class Orchestrator:
             raise ClusterError(
                 "no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here"
             )
-        if num_epochs < 1:
-            raise ConfigError(f"num_epochs is {num_epochs}; at least 1 is needed")
         shared = self._shared()
         spec = build_spec(
             self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
@@ -331,7 +329,7 @@ class Orchestrator:
             val_feed=None if val_loader is None else Feed(val_loader),
             num_epochs=num_epochs,
             val_interval=val_interval,
-            accumulation_steps=accumulation_steps or self.config.accumulation_steps,
+            accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
             shares=shares,
             callbacks=callbacks,
             split_fn=split_fn,
@@ -340,18 +338,22 @@ class Orchestrator:
             rejoin_timeout_s=self.config.rejoin_timeout_s,
             snapshot_every_steps=self.config.snapshot_every_steps,
         )
-        start = self._chosen_start(resume, fresh)
+        ensemble = self._place_start(spec, shared, plan, resume, fresh)
+        return self._launch(ensemble, plan, detach, progress)
+
+    def _place_start(
+        self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
+    ) -> Ensemble:
+        """Build the master and bring it to where this run begins: a checkpoint, the last run, or the very start."""
+        start = None if fresh else self._resume
+        if resume is not None:
+            start = (Path(resume), checkpoint.read(Path(resume)))
         ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
-        return self._launch(ensemble, plan, detach, progress)
-
-    def _chosen_start(self, resume: str | Path | None, fresh: bool) -> tuple[Path, dict[str, Any]] | None:
-        if resume is not None:
-            return Path(resume), checkpoint.read(Path(resume))
-        return None if fresh else self._resume
+        return ensemble
 
     def _needed_factory(self) -> Factory:
         if self._factory is None:

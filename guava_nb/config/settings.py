@@ -69,7 +69,7 @@ class DistributedConfig:
         connection. bucket_mb (4): aimed size of a gradient bucket.
 
     Checkpoints and checks:
-        checkpoint_dir ("./checkpoints"): folder. save_interval (1000): steps between checkpoints; 0 saves none.
+        checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
         snapshot_every_steps (None): steps between snapshots to go back to; None takes them when they are needed.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
 
@@ -135,7 +135,7 @@ class DistributedConfig:
     bucket_mb: float = setting(4.0, above=0, high=1024)
 
     checkpoint_dir: str = setting("./checkpoints")
-    save_interval: int = setting(1000, low=0)
+    save_interval: int = setting(0, low=0)
     snapshot_every_steps: int | None = setting(None, low=0)
     hash_every_steps: int = setting(100, low=0)
 

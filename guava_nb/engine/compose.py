@@ -19,6 +19,13 @@ from guava_nb.protocol.messages import Factory, RunSpec
 
 __all__ = ["build_spec", "factory_name", "plain_arguments"]
 
+#: Settings with few choices, here so that a wrong one is refused whatever it came from.
+_CHOICES = {
+    "scheduler_interval": ("step", "epoch", "validation"),
+    "optimizer_site": ("workers", "orchestrator"),
+    "precision": ("fp32", "bf16", "fp16", "fp64"),
+}
+
 Reference = str | Callable[..., Any] | type
 
 
@@ -99,7 +106,7 @@ def build_spec(
         raise ConfigError(
             "give either a criterion (loss of outputs and targets) or a step (of model and batch), not both"
         )
-    chosen = {
+    chosen: dict[str, Any] = {
         "scheduler_interval": config.scheduler_interval,
         "optimizer_site": config.optimizer_site,
         "precision": config.effective_precision,
@@ -108,6 +115,12 @@ def build_spec(
         "sync_batchnorm": config.sync_batchnorm,
         **{name: value for name, value in overrides.items() if value is not None},
     }
+    for name, allowed in _CHOICES.items():
+        if chosen[name] not in allowed:
+            raise ConfigError(f"{name} is {chosen[name]!r}; it is one of: {', '.join(allowed)}")
+    clip = chosen["max_grad_norm"]
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")
     return RunSpec(
         model=model,
         criterion=None if criterion is None else _factory("criterion", criterion, criterion_args, shared),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.data.feed import Feed
+from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
     from guava_nb.engine.run import Run
@@ -99,3 +100,22 @@ class TrainingPlan:
     save_every_steps: int = 0
     save_path: Path | None = None
     start: Position = field(default_factory=Position)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be followed.
+
+        Raises:
+            ConfigError: a number is out of its range; the message shows it.
+        """
+        for name in ("num_epochs", "accumulation_steps", "val_interval"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
+        if self.shares is not None and not all(
+            isinstance(s, int | float) and 0 < s < float("inf") for s in self.shares
+        ):
+            raise ConfigError(
+                f"shares are {list(self.shares)!r}; give a number above 0 for each worker, in the order they joined"
+            )
+        if self.shares is not None and not self.shares:
+            raise ConfigError("shares are empty; give a number above 0 for each worker, or None to share equally")

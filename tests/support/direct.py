@@ -17,6 +17,7 @@ from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.output import OutputLog
 from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
+from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import Hello, Message, channel_of
 
 
@@ -35,8 +36,7 @@ class DirectSession:
 
     def __init__(self, worker: DirectWorker) -> None:
         self.session_id = worker.identity
-        self.wire_out: dict[int, int] = {}
-        self.wire_in: dict[int, int] = {}
+        self.wire = Wire({}, {})
         self.round_trip_s = None
         self.closed = False
         self._worker = worker

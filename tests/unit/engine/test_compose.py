@@ -58,3 +58,27 @@ def test_the_configuration_gives_what_is_not_said() -> None:
     assert optimizer_arguments("SGD", {"lr": 1.0}, config) == {"lr": 1.0}
     spec = build(precision="bf16", max_grad_norm=2.0)
     assert (spec.precision, spec.max_grad_norm, spec.optimizer_site) == ("bf16", 2.0, "workers")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"precision": "fp8"}, "precision is 'fp8'; it is one of: fp32, bf16, fp16, fp64"),
+        ({"optimizer_site": "hub"}, "optimizer_site is 'hub'"),
+        ({"scheduler_interval": "batch"}, "scheduler_interval is 'batch'"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a number above 0"),
+    ],
+)
+def test_wrong_choices_name_the_right_ones(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_epochs": 0}, {"accumulation_steps": 0}, {"val_interval": -1}, {"shares": [1, 0]}, {"shares": []}]
+)
+def test_a_plan_refuses_numbers_out_of_range(changes: dict[str, Any]) -> None:
+    from guava_nb.engine.plan import TrainingPlan
+
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        TrainingPlan(**{"feed": None, "val_feed": None, "num_epochs": 1, **changes})
