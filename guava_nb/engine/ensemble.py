@@ -30,6 +30,8 @@ from guava_nb.protocol.messages import (
 
 __all__ = ["Ensemble", "fetch_between_runs", "preparation_text", "raise_for"]
 
+_WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
+
 
 class Ensemble:
     """All replicas of one run.
@@ -196,8 +198,8 @@ class Ensemble:
             holders = self.in_step(job)
             if not holders:
                 raise WorkerLost(
-                    f"no worker that holds the state of step {self.step} is left or answers; the orchestrator has the state "
-                    f"of step {self.master_step}"
+                    f"no worker that holds the state of step {self.step + 1} is left or answers; the orchestrator has that of "
+                    f"step {self.master_step + 1}. {_WAYS_ON}"
                 )
             if (state := self._fetch_from(job, holders[0], optimizer, timeout_s)) is not None:
                 return state
@@ -236,7 +238,7 @@ def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | 
     except NobodyLeft as error:
         raise WorkerLost(
             f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of step "
-            f"{ensemble.master_step + 1}"
+            f"{ensemble.master_step + 1}. {_WAYS_ON}"
         ) from error
 
 

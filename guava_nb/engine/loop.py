@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,6 +23,7 @@ from guava_nb.engine import source
 from guava_nb.engine.batches import cut
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.usertrace import user_traceback
 from guava_nb.engine.work import ShardResult, ShardWork
 from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
@@ -244,7 +244,7 @@ class WorkerLoop:
             self._replica = self._build(message)
         except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
             problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
-            missing, trace = source.cause_is_missing(error), traceback.format_exc()
+            missing, trace = source.cause_is_missing(error), user_traceback(error)
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
@@ -409,7 +409,7 @@ class WorkerLoop:
         self._forget()
 
     def _fail(self, error: Exception, run_id: str, step: int, shard: int, kind: str = "user") -> None:
-        text, trace = str(error), "".join(traceback.format_exception(error))
+        text, trace = str(error), user_traceback(error)
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
             kind = "memory"
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"

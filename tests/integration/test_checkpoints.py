@@ -157,7 +157,7 @@ def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> No
         three.train(loader(), cell=cell.replace("width=16", "width=24"), resume=path)
     with pytest.raises(CheckpointError, match=r"not in the file: head.*not in the model: last"):
         three.train(loader(), cell=cell.replace("self.last", "self.head"), resume=path)
-    with pytest.raises(CheckpointError, match=r"was made with optimizer AdamW, this run has optimizer SGD"):
+    with pytest.raises(CheckpointError, match=r"was made with optimizer AdamW, this run asks for SGD"):
         three.train(loader(), epochs=2, optimizer="SGD", optimizer_args={"lr": 0.1, "momentum": 0.9}, resume=path)
     cut = tmp_path / "cut.pt"
     cut.write_bytes(path.read_bytes()[:-2000])

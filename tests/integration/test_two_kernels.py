@@ -323,7 +323,7 @@ def _is_widget_value(message: dict[str, object]) -> bool:
     return message["msg_type"] == "comm_msg" and isinstance(content, dict) and "value" in content.get("data", {})
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(150)
 def test_a_kernel_killed_on_either_side_leaves_nothing_behind() -> None:
     laptop, first, second = Kernel(GUAVA_GRACE_S="2"), Kernel(), Kernel(GUAVA_GRACE_S="2")
     try:
