@@ -111,11 +111,13 @@ class TrainingPlan:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
-        if self.shares is not None and not all(
-            isinstance(s, int | float) and 0 < s < float("inf") for s in self.shares
-        ):
+        if self.shares is not None and not _are_shares(self.shares):
             raise ConfigError(
-                f"shares are {list(self.shares)!r}; give a number above 0 for each worker, in the order they joined"
+                f"shares are {list(self.shares)!r}; give a number for each worker in joining order, none below 0 and at least "
+                "one above, or None to share equally"
             )
-        if self.shares is not None and not self.shares:
-            raise ConfigError("shares are empty; give a number above 0 for each worker, or None to share equally")
+
+
+def _are_shares(shares: Sequence[Any]) -> bool:
+    numbers = all(isinstance(share, int | float) and 0 <= share < float("inf") for share in shares)
+    return numbers and sum(shares) > 0

@@ -312,6 +312,8 @@ class TrainingJob(TeamJob):
     def _weights(self, team: tuple[int, ...]) -> list[float]:
         shares = self.plan.shares
         weights = [1.0 if shares is None else float(shares[rank % len(shares)]) for rank in team]
+        if not any(weights):  # those who were to do the work are gone
+            weights = [1.0] * len(team)
         for rank, weight in zip(team, weights, strict=True):
             self.cluster.roster.members[rank].share = weight / sum(weights)
         return weights

@@ -75,7 +75,15 @@ def test_wrong_choices_name_the_right_ones(changes: dict[str, Any], text: str) -
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_epochs": 0}, {"accumulation_steps": 0}, {"val_interval": -1}, {"shares": [1, 0]}, {"shares": []}]
+    "changes",
+    [
+        {"num_epochs": 0},
+        {"accumulation_steps": 0},
+        {"val_interval": -1},
+        {"shares": [1, -1]},
+        {"shares": [0, 0]},
+        {"shares": []},
+    ],
 )
 def test_a_plan_refuses_numbers_out_of_range(changes: dict[str, Any]) -> None:
     from guava_nb.engine.plan import TrainingPlan
