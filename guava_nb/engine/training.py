@@ -379,8 +379,8 @@ class TrainingJob(TeamJob):
         self._exchange.give_up()
 
     def _hear(self, ranks: set[int], generation: int) -> None:
-        heard, deadline = self.ensemble.generation_of, time.monotonic() + self.plan.interrupt_grace_s
-        while any(heard.get(rank, -1) < generation for rank in ranks & self.ready & self.ensemble.at.keys()):
+        deadline = time.monotonic() + self.plan.interrupt_grace_s
+        while not all(self.ensemble.has_settled(rank, generation) for rank in ranks & self.ready):
             if self.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:
