@@ -110,6 +110,19 @@ class Ensemble:
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
+    def has_settled(self, rank: int, generation: int) -> bool:
+        """Whether a worker has heard of a generation and applied all that was committed before; or holds the run no more."""
+        return rank not in self.at or (self.generation_of.get(rank, -1) >= generation and self.at[rank] >= self.step)
+
+    def go_back(self, step: int) -> None:
+        """Steps after this one will be done again, by others: what was reported of them counts no more.
+
+        With other shares the sums round differently, so even right parameters would have other hashes than before.
+        """
+        self.step = step
+        self._hashes.clear()
+        self._learning_rates.clear()
+
     def learning_rate(self, step: int) -> float | None:
         """Return the learning rate that a worker reported for a step."""
         return self._learning_rates.get(step)

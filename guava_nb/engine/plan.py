@@ -117,6 +117,11 @@ class TrainingPlan:
                 "one above, or None to share equally"
             )
 
+    def weights(self, team: Sequence[int]) -> list[float]:
+        """Return the relative share of each member; equal ones when those who were to do the work are gone."""
+        given = [1.0 if self.shares is None else float(self.shares[rank % len(self.shares)]) for rank in team]
+        return given if any(given) else [1.0] * len(team)
+
 
 def _are_shares(shares: Sequence[Any]) -> bool:
     numbers = all(isinstance(share, int | float) and 0 <= share < float("inf") for share in shares)

@@ -92,7 +92,7 @@ class TeamJob(Job):
             if time.monotonic() > deadline:
                 raise self._all_lost() from cause
             self.take_one(0.25)
-        self.ensemble.step = self.snapshot.step
+        self.ensemble.go_back(self.snapshot.step)
         self.behind.clear()
         self.give_state(self.ready - self._unfit)
 

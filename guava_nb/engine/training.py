@@ -310,10 +310,7 @@ class TrainingJob(TeamJob):
         self._mark_due(flight.machine.step + 1 - self._first_step)
 
     def _weights(self, team: tuple[int, ...]) -> list[float]:
-        shares = self.plan.shares
-        weights = [1.0 if shares is None else float(shares[rank % len(shares)]) for rank in team]
-        if not any(weights):  # those who were to do the work are gone
-            weights = [1.0] * len(team)
+        weights = self.plan.weights(team)
         for rank, weight in zip(team, weights, strict=True):
             self.cluster.roster.members[rank].share = weight / sum(weights)
         return weights
@@ -381,8 +378,8 @@ class TrainingJob(TeamJob):
         self._exchange.give_up()
 
     def _hear(self, ranks: set[int], generation: int) -> None:
-        heard, deadline = self.ensemble.generation_of, time.monotonic() + self.plan.interrupt_grace_s
-        while any(heard.get(rank, -1) < generation for rank in ranks & self.ready & self.ensemble.at.keys()):
+        deadline = time.monotonic() + self.plan.interrupt_grace_s
+        while not all(self.ensemble.has_settled(rank, generation) for rank in ranks & self.ready):
             if self.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:

@@ -197,3 +197,20 @@ def test_a_copied_identity_never_gives_two_gradients(session: Session, pair: lis
     eventually(lambda: first.handle.wait(0), 20, "the first process ends by itself")
     assert first.handle.status().state == "failed"
     assert "same identity" in first.handle.status().detail
+
+
+@pytest.mark.timeout(90)
+def test_all_workers_killed_and_another_one_joins(session: Session) -> None:
+    """The state is gone with them: the run goes back to its last snapshot, samples included, with whoever comes."""
+    both = session.ensure(2)
+    for worker in both:
+        worker.trap("forward", 6)
+    run = session.train(loader(), detach=True)
+    for worker in both:
+        worker.wait_trapped()
+    for worker in both:
+        os.kill(worker.pid, signal.SIGKILL)
+    eventually(lambda: run.state == "waiting", 10, "the run waits for a worker")
+    [spare] = session.ensure(1)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
+    assert [w["worker"] for w in run.report()["workers"] if w["state"] == "ready"] == [spare.name]

@@ -135,7 +135,7 @@ def test_printed_lines_arrive_with_names_and_a_flood_is_cut_but_kept_on_disk(thr
     assert [line for line in kept if line.startswith("line ")] == [f"line {k}" for k in range(1, 10_000)]
     assert not [line for line in kept if "\x1e" in line]
     assert (three.orch.log_folder / f"{name}.log").exists()
-    eventually(lambda: victim.handle.status().state == "ready", 10, "the idle worker said that it is ready")
+    eventually(lambda: victim.handle.status().state == "ready", 10, "its state is known")
 
 
 # --------------------------------------------------------------------------------------------------- ways to train
