@@ -104,7 +104,7 @@ def test_an_error_in_the_user_s_schedule_costs_no_worker(three: Session, shares:
     with pytest.raises(RemoteError, match=r"worker w\d+ raised ZeroDivisionError: division by zero") as caught:
         three.train(loader(), cell=cell, scheduler="schedule", shares=shares)
     assert "in rate" in caught.value.remote_traceback
-    with pytest.raises(WorkerLost, match="the orchestrator has the state of step"):
+    with pytest.raises(WorkerLost, match="the orchestrator has that of step"):
         three.orch.run.model()  # type: ignore[union-attr]
     three.ensure(3)
     assert three.train(loader(), epochs=1).state == "done"
