@@ -35,6 +35,12 @@ def orch() -> Iterator[Orchestrator]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def no_run_is_left(orch: Orchestrator) -> Iterator[None]:
+    yield
+    orch.stop()
+
+
 @pytest.fixture(scope="module")
 def script() -> Iterator[Console]:
     with Console() as console:
@@ -100,7 +106,7 @@ def test_host_and_port_with_the_code_in_the_environment_and_an_interrupt(orch: O
     run = orch.start_training(loader(), num_epochs=500, detach=True, fresh=True, **ARGUMENTS)
     eventually(lambda: len(run.history) > 2, 30, "it trains")
     script.interrupt()
-    assert script.finish(20) == "left"
+    assert script.finish(20) == "it was asked to leave"
     eventually(lambda: run.state == "waiting", 20, "the run waits for somebody")
     run.stop()
     states = [w.state for w in orch.status().workers if w.name == "by-address"]
