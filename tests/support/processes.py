@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -276,3 +277,4 @@ class Session:
         self.orch.close()
         for worker in self.workers:
             worker.close()
+        shutil.rmtree(self.orch.log_folder, ignore_errors=True)
