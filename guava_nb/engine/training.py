@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
+from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.evaluation import Evaluation
@@ -69,7 +69,7 @@ class TrainingJob(TeamJob):
         self._stop_deadline = 0.0
         self._due: set[str] = set()
         self._splitter = RowSplitter(plan.split_fn)
-        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._calls = BoundaryCalls()
         ensemble.attach(self)
         self._evaluation = Evaluation(self, ensemble)
         self._exchange = StarExchange(self, ensemble, self._on_commit, self._on_applied)
@@ -89,8 +89,7 @@ class TrainingJob(TeamJob):
 
     def at_boundary(self, call: Callable[[], None]) -> Future[None]:
         """Have the job call something between two steps; called from any thread, but only others may wait for it."""
-        future: Future[None] = Future()
-        self._calls.append((call, future))
+        future = self._calls.ask(call)
         self.post(Wake())
         if self.run.done:
             self._refuse_calls()
@@ -113,9 +112,7 @@ class TrainingJob(TeamJob):
         self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        while self._calls:
-            _, future = self._calls.popleft()
-            future.set_exception(ClusterError("the run has ended meanwhile; do it again"))
+        self._calls.refuse(ClusterError("the run has ended meanwhile; do it again"))
 
     def _execute(self) -> str:
         try:
@@ -199,17 +196,7 @@ class TrainingJob(TeamJob):
             if name in self._due:
                 self._due.discard(name)
                 action()
-        self._answer_calls()
-
-    def _answer_calls(self) -> None:
-        while self._calls:
-            call, future = self._calls.popleft()
-            try:
-                call()
-            except Exception as error:  # belongs to whoever asked, not to the run
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+        self._calls.answer()
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
@@ -396,4 +383,4 @@ class TrainingJob(TeamJob):
             except (StopRequested, NobodyLeft, WorkerLost) as error:
                 log.info("the final state stays with the workers for now: %s", error)
                 return
-        self._answer_calls()
+        self._calls.answer()
