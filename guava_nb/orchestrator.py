@@ -315,7 +315,8 @@ class Orchestrator:
             )
         if not cluster.roster.ready():
             raise ClusterError(
-                "no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here"
+                "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
+                "(in a script: launch_workers(2))"
             )
         shared = self._shared()
         spec = build_spec(

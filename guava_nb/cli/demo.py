@@ -167,6 +167,10 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     from guava_nb.orchestrator import Orchestrator
 
     train_loader, val_loader = make_loaders(options)
+    print(
+        f"Training on the packaged digit images with {options.workers} worker process(es) on this machine ...",
+        flush=True,
+    )
     with Orchestrator(config) as orchestrator:
         orchestrator.launch_workers(options.workers, device="cpu", threads=config.threads_per_worker)
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)

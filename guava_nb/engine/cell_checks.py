@@ -101,7 +101,10 @@ def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, line: int)
             f"{used} before cell {later[0]!r} defines it; cells run in the order in which they were first shared: "
             f"put the definition into cell {cells[index].name!r} or an earlier one"
         )
-    return f"{used} but no %%guava_share cell defines it; put its definition into a %%guava_share cell"
+    return (
+        f"{used} but no %%guava_share cell defines it; put its definition into a %%guava_share cell (sharing another text under "
+        "the same --name replaces a cell)"
+    )
 
 
 def _bound_names(text: str) -> set[str]:

@@ -67,6 +67,12 @@ def factory_name(what: str, reference: Reference, shared: ModuleType | None) -> 
 
 
 def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:
+    if isinstance(ref, str) and "(" in ref:
+        option = {"criterion": "loss"}.get(what, what)
+        raise ConfigError(
+            f"{what} {ref!r}: give the name alone, {ref.partition('(')[0]}, and its arguments beside it: {what}_args={{...}}, "
+            f"in a notebook --{option}-args as JSON"
+        )
     return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
 
 

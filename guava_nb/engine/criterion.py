@@ -96,7 +96,8 @@ class _CriterionObjective:
             )
             raise ConfigError(
                 f"a criterion needs batches of the form (inputs, targets), this one is a {shape}; "
-                "give step=, a function of model and batch, instead"
+                "give a step instead (--step, step=): a shared function of (model, batch) that returns the mean loss, or "
+                "(loss_sum, count)"
             )
         inputs, targets = batch
         outputs = model(inputs)
@@ -240,7 +241,7 @@ def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
             raise
         raise ConfigError(
             f"criterion {name} of torch needs more than outputs and targets; share a function that returns "
-            "(loss_sum, count), or give step="
+            "(loss_sum, count), or give a step (--step, step=)"
         ) from error
 
 

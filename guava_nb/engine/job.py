@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from guava_nb import errors
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.events import FromWorker, Interrupted, JobEvent, Joined, Lost, Resumed, Suspected, Wake
-from guava_nb.errors import RemoteError
+from guava_nb.errors import GuavaError, RemoteError
 from guava_nb.protocol.messages import Failure, Message
 
 __all__ = ["Job", "NobodyLeft", "StopRequested"]
@@ -150,6 +151,9 @@ class Job:
             self.forget(rank)
             if not self.trains:
                 return
+        ours = getattr(errors, message.type_name, None)
+        if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
+            raise ours(f"worker {self.cluster.name(rank)}: {message.text}")  # a sentence of ours needs no traceback
         raise RemoteError(self.cluster.name(rank), message.type_name, message.text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.

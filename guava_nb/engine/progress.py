@@ -29,7 +29,7 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
         unit="step",
         file=sys.stderr,
         mininterval=0.5,
-        disable=not show,
+        disable=not (show and sys.stderr.isatty()),  # elsewhere each refresh would be a line
         dynamic_ncols=True,
         leave=True,
     )

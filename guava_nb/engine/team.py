@@ -92,9 +92,13 @@ class TeamJob(Job):
             if time.monotonic() > deadline:
                 raise self._all_lost() from cause
             self.take_one(0.25)
+        self.on_started_over()
         self.ensemble.go_back(self.snapshot.step)
         self.behind.clear()
         self.give_state(self.ready - self._unfit)
+
+    def on_started_over(self) -> None:
+        """Somebody came and is about to get the snapshot."""
 
     def _all_lost(self) -> WorkerLost:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.cluster.members() if not m.alive)

@@ -267,6 +267,10 @@ class TrainingJob(TeamJob):
         """It has its shards, and takes those that nobody could take meanwhile."""
         self._exchange.adopt(self.available())
 
+    def on_started_over(self) -> None:
+        """Say that the wait is over."""
+        self.run.move("preparing", f"a worker came; going back to step {self.snapshot.step + 1}")
+
     def _recover(self, cause: Exception) -> None:
         """Nobody holds the state: wait for a worker, go back to the last snapshot, data and history included."""
         self._exchange.give_up()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
+from importlib import metadata
 
 from guava_nb.notebook.host import Host, colab_rule
 
-__all__ = ["GRANT", "code_html", "code_text", "grant_text"]
+__all__ = ["GRANT", "code_html", "code_text", "grant_text", "install_line"]
 
 GRANT = (
     "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
@@ -16,8 +18,25 @@ _SECRET = "The join code is a secret: who has it can take part. Clear this outpu
 _CALL = "Run this in the notebook that has the GPU:"
 
 
+def install_line() -> str:
+    """How the other side gets the package: from where this one came, as pip noted it (PEP 610)."""
+    try:
+        record = metadata.distribution("guava-nb").read_text("direct_url.json")
+        noted = json.loads(record or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        record, noted = "{}", {}
+    if record is None:  # it came by its name from a package index
+        return "%pip install -q guava-nb"
+    url = str(noted.get("url", ""))
+    if noted.get("vcs_info"):
+        return f'%pip install -q "{noted["vcs_info"].get("vcs", "git")}+{url}"'
+    if url and not url.startswith("file:"):
+        return f'%pip install -q "{url}"'
+    return "# install guava_nb first, from the same place as here: %pip install PATH-OR-URL"
+
+
 def _cell(code: str) -> str:
-    return f"%pip install -q guava-nb\n%load_ext guava_nb\n%guava_worker {code}"
+    return f"{install_line()}\n%load_ext guava_nb\n%guava_worker {code}"
 
 
 def code_text(code: str) -> str:

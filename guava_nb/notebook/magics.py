@@ -89,6 +89,8 @@ class GuavaMagics(Magics):
             raise UsageError("%%guava_share is a cell magic: two percent signs, on the first line of the cell to share")
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
+        for sentence in self.session.undefined(name):
+            say(f"Not ready to train: {sentence}.")
 
     @line_magic
     @_command(commands.MODE)

@@ -6,7 +6,7 @@ import ast
 import hashlib
 from typing import Any
 
-__all__ = ["cell_name"]
+__all__ = ["cell_name", "defined_names"]
 
 
 def cell_name(given: str | None, shell: Any, text: str) -> str:
@@ -25,6 +25,19 @@ def _cell_id(shell: Any) -> str:
     parent = getattr(shell, "parent_header", None) or {}
     metadata = parent.get("metadata", {}) if isinstance(parent, dict) else {}
     return str(metadata.get("cellId") or metadata.get("cell_id") or "")
+
+
+def defined_names(text: str) -> set[str]:
+    """Names that a cell defines at its top level: classes, functions, imports, simple assignments."""
+    names: set[str] = set()
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        else:
+            names.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return names
 
 
 def _first_definition(text: str) -> str:

@@ -6,7 +6,10 @@ Holds no network and no training of its own; every method is a few calls into `O
 from __future__ import annotations
 
 import argparse
+import getpass
+import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +18,18 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
-from guava_nb.engine.cell_checks import check_syntax
+from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
-from guava_nb.notebook.names import cell_name
+from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import resolve, training_arguments
 from guava_nb.notebook.watching import watch
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Cell
 from guava_nb.render import View, ready_workers, run_view, session_view, summary_view, worker_view
 
 __all__ = ["NotebookSession"]
@@ -130,6 +134,7 @@ class NotebookSession:
         arguments = training_arguments(args, names)
         if args.out is not None and not args.out.isidentifier():
             raise UsageError(f"--out {args.out}: not a name for a variable")
+        self._check_shared(args)
         self._gather()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
@@ -217,15 +222,28 @@ class NotebookSession:
             UsageError: no code, or a living worker belongs to another session.
             JoinCodeError: the code is damaged.
         """
-        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
-        if not text:
-            raise UsageError("%guava_worker needs the join code that %guava_up shows on the other side")
+        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or self._ask_for_code()
         code = JoinCode.decode(text)
         if not self.has_worker or self._worker_code is None:
             return code
         if code.secret != self._worker_code.secret:
             raise UsageError("this notebook works for another session already; %guava_down leaves it")
         return None
+
+    def _ask_for_code(self) -> str:
+        """A hidden prompt: what is typed there is kept in no cell, no history and no output."""
+        if self.has_worker and self._worker_code is not None:
+            return self._worker_code.encode()
+        can_ask = getattr(self._shell, "kernel", None) is not None or (sys.stdin is not None and sys.stdin.isatty())
+        try:
+            text = "" if not can_ask else getpass.getpass("Join code (from %guava_up in the other notebook): ")
+        except Exception:  # each front end that cannot ask says so in its own way
+            text = ""
+        if not text.strip():
+            raise UsageError(
+                "%guava_worker needs the join code that %guava_up shows in the other notebook: %guava_worker guava1:..."
+            )
+        return text
 
     def join(self, code: JoinCode, args: argparse.Namespace) -> None:
         """Start the worker."""
@@ -287,6 +305,22 @@ class NotebookSession:
         if ready_workers(self._orchestrator.status()) < wanted:
             self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
 
+    def undefined(self, name: str) -> list[str]:
+        """Sentences on names that a shared cell uses and no shared cell defines so far."""
+        return [text for text in undefined_names([Cell(n, t) for n, t in self._cells.items()]) if repr(name) in text]
+
+    def _check_shared(self, args: argparse.Namespace) -> None:
+        """Catch the commonest slip: a name that exists in this notebook, in a cell that was not shared."""
+        shared = {name for text in self._cells.values() for name in defined_names(text)}
+        for option in ("model", "loss", "step", "optimizer", "scheduler"):
+            name = getattr(args, option, None)
+            here = self._shell.user_ns.get(name) if name and name not in shared else None
+            if here is not None and inspect.getmodule(here) is sys.modules.get("__main__"):
+                raise UsageError(
+                    f"--{option} {name}: it exists in this notebook, but in no shared cell: put %%guava_share on top of the "
+                    "cell that defines it and run that cell"
+                )
+
     def _gather(self) -> None:
         """Before the first run wait for all expected workers; later runs take who is there: some may be gone."""
         orchestrator = self._orchestrator
@@ -294,8 +328,12 @@ class NotebookSession:
             return
         here, expected = ready_workers(orchestrator.status()), orchestrator.expected_workers
         if here < expected:
-            say(f"Waiting for workers: {here} of {expected} are here. Interrupt to give up.")
-            orchestrator.wait_for_workers()
+            patience_s = orchestrator.config.rejoin_timeout_s
+            say(
+                f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
+                "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
+            )
+            orchestrator.wait_for_workers(timeout=patience_s)
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""

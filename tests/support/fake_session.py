@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from guava_nb.config import DistributedConfig
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -92,6 +93,7 @@ class FakeOrchestrator:
     state: str = "closed"
     num_workers: int = 0
     too_few: bool = False
+    config: DistributedConfig = field(default_factory=DistributedConfig)
 
     @property
     def expected_workers(self) -> int:

@@ -131,7 +131,7 @@ def test_an_undefined_name_is_told_with_cell_and_remedy() -> None:
     ledger = ledger_of(consts="width = 3", model="def net(x):\n    return x * scale * width\n")
     assert ledger.undefined_names() == (
         "name 'scale' is used in cell 'model' (line 2) but no %%guava_share cell defines it; "
-        "put its definition into a %%guava_share cell",
+        "put its definition into a %%guava_share cell (sharing another text under the same --name replaces a cell)",
     )
     with pytest.raises(SourceError, match="scale"):
         ledger.check()

@@ -250,7 +250,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
 
 def test_the_first_run_waits_for_all_expected_workers_and_later_ones_do_not(notebook: Any) -> None:
     notebook.run("%guava_up --workers 2 --local 1\nloader = []")
-    assert "Waiting for workers: 1 of 2 are here" in notebook.run(TRAIN).text
+    assert "Waiting up to 300 s for workers: 1 of 2 are here" in notebook.run(TRAIN).text
     assert notebook.orchestrator.calls[-3] == ("wait", None)
     notebook.orchestrator.next_run = FakeRun()
     assert "Waiting" not in notebook.run(TRAIN).text
@@ -554,3 +554,18 @@ def test_tab_completes_options_and_values(notebook: Any, line: str, offered: lis
     notebook.run("loader, loaders = 1, 2\n%guava_up --local 2")
     found = notebook.complete(line)
     assert set(offered) <= set(found), found
+
+
+def test_a_class_that_was_not_shared_is_told_so_and_not_taken_for_a_typo(notebook: Any) -> None:
+    assert notebook.run("%guava_up").ok
+    notebook.run("class Unshared:\n    pass\nUnshared.__module__ = '__main__'")
+    notebook.run("import sys, types; sys.modules.setdefault('__main__', types.ModuleType('__main__'))")
+    shown = notebook.run("%guava_train --model Unshared --loss CrossEntropyLoss --data loader")
+    assert not shown.ok and "it exists in this notebook, but in no shared cell" in shown.text
+
+
+def test_a_shared_cell_says_at_once_what_it_still_lacks(notebook: Any) -> None:
+    notebook.run("scale = 2")
+    shown = notebook.run("%%guava_share --name half\ndef half(x):\n    return x * scale\n")
+    assert "Cell half is shared" in shown.text
+    assert "Not ready to train: name 'scale' is used in cell 'half' (line 2)" in shown.text
