@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.run import Run
-from guava_nb.errors import NotFinite, PreparationError, RemoteError, WorkerLost
+from guava_nb.errors import ClusterError, ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
 from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, StateLoaded
 from tests.support.direct import DirectWorker, make_cluster, once_after
-from tests.support.training import dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
+from tests.support.training import SmallNet, dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
 
 
 @pytest.fixture
@@ -203,6 +204,20 @@ def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluste
     assert len(job.run.history) <= 4 and cluster.roster.ready() == [0, 1]
 
 
+def test_a_batch_without_samples_is_told_instead_of_waited_for(cluster: Cluster) -> None:
+    start(cluster, [None, None])
+    x, y = dataset().tensors
+    job = job_for(cluster, spec(), plan_for([(x[:8], y[:8]), (x[:0], y[:0]), (x[8:], y[8:])], 1))
+    job.start()
+    with pytest.raises(ConfigError, match="batch 1 of the loader has no samples"):
+        finish(job.run)
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.plan.val_feed = Feed([(x[:0], y[:0]), (x[:8], y[:8])])
+    again.start()
+    assert [v["samples"] for v in finish(again.run).validations] == [8, 8]
+    assert_undisturbed(again.run)
+
+
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.engine.ensemble import Ensemble
     from guava_nb.engine.training import TrainingJob
@@ -286,7 +301,6 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
 
 
 def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:
-    from guava_nb.data.feed import Feed
     from guava_nb.protocol.messages import Evaluated
 
     hook = once_after(3, Evaluated, lambda worker: worker.die())
