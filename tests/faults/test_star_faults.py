@@ -218,6 +218,31 @@ def test_a_batch_without_samples_is_told_instead_of_waited_for(cluster: Cluster)
     assert_undisturbed(again.run)
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("bad \udcff"), ValueError("x" * 20_000_000), SystemExit(3)], ids=["surrogate", "huge", "exit"]
+)
+def test_an_error_whatever_it_says_costs_no_worker(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A report that cannot be sent ended one worker after the other, each given the same shard."""
+    start(cluster, [None, None])
+
+    def cursed(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        job = job_for(cluster, spec(), plan_for(loader()))
+        patch.setattr(SmallNet, "forward", cursed)
+        job.start()
+        with pytest.raises(RemoteError, match=type(error).__name__):
+            finish(job.run)
+    assert cluster.roster.ready() == [0, 1]
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.engine.ensemble import Ensemble
     from guava_nb.engine.training import TrainingJob
