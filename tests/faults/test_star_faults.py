@@ -243,6 +243,14 @@ def test_an_error_whatever_it_says_costs_no_worker(
     assert_undisturbed(again.run)
 
 
+def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
+    """A worker answers an abort at once, and applies a step that was committed before it only then."""
+    ensemble = job_for(cluster, spec(), plan_for(loader())).ensemble
+    ensemble.note_commit(0, Committed("run-1", 2, 3))
+    ensemble.note_commit(0, Committed("run-1", 1, 4))
+    assert ensemble.generation_of[0] == 2 and ensemble.at[0] == 4
+
+
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.engine.ensemble import Ensemble
     from guava_nb.engine.training import TrainingJob
