@@ -111,6 +111,7 @@ class WorkerLoop:
         self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
+        self._default_dtype = torch.get_default_dtype()
         self._replica: Replica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
@@ -260,6 +261,8 @@ class WorkerLoop:
         if message.spec.threads is not None:
             torch.set_num_threads(message.spec.threads)
         torch.use_deterministic_algorithms(message.spec.deterministic)
+        torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
+        torch.set_grad_enabled(True)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)

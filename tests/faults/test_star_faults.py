@@ -243,6 +243,28 @@ def test_an_error_whatever_it_says_costs_no_worker(
     assert_undisturbed(again.run)
 
 
+def test_what_a_run_s_code_does_to_torch_s_defaults_ends_with_the_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(cluster, [None])
+    forward = SmallNet.forward
+
+    def meddling(self: SmallNet, x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        return forward(self, x)
+
+    with monkeypatch.context() as patch:
+        job = job_for(cluster, spec(), plan_for(loader()))
+        patch.setattr(SmallNet, "forward", meddling)
+        job.start()
+        with pytest.raises(RemoteError, match="depends on no trainable parameter"):
+            finish(job.run)
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
 def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
     """A worker answers an abort at once, and applies a step that was committed before it only then."""
     ensemble = job_for(cluster, spec(), plan_for(loader())).ensemble
