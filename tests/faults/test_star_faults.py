@@ -265,6 +265,26 @@ def test_what_a_run_s_code_does_to_torch_s_defaults_ends_with_the_run(
     assert_undisturbed(again.run)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_buffer_that_is_not_finite_is_called_a_buffer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    start(cluster, [None] * workers)
+    forward = SmallNet.forward
+
+    def spoiling(self: SmallNet, x: torch.Tensor) -> torch.Tensor:
+        outputs = forward(self, x)
+        self.norm.running_mean = self.norm.running_mean * float("nan")
+        return outputs
+
+    run_spec = spec(model=Factory("tests.support.training:SmallNet", {"norm": True}))
+    job = job_for(cluster, run_spec, plan_for(loader()))
+    monkeypatch.setattr(SmallNet, "forward", spoiling)
+    job.start()
+    with pytest.raises(NotFinite, match=r"NaN or Inf in buffer norm\.running_mean on"):
+        finish(job.run)
+
+
 def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
     """A worker answers an abort at once, and applies a step that was committed before it only then."""
     ensemble = job_for(cluster, spec(), plan_for(loader())).ensemble
