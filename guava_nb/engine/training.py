@@ -131,7 +131,7 @@ class TrainingJob(TeamJob):
             raise
 
     def _start(self) -> None:
-        self.run.move("preparing")
+        self.run.begin()
         self.cluster.roster.begin_run()
         self.give_state(set(self.ready))
 

@@ -204,6 +204,25 @@ def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluste
     assert len(job.run.history) <= 4 and cluster.roster.ready() == [0, 1]
 
 
+def test_a_callback_may_stop_its_run_but_not_wait_for_it(cluster: Cluster) -> None:
+    start(cluster, [None])
+    told: list[str] = []
+
+    class Impatient:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            for wait in (run.wait, run.result):
+                with pytest.raises(ClusterError, match="cannot wait for the run's end"):
+                    wait()
+                told.append(wait.__name__)
+            assert run.stop() is False
+
+    job = job_for(cluster, spec(), plan_for(loader(), 50, callbacks=[Impatient()]))
+    job.start()
+    assert job.run.wait(10) and job.run.state == "stopped"
+    assert told[:2] == ["wait", "result"] and len(job.run.history) < 8
+    assert job.run.stop() is True
+
+
 def test_a_batch_without_samples_is_told_instead_of_waited_for(cluster: Cluster) -> None:
     start(cluster, [None, None])
     x, y = dataset().tensors
