@@ -317,8 +317,6 @@ class Orchestrator:
             raise ClusterError(
                 "no worker is here: run %guava_worker with the join code elsewhere, or launch_workers(2) here"
             )
-        if num_epochs < 1:
-            raise ConfigError(f"num_epochs is {num_epochs}; at least 1 is needed")
         shared = self._shared()
         spec = build_spec(
             self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
@@ -331,7 +329,7 @@ class Orchestrator:
             val_feed=None if val_loader is None else Feed(val_loader),
             num_epochs=num_epochs,
             val_interval=val_interval,
-            accumulation_steps=accumulation_steps or self.config.accumulation_steps,
+            accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
             shares=shares,
             callbacks=callbacks,
             split_fn=split_fn,

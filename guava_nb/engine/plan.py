@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.data.feed import Feed
+from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
     from guava_nb.engine.run import Run
@@ -99,3 +101,34 @@ class TrainingPlan:
     save_every_steps: int = 0
     save_path: Path | None = None
     start: Position = field(default_factory=Position)
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail, or be ignored, in the middle of the run.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        for name in ("num_epochs", "val_interval", "accumulation_steps"):
+            value = getattr(self, name)
+            if not (name == "val_interval" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
+        if self.shares is not None and not _are_shares(self.shares):
+            raise ConfigError(f"shares is {self.shares!r}; give one number per worker, at least 0, one above")
+        if self.split_fn is not None and not callable(self.split_fn):
+            raise ConfigError(
+                f"split_fn is a {type(self.split_fn).__name__}; give a function of a batch and row ranges"
+            )
+        if not isinstance(self.callbacks, Sequence):
+            raise ConfigError(f"callbacks is a {type(self.callbacks).__name__}; give a list of objects")
+
+    def weights(self, team: Sequence[int]) -> list[float]:
+        """Return what part of the work each of these ranks gets, relative to the others."""
+        shares = (1.0,) if self.shares is None else self.shares
+        weights = [float(shares[rank % len(shares)]) for rank in team]
+        return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
+
+
+def _are_shares(shares: Any) -> bool:
+    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
+        return False
+    return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)

@@ -310,8 +310,7 @@ class TrainingJob(TeamJob):
         self._mark_due(flight.machine.step + 1 - self._first_step)
 
     def _weights(self, team: tuple[int, ...]) -> list[float]:
-        shares = self.plan.shares
-        weights = [1.0 if shares is None else float(shares[rank % len(shares)]) for rank in team]
+        weights = self.plan.weights(team)
         for rank, weight in zip(team, weights, strict=True):
             self.cluster.roster.members[rank].share = weight / sum(weights)
         return weights

@@ -204,6 +204,16 @@ def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluste
     assert len(job.run.history) <= 4 and cluster.roster.ready() == [0, 1]
 
 
+def test_a_worker_without_a_share_takes_over_when_the_others_are_gone(cluster: Cluster) -> None:
+    hook = once_after(3, Committed, lambda worker: worker.die())
+    start(cluster, [hook, None])
+    job = job_for(cluster, spec(), plan_for(loader(), shares=(1, 0)))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run)
+
+
 def test_a_callback_may_stop_its_run_but_not_wait_for_it(cluster: Cluster) -> None:
     start(cluster, [None])
     told: list[str] = []
