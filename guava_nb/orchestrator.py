@@ -127,7 +127,8 @@ class Orchestrator:
         if self._job is not None and not self._job.run.done:
             self._job.interrupt()
             self._job.interrupt()
-            self._job.run.wait(10.0)
+            if not self._job.is_current():
+                self._job.run.wait(10.0)
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:

@@ -155,7 +155,9 @@ class _Cut:
     def parts(self, value: Any, path: _Path) -> list[Any]:
         """The value of every share."""
         cls = type(value)
-        if isinstance(value, (torch.Tensor, np.ndarray)):
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            pass  # has no rows that could be cut, and does not travel: `pack` says so
+        elif isinstance(value, (torch.Tensor, np.ndarray)):
             if value.ndim and self._is_per_row(path, value.shape[0], lambda: True):
                 return self._slices(value)
         elif cls is list or cls is tuple:

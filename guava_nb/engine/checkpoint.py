@@ -74,7 +74,27 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is not a checkpoint of guava_nb. To start from plain weights, load them into the model and use "
             "register_model(model)"
         )
+    if damaged := _damaged(content):
+        raise CheckpointError(f"{path} is a damaged checkpoint: {damaged} is missing or is not what was written there")
     return content
+
+
+def _damaged(content: Mapping[str, Any]) -> str:
+    """Return the first part that cannot be gone on from, "" when all is there."""
+    model, place, spec, step = (content.get(key) for key in ("model", "position", "spec", "step"))
+    if not isinstance(model, dict) or not all(isinstance(k, str) for k in model):
+        return "model"
+    if not isinstance(spec, dict):
+        return "spec"
+    if type(step) is not int or step < -1:
+        return "step"
+    if not isinstance(place, dict) or place.keys() != {"epoch", "batches", "samples", "feed"}:
+        return "position"
+    counts = [place[key] for key in ("epoch", "batches", "samples")]
+    fine = all(type(count) is int and count >= 0 for count in counts) and (
+        place["feed"] is None or isinstance(place["feed"], dict)
+    )
+    return "" if fine else "position"
 
 
 def _nearby(path: Path) -> str:

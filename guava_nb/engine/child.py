@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from typing import Any, TextIO
 
 __all__ = ["MARK", "main"]
@@ -102,7 +103,11 @@ def _listen(member: object, orders: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()  # the last words, which the launcher reports
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Skips the interpreter's teardown: with CUDA or a user's threads it can hang, and everything is closed already.

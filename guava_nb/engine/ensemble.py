@@ -95,7 +95,8 @@ class Ensemble:
     def note_commit(self, rank: int, message: Committed) -> str | None:
         """Note that a worker applied a step; returns a worker's name-free sentence when its parameters differ."""
         self.at[rank] = message.step
-        self.generation_of[rank] = message.generation
+        # The report of a step that was committed before an abort comes after the answer to the abort.
+        self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
         if message.learning_rate is not None:
             self._learning_rates[message.step] = message.learning_rate
             self._learning_rates.pop(message.step - 8, None)

@@ -66,6 +66,8 @@ class Evaluation:
                 group = feeder.take()
                 if group is None:
                     break
+                if not group[0].rows:
+                    continue
                 self._pump(lambda: bool(self._free()))
                 requests.append(self._ensemble.next_request())
                 self._deal(requests[-1], group[0].batch, group[0].rows)

@@ -102,7 +102,7 @@ def build(
         return function(*positional, **args)
     except (ImportError, GuavaError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if from_torch:
             raise ConfigError(f"{role} {name} refuses its arguments {dict(args)}: {error}") from error
         raise PreparationError(f"{role} {name!r} raised {type(error).__name__}: {error}") from error

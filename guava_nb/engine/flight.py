@@ -12,6 +12,7 @@ from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.data.tree import pack
 from guava_nb.engine.step import ShardTask, StepMachine
+from guava_nb.errors import ConfigError
 from guava_nb.hub.reduction import BucketSum
 from guava_nb.protocol.messages import Shard
 
@@ -63,6 +64,9 @@ def plan_step(
     """Share a group of batches among the team: the tasks, and each one's message with its payload.
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean.
+
+    Raises:
+        ConfigError: a batch cannot be shared out, or the whole group has no samples.
     """
     pieces: list[list[Any]] = [[] for _ in team]
     ids: list[list[int]] = [[] for _ in team]
@@ -80,6 +84,10 @@ def plan_step(
             # The collate function dropped or added rows: the ids belong to the batch as a whole.
             ids[kept[0][0]].extend(batch.sample_ids)
     busy = [k for k in range(len(team)) if rows[k]]
+    if not busy:  # nobody would ever report on a step without shards
+        raise ConfigError(
+            f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
+        )
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
     messages: list[tuple[Shard, Buffers]] = []
     for index, k in enumerate(busy):

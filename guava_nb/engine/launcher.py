@@ -157,13 +157,14 @@ class WorkerHandle:
     def _on_state(self, record: str) -> None:
         try:
             last = json.loads(record)
-        except ValueError:  # something wrote below Python into the middle of it; the next one will do
-            return
+            last = {"state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"])}
+        except (ValueError, TypeError, KeyError):
+            return  # something wrote into the middle of it, or printed the mark; the next one will do
         if last["state"] in ("left", "failed"):
             last["step"] = self._last["step"]
         self._last = last
         if last["state"] in ("ready", "working") and last["detail"]:
-            self._name = str(last["detail"])
+            self._name = last["detail"]
 
     def _on_crash(self, status: int) -> None:
         lines = tuple(self._lines)

@@ -23,7 +23,7 @@ from guava_nb.engine import source
 from guava_nb.engine.batches import cut
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
-from guava_nb.engine.usertrace import user_traceback
+from guava_nb.engine.telling import error_text, trace_text
 from guava_nb.engine.work import ShardResult, ShardWork
 from guava_nb.errors import GuavaError, PreparationError
 from guava_nb.protocol.messages import (
@@ -71,6 +71,8 @@ class Arrival:
     done: Callable[[], None]
 
 
+#: What a user's code may raise without ending this worker: leaving is not its business.
+USER_ERRORS = (Exception, SystemExit)
 #: Seconds without work after which a worker counts as idle, and between two reports of work.
 SHOW_S = 0.25
 
@@ -109,6 +111,7 @@ class WorkerLoop:
         self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
+        self._default_dtype = torch.get_default_dtype()
         self._replica: Replica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
@@ -202,7 +205,7 @@ class WorkerLoop:
             case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:
                 try:
                     self._handle_of_run(self._replica, message, payload)
-                except Exception as error:  # the user's optimizer or schedule, a state that does not fit
+                except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
 
     def _handle_of_run(self, replica: Replica, message: Message, payload: memoryview) -> None:
@@ -242,9 +245,10 @@ class WorkerLoop:
         self._show("preparing")
         try:
             self._replica = self._build(message)
-        except Exception as error:  # the user's code may raise anything; the orchestrator's cell must show it
-            problem = str(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error}"
-            missing, trace = source.cause_is_missing(error), user_traceback(error)
+        except USER_ERRORS as error:  # the orchestrator's cell must show it
+            text = error_text(error)
+            problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
+            missing, trace = source.cause_is_missing(error), trace_text(error)
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
@@ -257,6 +261,8 @@ class WorkerLoop:
         if message.spec.threads is not None:
             torch.set_num_threads(message.spec.threads)
         torch.use_deterministic_algorithms(message.spec.deterministic)
+        torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
+        torch.set_grad_enabled(True)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
@@ -277,7 +283,7 @@ class WorkerLoop:
         self._show("validating")
         try:
             sums = replica.evaluate(self._unpack(message.batch, payload))
-        except Exception as error:  # the user's model or data; shown in the orchestrator's cell
+        except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
             self._fail(error, message.run_id, self._steps.committed, -1)
             return
         self._send(
@@ -327,7 +333,7 @@ class WorkerLoop:
         if self._can_apply(step):
             try:
                 self._apply(replica, step)
-            except Exception as error:  # the user's optimizer or schedule
+            except USER_ERRORS as error:  # the user's optimizer or schedule
                 self._give_up_run(error)
         elif step.todo:
             message, payload = step.todo.pop(0)
@@ -340,7 +346,7 @@ class WorkerLoop:
         try:
             parts = self._unpack(message.batch, payload)
             result = self._run_shard(replica, message, parts)
-        except Exception as error:  # the user's model or loss; shown in the orchestrator's cell
+        except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
             self._fail(error, message.run_id, message.step, message.shard)
             return
@@ -403,13 +409,13 @@ class WorkerLoop:
         self._idle_since = time.monotonic()
         self._on_commit_done(self._generation, self._steps.committed)
 
-    def _give_up_run(self, error: Exception) -> None:
+    def _give_up_run(self, error: BaseException) -> None:
         """Nobody knows any more what the replica holds: tell, and wait for another run."""
         self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
         self._forget()
 
-    def _fail(self, error: Exception, run_id: str, step: int, shard: int, kind: str = "user") -> None:
-        text, trace = str(error), user_traceback(error)
+    def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+        text, trace = error_text(error), trace_text(error)
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
             kind = "memory"
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"

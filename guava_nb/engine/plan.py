@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,27 +103,32 @@ class TrainingPlan:
     start: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be followed.
+        """Refuse what would fail, or be ignored, in the middle of the run.
 
         Raises:
-            ConfigError: a number is out of its range; the message shows it.
+            ConfigError: a value is out of its range.
         """
-        for name in ("num_epochs", "accumulation_steps", "val_interval"):
+        for name in ("num_epochs", "val_interval", "accumulation_steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
+            if not (name == "val_interval" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
         if self.shares is not None and not _are_shares(self.shares):
+            raise ConfigError(f"shares is {self.shares!r}; give one number per worker, at least 0, one above")
+        if self.split_fn is not None and not callable(self.split_fn):
             raise ConfigError(
-                f"shares are {list(self.shares)!r}; give a number for each worker in joining order, none below 0 and at least "
-                "one above, or None to share equally"
+                f"split_fn is a {type(self.split_fn).__name__}; give a function of a batch and row ranges"
             )
+        if not isinstance(self.callbacks, Sequence):
+            raise ConfigError(f"callbacks is a {type(self.callbacks).__name__}; give a list of objects")
 
     def weights(self, team: Sequence[int]) -> list[float]:
-        """Return the relative share of each member; equal ones when those who were to do the work are gone."""
-        given = [1.0 if self.shares is None else float(self.shares[rank % len(self.shares)]) for rank in team]
-        return given if any(given) else [1.0] * len(team)
+        """Return what part of the work each of these ranks gets, relative to the others."""
+        shares = (1.0,) if self.shares is None else self.shares
+        weights = [float(shares[rank % len(shares)]) for rank in team]
+        return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
 
 
-def _are_shares(shares: Sequence[Any]) -> bool:
-    numbers = all(isinstance(share, int | float) and 0 <= share < float("inf") for share in shares)
-    return numbers and sum(shares) > 0
+def _are_shares(shares: Any) -> bool:
+    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
+        return False
+    return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from guava_nb.engine.status import RunStatus, WireBytes
+from guava_nb.errors import ClusterError
 
 __all__ = ["Run", "thin"]
 
@@ -54,6 +55,7 @@ class Run:
         self._wire: Callable[[], WireBytes] = WireBytes
         self._interrupt: Callable[[], None] = lambda: None
         self._model: Callable[[], torch.nn.Module] | None = None
+        self._thread: int | None = None
 
     # ------------------------------------------------------------------------------------------------ for the user
 
@@ -78,7 +80,12 @@ class Run:
         return self._wire()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does."""
+        """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
+
+        Raises:
+            ClusterError: a callback of this very run would wait for itself.
+        """
+        self._refuse_own_thread()
         return self._ended.wait(timeout_s)
 
     def interrupt(self) -> None:
@@ -86,17 +93,28 @@ class Run:
         self._interrupt()
 
     def stop(self, timeout_s: float = 60.0) -> bool:
-        """Stop after the current step and wait until the run has ended."""
+        """Stop after the current step and wait until the run has ended; a callback of the run returns before that."""
         if not self.done:
             self.interrupt()
-        return self.wait(timeout_s)
+        return self.done if self._on_own_thread() else self.wait(timeout_s)
 
     def result(self) -> Run:
         """Wait for the end, raise the run's error if it failed, else return the run."""
+        self._refuse_own_thread()
         self._ended.wait()
         if self._error is not None:
             raise self._error
         return self
+
+    def _on_own_thread(self) -> bool:
+        return not self.done and self._thread == threading.get_ident()
+
+    def _refuse_own_thread(self) -> None:
+        if self._on_own_thread():
+            raise ClusterError(
+                f"a callback of run {self.run_id} cannot wait for the run's end, which comes after it; to stop the run, "
+                "return True or call run.stop()"
+            )
 
     def model(self) -> torch.nn.Module:
         """Return the model with the weights of the last committed step, on the CPU.
@@ -178,6 +196,11 @@ class Run:
     ) -> None:
         """Tell where figures, the model and the brake are; called once by the orchestrator."""
         self._wire, self._interrupt, self._model = wire, interrupt, model
+
+    def begin(self) -> None:
+        """Begin to prepare, on the run's own thread, which calls its callbacks."""
+        self._thread = threading.get_ident()
+        self.move("preparing")
 
     def move(self, state: str, message: str = "") -> None:
         """Enter a state."""

@@ -199,7 +199,9 @@ class StarExchange:
         task = flight.machine.tasks[halt.shard]
         if halt.bucket is not None and tensor is not None:
             culprit = (self._ensemble.master.layout.bucket(halt.bucket).not_finite(tensor) or [""])[0]
-        where = f"the gradient of {culprit}" if culprit else "the loss"
+        buffers = self._ensemble.master.layout.buffers
+        kind = "buffer" if buffers is not None and culprit in buffers.names else "the gradient of"
+        where = f"{kind} {culprit}" if culprit else "the loss"
         ids = f"samples {task.sample_ids[0]} to {task.sample_ids[-1]}" if task.sample_ids else "its samples"
         return NotFinite(
             f"NaN or Inf in {where} on {self._job.cluster.name(halt.rank)} at step {flight.machine.step + 1} ({ids}, "

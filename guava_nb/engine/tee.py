@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from guava_nb.engine.telling import sendable
+
 __all__ = ["LineTee"]
 
 #: Longest line sent; the rest of it stays in the worker's own log.
@@ -65,7 +67,7 @@ class LineTee(io.TextIOBase):
         dropped = self._dropped if len(allowed) == len(lines) else 0
         self._busy = True
         try:
-            self._emit(self._stream, tuple(allowed), dropped)
+            self._emit(self._stream, tuple(map(sendable, allowed)), dropped)
         finally:
             self._busy = False
         self._dropped -= dropped

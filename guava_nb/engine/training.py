@@ -128,7 +128,7 @@ class TrainingJob(TeamJob):
             raise
 
     def _start(self) -> None:
-        self.run.move("preparing")
+        self.run.begin()
         self.cluster.count_anew()
         self.give_state(set(self.ready))
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.run import Run
-from guava_nb.errors import NotFinite, PreparationError, RemoteError, WorkerLost
+from guava_nb.errors import ClusterError, ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
 from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, StateLoaded
 from tests.support.direct import DirectWorker, make_cluster, once_after
-from tests.support.training import dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
+from tests.support.training import SmallNet, dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
 
 
 @pytest.fixture
@@ -203,6 +204,124 @@ def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluste
     assert len(job.run.history) <= 4 and cluster.roster.ready() == [0, 1]
 
 
+def test_a_worker_without_a_share_takes_over_when_the_others_are_gone(cluster: Cluster) -> None:
+    hook = once_after(3, Committed, lambda worker: worker.die())
+    start(cluster, [hook, None])
+    job = job_for(cluster, spec(), plan_for(loader(), shares=(1, 0)))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_undisturbed(job.run)
+
+
+def test_a_callback_may_stop_its_run_but_not_wait_for_it(cluster: Cluster) -> None:
+    start(cluster, [None])
+    told: list[str] = []
+
+    class Impatient:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            for wait in (run.wait, run.result):
+                with pytest.raises(ClusterError, match="cannot wait for the run's end"):
+                    wait()
+                told.append(wait.__name__)
+            assert run.stop() is False
+
+    job = job_for(cluster, spec(), plan_for(loader(), 50, callbacks=[Impatient()]))
+    job.start()
+    assert job.run.wait(10) and job.run.state == "stopped"
+    assert told[:2] == ["wait", "result"] and len(job.run.history) < 8
+    assert job.run.stop() is True
+
+
+def test_a_batch_without_samples_is_told_instead_of_waited_for(cluster: Cluster) -> None:
+    start(cluster, [None, None])
+    x, y = dataset().tensors
+    job = job_for(cluster, spec(), plan_for([(x[:8], y[:8]), (x[:0], y[:0]), (x[8:], y[8:])], 1))
+    job.start()
+    with pytest.raises(ConfigError, match="batch 1 of the loader has no samples"):
+        finish(job.run)
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.plan.val_feed = Feed([(x[:0], y[:0]), (x[:8], y[:8])])
+    again.start()
+    assert [v["samples"] for v in finish(again.run).validations] == [8, 8]
+    assert_undisturbed(again.run)
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("bad \udcff"), ValueError("x" * 20_000_000), SystemExit(3)], ids=["surrogate", "huge", "exit"]
+)
+def test_an_error_whatever_it_says_costs_no_worker(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A report that cannot be sent ended one worker after the other, each given the same shard."""
+    start(cluster, [None, None])
+
+    def cursed(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        job = job_for(cluster, spec(), plan_for(loader()))
+        patch.setattr(SmallNet, "forward", cursed)
+        job.start()
+        with pytest.raises(RemoteError, match=type(error).__name__):
+            finish(job.run)
+    assert cluster.roster.ready() == [0, 1]
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
+def test_what_a_run_s_code_does_to_torch_s_defaults_ends_with_the_run(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(cluster, [None])
+    forward = SmallNet.forward
+
+    def meddling(self: SmallNet, x: torch.Tensor) -> torch.Tensor:
+        torch.set_grad_enabled(False)
+        return forward(self, x)
+
+    with monkeypatch.context() as patch:
+        job = job_for(cluster, spec(), plan_for(loader()))
+        patch.setattr(SmallNet, "forward", meddling)
+        job.start()
+        with pytest.raises(TrainingError, match="worker w0: the loss depends on no trainable parameter"):
+            finish(job.run)
+    again = job_for(cluster, spec(), plan_for(loader()), "run-2")
+    again.start()
+    finish(again.run)
+    assert_undisturbed(again.run)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_buffer_that_is_not_finite_is_called_a_buffer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    start(cluster, [None] * workers)
+    forward = SmallNet.forward
+
+    def spoiling(self: SmallNet, x: torch.Tensor) -> torch.Tensor:
+        outputs = forward(self, x)
+        self.norm.running_mean = self.norm.running_mean * float("nan")
+        return outputs
+
+    run_spec = spec(model=Factory("tests.support.training:SmallNet", {"norm": True}))
+    job = job_for(cluster, run_spec, plan_for(loader()))
+    monkeypatch.setattr(SmallNet, "forward", spoiling)
+    job.start()
+    with pytest.raises(NotFinite, match=r"NaN or Inf in buffer norm\.running_mean on"):
+        finish(job.run)
+
+
+def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
+    """A worker answers an abort at once, and applies a step that was committed before it only then."""
+    ensemble = job_for(cluster, spec(), plan_for(loader())).ensemble
+    ensemble.note_commit(0, Committed("run-1", 2, 3))
+    ensemble.note_commit(0, Committed("run-1", 1, 4))
+    assert ensemble.generation_of[0] == 2 and ensemble.at[0] == 4
+
+
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.engine.ensemble import Ensemble
     from guava_nb.engine.training import TrainingJob
@@ -286,7 +405,6 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
 
 
 def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:
-    from guava_nb.data.feed import Feed
     from guava_nb.protocol.messages import Evaluated
 
     hook = once_after(3, Evaluated, lambda worker: worker.die())

@@ -228,3 +228,9 @@ def test_what_cannot_be_cut_is_said_so(batch: Any, rows: int | None, message: st
 )
 def test_rows_are_found(batch: Any, rows: int) -> None:
     assert num_rows(batch) == rows
+
+
+def test_a_sparse_tensor_is_left_to_be_refused_with_a_sentence() -> None:
+    sparse = torch.eye(4).to_sparse()
+    parts = split_rows({"x": torch.ones(4, 2), "s": sparse}, [(0, 2), (2, 4)])
+    assert all(part["s"] is sparse and part["x"].shape == (2, 2) for part in parts)

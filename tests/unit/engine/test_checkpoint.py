@@ -50,6 +50,27 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", None),
+        ("model", [1]),
+        ("spec", 3),
+        ("step", "x"),
+        ("position", None),
+        ("position", {"epoch": -5, "batches": 0, "samples": 0, "feed": None}),
+        ("position", {"epoch": 0, "batches": 0, "samples": 0, "feed": []}),
+    ],
+)
+def test_a_checkpoint_with_a_damaged_part_is_refused_when_it_is_read(tmp_path: Path, key: str, value: object) -> None:
+    path = tmp_path / "model.pt"
+    save(path)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, key: value}, path)
+    with pytest.raises(CheckpointError, match=f"is a damaged checkpoint: {key} is missing or"):
+        checkpoint.read(path)
+
+
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     path = tmp_path / "bomb.pt"

@@ -65,3 +65,9 @@ def test_sending_that_prints_does_not_feed_on_itself() -> None:
     r.tee.write("one\n")
     assert r.lines == ["one"]
     assert not r.tee.isatty() and r.tee.writable()
+
+
+def test_text_that_utf8_does_not_have_is_sent_as_escapes() -> None:
+    r = Recorder()
+    r.tee.write("name \udcff\n")
+    assert r.lines == ["name \\udcff"]

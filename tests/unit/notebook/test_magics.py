@@ -558,8 +558,8 @@ def test_tab_completes_options_and_values(notebook: Any, line: str, offered: lis
 
 def test_a_class_that_was_not_shared_is_told_so_and_not_taken_for_a_typo(notebook: Any) -> None:
     assert notebook.run("%guava_up").ok
+    notebook.run("loader = []")
     notebook.run("class Unshared:\n    pass\nUnshared.__module__ = '__main__'")
-    notebook.run("import sys, types; sys.modules.setdefault('__main__', types.ModuleType('__main__'))")
     shown = notebook.run("%guava_train --model Unshared --loss CrossEntropyLoss --data loader")
     assert not shown.ok and "it exists in this notebook, but in no shared cell" in shown.text
 
