@@ -12,7 +12,15 @@ import torch
 from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.run import Run
-from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, TrainingError, WorkerLost
+from guava_nb.errors import (
+    ClusterError,
+    ConfigError,
+    NotFinite,
+    PreparationError,
+    RemoteError,
+    TrainingError,
+    WorkerLost,
+)
 from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, StateLoaded
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import SmallNet, dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
