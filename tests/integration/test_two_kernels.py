@@ -271,7 +271,7 @@ def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
         assert open_session(laptop, "--workers 1")[0] == code
         assert "did not change" in laptop.run("%guava_up --workers 3")
         waiting = laptop.start(f"{TRAIN} --loss slow_loss")
-        laptop.wait_for("no variable|Waiting for workers: 0 of 1")
+        laptop.wait_for("no variable|Waiting up to .* for workers: 0 of 1")
         laptop.interrupt()
         status, text = waiting()
         assert status == "error" and text.strip().splitlines()[-1].startswith("Interrupted: %guava_train"), text
