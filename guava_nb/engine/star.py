@@ -98,9 +98,9 @@ class StarExchange:
             for owner in sorted({task.owner for task in flight.machine.tasks} - set(available)):
                 self._carry_out(flight, flight.machine.on_lost(owner, survivors))
 
-    def give_up(self) -> None:
-        """Forget all steps in flight."""
-        self.flights.clear()
+    def give_up(self, but_solo: bool = False) -> None:
+        """Forget all steps in flight; `but_solo` leaves those that a lone worker may have committed by itself."""
+        self.flights = {n: f for n, f in self.flights.items() if but_solo and f.machine.solo}
         self.next_step = self._ensemble.step + 1
 
     # -------------------------------------------------------------------------------------------------------- messages

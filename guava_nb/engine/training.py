@@ -365,12 +365,13 @@ class TrainingJob(TeamJob):
         message = Abort(self.ensemble.run_id, generation, self.ensemble.step, reason)
         self.cluster.send_all(list(self.ensemble.at), message)
         lone = {t.owner for f in self._exchange.flights.values() if f.machine.solo for t in f.machine.tasks}
+        self._exchange.give_up(but_solo=True)  # nobody would apply one that were committed while others are heard
         self._hear(set(self.ensemble.at) if hear_all else lone, generation)
         self._exchange.give_up()
 
     def _hear(self, ranks: set[int], generation: int) -> None:
         deadline = time.monotonic() + self.plan.interrupt_grace_s
-        while not all(self.ensemble.has_settled(rank, generation) for rank in ranks & self.ready):
+        while not all(self.ensemble.has_settled(rank, generation) for rank in (ranks & self.ready) - self.behind):
             if self.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:

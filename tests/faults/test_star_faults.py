@@ -330,6 +330,28 @@ def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: 
     assert ensemble.generation_of[0] == 2 and ensemble.at[0] == 4
 
 
+def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster) -> None:
+    """The orchestrator commits before the workers report it: their reports must be heard before the run ends."""
+
+    class Raise:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == 4:
+                raise KeyError("callback")
+
+    def slow(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, Committed) and message.step == 3:
+            threading.Event().wait(0.3)
+
+    start(cluster, [slow, slow])
+    job = job_for(cluster, spec(), plan_for(loader(), callbacks=[Raise()]))
+    job.start()
+    with pytest.raises(KeyError):
+        finish(job.run)
+    assert job.ensemble.in_step(job) == [0, 1]
+    model, _ = plain(spec(), loader(), limit=4)
+    assert difference(job.run.model(), model) <= 1e-9
+
+
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.engine.ensemble import Ensemble
     from guava_nb.engine.training import TrainingJob
