@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,7 +58,6 @@ class Membership:
         self._session: Session | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._step = -1
-        self._ended = threading.Event()
         self.loop = WorkerLoop(self._send, device, own_model, self._on_state, self._on_commit)
 
     def run(self) -> str:
@@ -89,10 +88,8 @@ class Membership:
 
     def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
         assert self._session is not None
-        try:
+        with contextlib.suppress(LinkClosed):  # the loop gets its SessionClosed in a moment
             self._session.send(message, channel_of(message), buffers)
-        except LinkClosed:
-            self._ended.set()  # the loop gets its SessionClosed in a moment
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MessageArrived):

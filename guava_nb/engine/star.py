@@ -5,7 +5,6 @@ Carries out what the step machines decide. Knows the flights; what a commit mean
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -34,8 +33,6 @@ from guava_nb.protocol.messages import (
 )
 
 __all__ = ["StarExchange"]
-
-log = logging.getLogger(__name__)
 
 OnCommit = Callable[[Flight, Commit, float, float], None]
 OnApplied = Callable[[int, Committed], None]
