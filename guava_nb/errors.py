@@ -38,6 +38,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "FrameTooLarge",
+    "GroupBroken",
     "GuavaError",
     "JoinCodeError",
     "JoinRefused",
@@ -158,6 +159,10 @@ class CheckpointError(TrainingError):
 
 class CollectiveError(GuavaError):
     """A collective operation failed."""
+
+
+class GroupBroken(CollectiveError):
+    """A process group cannot go on: a member was lost, or the step was given up. The text names the member."""
 
 
 class RemoteError(GuavaError):

@@ -186,6 +186,39 @@ class Factory(msgspec.Struct, frozen=True, array_like=True):
     args: dict[str, Any] = {}
 
 
+class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one model is spread over workers. Rank = (dp index * pp + pp index) * tp + tp index.
+
+    Attributes:
+        mode: "data", "pipeline", "tensor", "zero" or "hybrid".
+        dp: replicas that share the batch.
+        pp: pipeline stages, in ranks.
+        tp: ranks that share each layer.
+        zero_stage: 0 keeps everything on every replica; 1 shards optimizer state, 2 gradients too, 3 parameters too.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        micro_batches: parts that a pipeline cuts a batch into.
+        stages_per_rank: stages held by each rank, more than one with "interleaved".
+        split: full names of the modules that begin a new stage; empty balances by itself.
+        balance: "parameters" or "time": what is balanced.
+        tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; empty finds a plan by itself.
+        checkpoint_activations: patterns of module names whose activations are computed again in backward; "*" is every
+            block that repeats.
+    """
+
+    mode: str = "data"
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    stages_per_rank: int = 1
+    split: tuple[str, ...] = ()
+    balance: str = "parameters"
+    tensor_plan: dict[str, str] = {}
+    checkpoint_activations: tuple[str, ...] = ()
+
+
 class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """All a worker needs to take part in a run, as plain data.
 
@@ -205,6 +238,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         sync_batchnorm: statistics over the global batch.
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
+        parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
     """
 
     model: Factory | None
@@ -222,6 +256,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sync_batchnorm: bool = False
     threads: int | None = None
     deterministic: bool = False
+    parallel: ParallelSpec | None = None
 
 
 class Prepare(Message, frozen=True):
@@ -243,6 +278,38 @@ class Prepared(Message, frozen=True):
     ok: bool
     layout: str = ""
     missing_module: str = ""
+    problem: str = ""
+    traceback: str = ""
+
+
+class FormGroup(Message, frozen=True):
+    """Orchestrator to worker: become this rank of a process group; it is good for one generation.
+
+    Attributes:
+        name: prefix of everything that belongs to the group, new for every generation.
+        rank: the receiver's rank in the group.
+        members: names of all members, in order of rank.
+        path: "relay" through the hub, or "direct" between the workers.
+        backend: torch.distributed's name: "guava", "gloo" or "nccl".
+        timeout_s: for the meeting of all members.
+    """
+
+    run_id: str
+    generation: int
+    name: str
+    rank: int
+    members: tuple[str, ...]
+    path: str
+    backend: str
+    timeout_s: float
+
+
+class GroupFormed(Message, frozen=True):
+    """Worker to orchestrator: the group stands and the model is spread over it, or why not."""
+
+    run_id: str
+    generation: int
+    ok: bool
     problem: str = ""
     traceback: str = ""
 
@@ -358,14 +425,19 @@ class Ready(Message, frozen=True):
     forward_s: float
     backward_s: float
     wait_s: float  # time without work since the last commit
-    culprit: str = ""  # for a lone worker: the first parameter or buffer that is not finite
+    culprit: str = ""  # with no buckets: the first parameter or buffer that is not finite
+    gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """Apply the step: every mean is multiplied by `scale`; with `skip` only the scaler learns of it."""
+    """Apply the step: every mean is multiplied by `scale`; with `skip` only the scaler learns of it.
+
+    `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike.
+    """
 
     scale: float
     skip: bool
+    clip: float = 1.0
 
 
 class MeanBucket(Message, frozen=True):
@@ -515,6 +587,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     33: Evaluate,
     34: Evaluated,
     35: EndRun,
+    36: FormGroup,
+    37: GroupFormed,
     48: Log,
     49: Failure,
     50: CrashReport,
