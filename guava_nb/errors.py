@@ -21,9 +21,11 @@
     │   └── RendezvousTimeout (TimeoutError)  too few workers came in time
     ├── TrainingError
     │   ├── NotFinite                     NaN or Inf in loss or gradients; the step was not applied
+    │   ├── SamplesKill                   one worker after the other was lost over the same samples
     │   ├── PreparationError              a worker cannot build what the run needs; nothing was trained
     │   └── CheckpointError               a checkpoint cannot be read, or belongs to another model
     ├── CollectiveError
+    │   └── GroupBroken                   a member of a process group was lost, or the step was given up
     └── RemoteError                       code that ran on a worker raised; carries its traceback as text
 
 A message says what happened, who (worker, step, address), how much against what limit, and what to do next.
@@ -53,6 +55,7 @@ __all__ = [
     "RemoteError",
     "RemoteProtocolError",
     "RendezvousTimeout",
+    "SamplesKill",
     "SourceError",
     "StaleGeneration",
     "TrainingError",
@@ -147,6 +150,10 @@ class TrainingError(GuavaError):
 
 class NotFinite(TrainingError):
     """NaN or Inf in loss or gradients; the step was not applied anywhere."""
+
+
+class SamplesKill(TrainingError):
+    """One worker after the other was lost over the same samples: it is not the workers."""
 
 
 class PreparationError(TrainingError):

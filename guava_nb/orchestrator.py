@@ -25,8 +25,9 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import Reference, build_spec, factory_name, plain_arguments
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Evaluation
+from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
 from guava_nb.engine.job import Job, NobodyLeft
-from guava_nb.engine.launcher import WorkerHandle, launch
+from guava_nb.engine.launcher import WorkerHandle, close_all, launch
 from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import bring_up, build_ensemble, from_checkpoint, from_last_run
@@ -72,7 +73,8 @@ class Orchestrator:
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
-        self._numbers = itertools.count(1)
+        self._runs = 0
+        self._untrained_numbers = itertools.count(1)
         self._notices = Notices()
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
@@ -123,7 +125,11 @@ class Orchestrator:
         return self.config.num_workers
 
     def close(self) -> None:
-        """Stop the run, say goodbye to all workers, free the port. Safe to call twice."""
+        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
+        with interrupts_wait():
+            self._close()
+
+    def _close(self) -> None:
         if self._job is not None and not self._job.run.done:
             self._job.interrupt()
             self._job.interrupt()
@@ -134,8 +140,7 @@ class Orchestrator:
         if self._cluster is not None:
             self._cluster.close()
         self._notices.stop()
-        for worker in self._local:
-            worker.close()
+        close_all(self._local)
         self._local.clear()
         self._cluster = self._listener = self._code = self._ensemble = None
 
@@ -319,29 +324,31 @@ class Orchestrator:
                 "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
                 "(in a script: launch_workers(2))"
             )
-        shared = self._shared()
-        spec = build_spec(
-            self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
-            criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
-            scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
-            max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-        )  # fmt: skip
-        plan = TrainingPlan(
-            feed=Feed(train_loader),
-            val_feed=None if val_loader is None else Feed(val_loader),
-            num_epochs=num_epochs,
-            val_interval=val_interval,
-            accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
-            shares=shares,
-            callbacks=callbacks,
-            split_fn=split_fn,
-            prefetch_steps=self.config.prefetch_steps,
-            interrupt_grace_s=self.config.interrupt_grace_s,
-            rejoin_timeout_s=self.config.rejoin_timeout_s,
-            snapshot_every_steps=self.config.snapshot_every_steps,
-        )
-        ensemble = self._place_start(spec, shared, plan, resume, fresh)
-        return self._launch(ensemble, plan, detach, progress)
+        with interrupts_remembered() as interrupts:
+            shared = self._shared()
+            spec = build_spec(
+                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
+                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
+                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+            )  # fmt: skip
+            plan = TrainingPlan(
+                feed=Feed(train_loader),
+                val_feed=None if val_loader is None else Feed(val_loader),
+                num_epochs=num_epochs,
+                val_interval=val_interval,
+                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
+                shares=shares,
+                callbacks=callbacks,
+                split_fn=split_fn,
+                prefetch_steps=self.config.prefetch_steps,
+                interrupt_grace_s=self.config.interrupt_grace_s,
+                rejoin_timeout_s=self.config.rejoin_timeout_s,
+                snapshot_every_steps=self.config.snapshot_every_steps,
+            )
+            ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            interrupts.check()
+            return self._launch(ensemble, plan, detach, progress)
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
@@ -363,7 +370,7 @@ class Orchestrator:
         return self._factory
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
-        run_id, last = f"run-{next(self._numbers)}", self._ensemble
+        run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
             self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
@@ -388,6 +395,7 @@ class Orchestrator:
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble = run, job, ensemble
+        self._runs += 1
         if detach:
             job.start()
             return run
@@ -431,7 +439,9 @@ class Orchestrator:
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
         )  # fmt: skip
-        ensemble = build_ensemble(f"run-{next(self._numbers)}", spec, self._ledger.cells(), shared, self._instance)
+        ensemble = build_ensemble(
+            f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance
+        )
         if self._resume is not None:
             path, content = self._resume
             checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())

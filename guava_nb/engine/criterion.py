@@ -223,9 +223,8 @@ def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, d
     found = _BY_FUNCTION.get(found, found)
     if isinstance(found, type) and issubclass(found, nn.Module):
         from_torch = found in _DENOMINATORS
-        found = build(
-            "criterion", name, found, from_torch=from_torch, args=_criterion_args(name, factory.args, from_torch)
-        )
+        args = _criterion_args(name, factory.args, from_torch, dtype)
+        found = build("criterion", name, found, from_torch=from_torch, args=args)
     if isinstance(found, nn.Module):
         return _adapt_module(name, found.to(device=device, dtype=dtype))
     check_arguments("criterion", name, found, 2, factory.args)
@@ -245,12 +244,12 @@ def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
         ) from error
 
 
-def _criterion_args(name: str, args: dict[str, Any], from_torch: bool) -> dict[str, Any]:
+def _criterion_args(name: str, args: dict[str, Any], from_torch: bool, dtype: torch.dtype | None) -> dict[str, Any]:
     """Class weights travel as plain lists; torch wants tensors."""
     if from_torch and (old := {"size_average", "reduce"} & set(args)):
         raise ConfigError(f"criterion {name}: {min(old)!r} is torch's old spelling; leave it out, or use reduction=")
     tensors = {"weight", "pos_weight"} if from_torch else set()
-    dtype = torch.get_default_dtype()
+    dtype = dtype or torch.get_default_dtype()
     return {
         key: torch.tensor(value, dtype=dtype) if key in tensors and isinstance(value, list | tuple) else value
         for key, value in args.items()

@@ -1,7 +1,7 @@
-"""Interrupts that call instead of raising.
+"""Interrupts that call, wait or are remembered instead of coming between any two instructions.
 
-An exception could come between any two instructions: while a bar is drawn, before a run that has begun is watched, in the
-middle of a step.
+A KeyboardInterrupt could be raised while a bar is drawn, before a run that has begun is watched, in the middle of a
+clean-up; or inside a callback of a library that swallows it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["interrupts_call"]
+__all__ = ["Interrupts", "interrupts_call", "interrupts_remembered", "interrupts_wait"]
+
+
+class Interrupts:
+    """How many came in a block."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self.count = 0
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one came, although somebody swallowed it."""
+        if self.count:
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -26,3 +39,29 @@ def interrupts_call(on_interrupt: Callable[[], None]) -> Iterator[None]:
         # A handler that was not set from Python comes back as None and cannot be set again from here.
         if previous is not None:
             signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold SIGINT back until the block has ended, for a clean-up that must not stay half done and ends by itself."""
+    interrupts = Interrupts()
+
+    def hold() -> None:
+        interrupts.count += 1
+
+    with interrupts_call(hold):
+        yield
+    interrupts.check()
+
+
+@contextmanager
+def interrupts_remembered() -> Iterator[Interrupts]:
+    """Raise as usual, and remember: user code and libraries may swallow a KeyboardInterrupt."""
+    interrupts = Interrupts()
+
+    def remember() -> None:
+        interrupts.count += 1
+        raise KeyboardInterrupt
+
+    with interrupts_call(remember):
+        yield interrupts

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +31,7 @@ from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import CrashReport
 
-__all__ = ["WorkerHandle", "WorkerState", "launch"]
+__all__ = ["WorkerHandle", "WorkerState", "close_all", "launch"]
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
@@ -160,7 +161,7 @@ class WorkerHandle:
             last = {"state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"])}
         except (ValueError, TypeError, KeyError):
             return  # something wrote into the middle of it, or printed the mark; the next one will do
-        if last["state"] in ("left", "failed"):
+        if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
             last["step"] = self._last["step"]
         self._last = last
         if last["state"] in ("ready", "working") and last["detail"]:
@@ -227,16 +228,24 @@ class WorkerHandle:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ask it to leave, and end it if it does not within `timeout_s`."""
-        if self.alive:
-            self.leave()
-            if not self.wait(timeout_s):
-                self.kill()
-        self.wait(timeout_s)
+        close_all([self], timeout_s)
 
     def __repr__(self) -> str:
         """One line without secrets."""
         state = self.status()
         return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address}, pid {self.pid})"
+
+
+def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:
+    """Ask all to leave, then end those that have not within `timeout_s` together."""
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        if worker.alive:
+            worker.leave()
+    for worker in workers:
+        if not worker.wait(max(0.0, deadline - time.monotonic())):
+            worker.kill()
+            worker.wait(timeout_s)
 
 
 def launch(

@@ -156,6 +156,8 @@ class Replica:
         # Read only now: on a GPU every value waits for the device.
         loss_sum = sum(float(loss.value) * loss.weight for loss, _ in losses)
         count = sum(rows / work.global_rows if loss.count is None else float(loss.count) for loss, rows in losses)
+        if count < 0:
+            raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
         finite = math.isfinite(loss_sum) and math.isfinite(count)
         culprit = self._culprit() if solo and finite else ""
         forward_s, backward_s = clock.read()

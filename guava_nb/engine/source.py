@@ -78,6 +78,7 @@ class SourceLedger:
         """
         if not name or not name.isprintable():
             raise SourceError(f"a shared cell cannot be called {name!r}: give it a name of printable characters")
+        text = text.removeprefix("\ufeff")  # some editors begin a file with it
         check_syntax(name, text)
         changed = self._texts.get(name) != text
         self._texts[name] = text

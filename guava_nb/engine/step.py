@@ -108,6 +108,10 @@ class StepMachine:
         """Ranks that still owe something."""
         return {task.owner for task in self.tasks if not self._shard_done(task.index)}
 
+    def owed_by(self, rank: int) -> list[ShardTask]:
+        """Unfinished shards of a rank, in order."""
+        return [task for task in self.tasks if task.owner == rank and not self._shard_done(task.index)]
+
     def on_bucket(self, rank: int, generation: int, shard: int, bucket: int, finite: bool) -> list[Instruction]:
         """A shard's contribution to a bucket came; duplicates and old generations are dropped."""
         if self.decided or generation < self.generation or not self._known(shard, bucket):

@@ -4,6 +4,8 @@ A boundary is a moment with no step in flight: newcomers get the state, validati
 the exchange keeps a few steps issued ahead of need.
 """
 
+# over budget: when a run does what, and what ends it, is read in one place.
+
 from __future__ import annotations
 
 import logging
@@ -17,6 +19,7 @@ from typing import Any
 
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
+from guava_nb.engine.blame import Blame
 from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble
@@ -65,11 +68,13 @@ class TrainingJob(TeamJob):
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
         self._team: tuple[int, ...] = ()
+        self._told_empty = False
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
         self._splitter = RowSplitter(plan.split_fn)
         self._calls = BoundaryCalls()
+        self._blame = Blame()
         ensemble.attach(self)
         self._evaluation = Evaluation(self, ensemble)
         self._exchange = StarExchange(self, ensemble, self._on_commit, self._on_applied)
@@ -256,16 +261,34 @@ class TrainingJob(TeamJob):
 
     def on_suspected(self, rank: int) -> None:
         """Give its shards to others at once; it keeps its seat."""
+        self._note_work(rank)
         self._exchange.adopt(self.available())
 
     def on_lost(self, rank: int) -> None:
-        """Give its shards to others."""
+        """Give its shards to others.
+
+        Raises:
+            SamplesKill: it was the third that was lost over the same samples.
+        """
         self.ensemble.at.pop(rank, None)
+        self._note_work(rank)
         self._exchange.adopt(self.available())
+        if self.cluster.roster.members[rank].state == "lost" and (blamed := self._blame.lost(rank)):
+            raise blamed.error([self.cluster.members()[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:
         """It has its shards, and takes those that nobody could take meanwhile."""
+        self._blame.back(rank)
         self._exchange.adopt(self.available())
+
+    def _note_work(self, rank: int) -> None:
+        """Note what it was at when it vanished: the oldest shard that it owes; others only wait in its queue."""
+        for flight in self._exchange.flights.values():
+            task = next(iter(flight.machine.owed_by(rank)), None)
+            if task is not None:
+                if task.sample_ids:
+                    self._blame.hold(rank, (flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
+                return
 
     def on_started_over(self) -> None:
         """Say that the wait is over."""
@@ -318,6 +341,11 @@ class TrainingJob(TeamJob):
     def _on_commit(self, flight: Flight, commit: Commit, loss_sum: float, count: float) -> None:
         if self._at_orchestrator:
             self.ensemble.master_step = flight.machine.step
+        for task in flight.machine.tasks:
+            if task.sample_ids:
+                self._blame.done((flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
+        if count == 0:
+            self._tell_empty(flight)
         ids = flight.sample_ids()
         self.ledger.commit(flight.epoch, ids)
         at = self.position
@@ -334,6 +362,14 @@ class TrainingJob(TeamJob):
         }
         self.run.add_step(record)
         self._call("on_step", record)
+
+    def _tell_empty(self, flight: Flight) -> None:
+        if not self._told_empty:
+            self._told_empty = True
+            self.cluster.notice(
+                f"step {flight.machine.step + 1} counted nothing: its {flight.machine.rows} samples have no target that is not "
+                "ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
+            )
 
     def _on_applied(self, rank: int, message: Committed) -> None:
         difference = self.ensemble.note_commit(rank, message)

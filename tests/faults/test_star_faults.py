@@ -18,6 +18,7 @@ from guava_nb.errors import (
     NotFinite,
     PreparationError,
     RemoteError,
+    SamplesKill,
     TrainingError,
     WorkerLost,
 )
@@ -147,6 +148,37 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(clust
     finish(job.run)
     assert hook.fired
     assert_undisturbed(job.run, 3)
+
+
+def test_samples_that_end_every_worker_are_named(cluster: Cluster) -> None:
+    def killer(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, Ready) and message.step == 2 and message.shard == 0:
+            worker.die()
+
+    start(cluster, [killer] * 4)
+    job = job_for(cluster, spec(), plan_for(loader(), 1))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(
+        SamplesKill, match=r"3 workers were lost while they worked on samples \d+ to \d+ of epoch 1 \(w0"
+    ):
+        job.run.result()
+    assert len(job.run.history) == 2 and len(cluster.roster.ready()) == 1
+
+
+def test_a_step_that_counts_nothing_is_told_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    cluster.notice = told.append
+    data = torch.utils.data.TensorDataset(torch.randn(64, 10).double(), torch.full((64,), -100))
+    start(cluster, [None])
+    job = job_for(cluster, spec(), plan_for(torch.utils.data.DataLoader(data, batch_size=16), 1))
+    before = {name: value.clone() for name, value in job.ensemble.master.model.state_dict().items()}
+    job.start()
+    finish(job.run)
+    assert sum("step 1 counted nothing: its 16 samples" in line for line in told) == 1
+    assert sum("counted nothing" in line for line in told) == 1
+    assert all(value.isfinite().all() for value in job.run.model().state_dict().values())
+    assert before.keys() == job.run.model().state_dict().keys()
 
 
 def test_all_workers_lost_for_good_is_said(cluster: Cluster) -> None:
