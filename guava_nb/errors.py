@@ -23,7 +23,9 @@
     │   ├── NotFinite                     NaN or Inf in loss or gradients; the step was not applied
     │   ├── PreparationError              a worker cannot build what the run needs; nothing was trained
     │   └── CheckpointError               a checkpoint cannot be read, or belongs to another model
-    ├── CollectiveError
+    ├── CollectiveError (RuntimeError)    a collective of torch.distributed failed; torch's programs expect RuntimeError
+    │   ├── GroupBroken                   the group cannot go on: a member was lost
+    │   └── CollectiveTimeout (TimeoutError)  some ranks did not come in time; the text names them
     └── RemoteError                       code that ran on a worker raised; carries its traceback as text
 
 A message says what happened, who (worker, step, address), how much against what limit, and what to do next.
@@ -36,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CollectiveError",
+    "CollectiveTimeout",
     "ConfigError",
     "FrameTooLarge",
     "GroupBroken",
@@ -157,12 +160,16 @@ class CheckpointError(TrainingError):
     """A checkpoint cannot be read or belongs to another model."""
 
 
-class CollectiveError(GuavaError):
+class CollectiveError(GuavaError, RuntimeError):
     """A collective operation failed."""
 
 
 class GroupBroken(CollectiveError):
     """A process group cannot go on: a member was lost, or the step was given up. The text names the member."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """Some ranks did not take part in a collective in time; the text names them."""
 
 
 class RemoteError(GuavaError):
