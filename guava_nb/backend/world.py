@@ -29,7 +29,7 @@ from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Message, channel_of
 
-__all__ = ["World", "end_group", "init_group", "register", "rendezvous"]
+__all__ = ["Dialled", "World", "end_group", "init_group", "register", "rendezvous"]
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _closer(world: World) -> Callable[[], None]:
 # -------------------------------------------------------------------------------------------- a session of our own
 
 
-class _Dialled:
+class Dialled:
     """A session opened for a program that brings none."""
 
     def __init__(self, code: JoinCode, member: str) -> None:
@@ -193,7 +193,7 @@ def rendezvous(url: str, timeout: timedelta | None = None, **options: Any) -> An
         ) from problem
     timeout_s = (timeout or timedelta(seconds=300)).total_seconds()
     member = _member_name(rank)
-    dialled = _Dialled(JoinCode.decode(code_text), member)
+    dialled = Dialled(JoinCode.decode(code_text), member)
     try:
         name = _meet(dialled.endpoint, query.get("job", "program"), rank, world_size, timeout_s)
         store = store_for(dialled.endpoint, f"{name}/")
@@ -244,7 +244,7 @@ def _join_through(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     member = _member_name(rank)
     try:
         code = JoinCode.decode(bytes(store.get("guava/code")).decode())
-        dialled = _Dialled(hub.local_code if hub is not None else code, member)
+        dialled = Dialled(hub.local_code if hub is not None else code, member)
     except BaseException:
         if hub is not None:
             hub.close()
