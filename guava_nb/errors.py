@@ -24,8 +24,9 @@
     │   ├── SamplesKill                   one worker after the other was lost over the same samples
     │   ├── PreparationError              a worker cannot build what the run needs; nothing was trained
     │   └── CheckpointError               a checkpoint cannot be read, or belongs to another model
-    ├── CollectiveError
-    │   └── GroupBroken                   a member of a process group was lost, or the step was given up
+    ├── CollectiveError (RuntimeError)    a collective of torch.distributed failed; torch's programs expect RuntimeError
+    │   ├── GroupBroken                   the group cannot go on: a member was lost, or it was given up
+    │   └── CollectiveTimeout (TimeoutError)  some ranks did not come in time; the text names them
     └── RemoteError                       code that ran on a worker raised; carries its traceback as text
 
 A message says what happened, who (worker, step, address), how much against what limit, and what to do next.
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CollectiveError",
+    "CollectiveTimeout",
     "ConfigError",
     "FrameTooLarge",
     "GroupBroken",
@@ -164,12 +166,16 @@ class CheckpointError(TrainingError):
     """A checkpoint cannot be read or belongs to another model."""
 
 
-class CollectiveError(GuavaError):
+class CollectiveError(GuavaError, RuntimeError):
     """A collective operation failed."""
 
 
 class GroupBroken(CollectiveError):
     """A process group cannot go on: a member was lost, or the step was given up. The text names the member."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """Some ranks did not take part in a collective in time; the text names them."""
 
 
 class RemoteError(GuavaError):

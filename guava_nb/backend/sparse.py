@@ -1,0 +1,91 @@
+"""all_reduce of sparse tensors: everyone's indices and values, everywhere, then a local sum.
+
+The numbers of entries differ between ranks and have to be known before anything can be received, so the call itself
+waits; the work it returns is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from guava_nb.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from guava_nb.backend.collectives import Place
+    from guava_nb.backend.group import GuavaGroup
+
+__all__ = ["all_reduce_sparse"]
+
+
+class _Done(Work):
+    """Work that is over."""
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It was."""
+        return True
+
+    def exception(self) -> None:
+        """None: it went well."""
+
+    def synchronize(self) -> None:
+        """Nothing is on any stream."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+        """A future that is done."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+def all_reduce_sparse(group: GuavaGroup, tensor: torch.Tensor, reduction: str, place: Place) -> Work:
+    """Sum a sparse COO tensor over all ranks, in place.
+
+    Raises:
+        CollectiveError: another reduction or layout, or shapes that differ between ranks.
+    """
+    if tensor.layout is not torch.sparse_coo or reduction != "sum":
+        raise CollectiveError(f"all_reduce of a {tensor.layout} tensor: only sums of COO tensors can be made")
+    own = tensor.detach().coalesce()
+    shape = torch.tensor([own.sparse_dim(), *own.shape], dtype=torch.int64)
+    shapes = _gather(group, shape, [shape.numel()] * place.size)
+    if any(not torch.equal(other, shape) for other in shapes):
+        raise CollectiveError(f"all_reduce: sparse tensors differ between ranks: {[s.tolist() for s in shapes]}")
+    count = torch.tensor([own.indices().size(1)], dtype=torch.int64)
+    counts = [int(one) for one in _gather(group, count, [1] * place.size)]
+    entry = own.values().new_empty((1, *own.values().shape[1:])).numel()
+    indices = _gather(group, own.indices().cpu().reshape(-1), [own.sparse_dim() * n for n in counts])
+    values = _gather(group, own.values().cpu().reshape(-1), [entry * n for n in counts])
+    dims = own.values().shape[1:]
+    total = torch.sparse_coo_tensor(
+        torch.cat([part.reshape(own.sparse_dim(), -1) for part in indices], dim=1),
+        torch.cat([part.reshape(n, *dims) for part, n in zip(values, counts, strict=True)]),
+        own.shape,
+    ).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total.to(tensor.device))
+    return _Done([tensor])
+
+
+def _gather(group: GuavaGroup, tensor: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+    outputs = [tensor.new_empty(count) for count in counts]
+    group.allgather([outputs], [tensor]).wait()
+    return outputs

@@ -1,0 +1,252 @@
+"""Collectives and the store at a hub: takes session events, sums, sends on.
+
+The thin shell around `RelayGroup` and `StoreTable`. Everything happens in the reader thread that brings a message: a
+hand-over to another thread would cost a small collective more than its arithmetic. Sums are made outside of any lock, so
+that two readers add two chunks at the same time. A message is acknowledged as soon as it is taken in: credit that waited
+for other ranks would let two groups that use the same sessions in different order wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from guava_nb.errors import GuavaError, LinkClosed
+from guava_nb.hub.arithmetic import reduce_bytes
+from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
+from guava_nb.hub.store import StoreTable
+from guava_nb.link.events import Event, MessageArrived, SessionClosed
+from guava_nb.link.session import Session
+from guava_nb.protocol.messages import (
+    Expire,
+    LeaveGroup,
+    Message,
+    OpenGroup,
+    Parcel,
+    Piece,
+    StoreAsk,
+    channel_of,
+)
+
+__all__ = ["GroupFigures", "Relay"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GroupFigures:
+    """Payload bytes of a group at the hub, headers left out.
+
+    Attributes:
+        in_bytes: that came from its members.
+        out_bytes: that went to its members.
+    """
+
+    in_bytes: int = 0
+    out_bytes: int = 0
+
+
+class _Seat:
+    """A group with what the shell adds: a lock, the sessions of its ranks, figures."""
+
+    def __init__(self, group: RelayGroup) -> None:
+        self.group = group
+        self.lock = threading.Lock()  # actions that keep their order are carried out under it
+        self.sessions: dict[int, Session] = {}
+        self.ranks: dict[bytes, int] = {}
+        self.figures = GroupFigures()
+
+
+class Relay:
+    """The collectives and keys of all sessions of one hub. Feed it session events; it needs nothing else."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # taken after no other lock
+        self._seats: dict[str, _Seat] = {}
+        self._store = StoreTable()
+        self._clients: dict[bytes, Session] = {}
+        self._handlers: dict[type[Message], Callable[[MessageArrived], None]] = {
+            Piece: self._on_piece,
+            Parcel: self._on_parcel,
+            StoreAsk: self._on_ask,
+            OpenGroup: self._on_open,
+            LeaveGroup: self._on_leave,
+            Expire: self._on_expire,
+        }
+
+    # ------------------------------------------------------------------------------------------- called by its owner
+
+    def on_event(self, event: Event) -> bool:
+        """Take a session's event, in the thread that brings it.
+
+        Returns:
+            True when it was a message for the relay; it is done with then. False for all else, also for a
+            `SessionClosed` that broke groups: the owner wants to know of that, too.
+        """
+        if isinstance(event, MessageArrived):
+            handler = self._handlers.get(type(event.message))
+            if handler is None:
+                return False
+            try:
+                handler(event)
+            except GuavaError as problem:
+                logger.warning("%s from %s: %s", type(event.message).__name__, event.session.peer_address, problem)
+            finally:
+                event.done()
+            return True
+        if isinstance(event, SessionClosed):
+            self._on_closed(event)
+        return False
+
+    def break_group(self, prefix: str, reason: str) -> None:
+        """Every group whose name starts with `prefix`: what is pending and what comes fails on all with `reason`."""
+        for seat in self._with_prefix(prefix):
+            self._act(seat, lambda group: group.end(reason))
+
+    def forget(self, prefix: str) -> None:
+        """A generation is over: forget its groups and keys; what still comes for them is dropped."""
+        self.break_group(prefix, "this group is over: a newer one took its place")
+        with self._lock:
+            for name in [name for name in self._seats if name.startswith(prefix)]:
+                del self._seats[name]
+            self._store.forget(prefix)
+
+    def figures(self, prefix: str = "") -> dict[str, GroupFigures]:
+        """Payload bytes so far, per group that is not forgotten."""
+        return {seat.group.name: seat.figures for seat in self._with_prefix(prefix)}
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions are members of a group that they have not left."""
+        with self._lock:
+            seats = list(self._seats.values())
+        return len({session for seat in seats for session in list(seat.ranks)})
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _on_piece(self, event: MessageArrived) -> None:
+        message, payload = event.message, memoryview(event.payload)
+        assert isinstance(message, Piece)
+        seat, rank = self._seat_of(event, message.group)
+        if seat is None:
+            return
+        seat.figures.in_bytes += len(payload)
+        with seat.lock:
+            actions = seat.group.piece(rank, message, payload)
+            self._deliver(seat, actions)
+        for action in actions:
+            if isinstance(action, Reduce):
+                self._reduce(seat, action)
+
+    def _on_parcel(self, event: MessageArrived) -> None:
+        message, payload = event.message, memoryview(event.payload)
+        assert isinstance(message, Parcel)
+        seat, rank = self._seat_of(event, message.group)
+        if seat is not None:
+            seat.figures.in_bytes += len(payload)
+            self._act(seat, lambda group: group.parcel(rank, message, payload))
+
+    def _on_expire(self, event: MessageArrived) -> None:
+        message = event.message
+        assert isinstance(message, Expire)
+        seat, rank = self._seat_of(event, message.group)
+        if seat is not None:
+            self._act(seat, lambda group: group.expire(rank, message))
+
+    def _on_open(self, event: MessageArrived) -> None:
+        message = event.message
+        assert isinstance(message, OpenGroup)
+        with self._lock:
+            seat = self._seats.get(message.group)
+            if seat is None:
+                seat = self._seats[message.group] = _Seat(RelayGroup(message.group, message.size))
+        with seat.lock:
+            seat.sessions[message.rank] = event.session
+            seat.ranks[event.session.session_id] = message.rank
+            self._deliver(seat, seat.group.open(message))
+
+    def _on_leave(self, event: MessageArrived) -> None:
+        message = event.message
+        assert isinstance(message, LeaveGroup)
+        seat, rank = self._seat_of(event, message.group)
+        if seat is not None:
+            self._part(seat, event.session, lambda group: group.leave(rank))
+
+    def _on_ask(self, event: MessageArrived) -> None:
+        message, session = event.message, event.session
+        assert isinstance(message, StoreAsk)
+        with self._lock:
+            self._clients[session.session_id] = session
+            replies = self._store.ask(session.session_id, message)
+            answers = [(self._clients.get(client), reply) for client, reply in replies]
+        for client, reply in answers:
+            if client is not None:
+                _send(client, reply)
+
+    def _on_closed(self, event: SessionClosed) -> None:
+        session = event.session
+        with self._lock:
+            self._clients.pop(session.session_id, None)
+            self._store.lost(session.session_id)
+            seats = list(self._seats.values())
+        for seat in seats:
+            rank = seat.ranks.get(session.session_id)
+            if rank is not None and seat.sessions.get(rank) is session:
+                self._part(seat, session, lambda group, rank=rank: group.lose(rank, str(event.cause)))  # type: ignore[misc]
+
+    # -------------------------------------------------------------------------------------------------------- internal
+
+    def _seat_of(self, event: MessageArrived, name: str) -> tuple[_Seat | None, int]:
+        seat = self._seats.get(name)
+        if seat is None:
+            return None, -1  # of a generation that is over
+        rank = seat.ranks.get(event.session.session_id)
+        return (None, -1) if rank is None else (seat, rank)
+
+    def _part(self, seat: _Seat, session: Session, farewell: Callable[[RelayGroup], list[Action]]) -> None:
+        """A member goes, in whatever way; the last one takes the group with it."""
+        with seat.lock:
+            rank = seat.ranks.pop(session.session_id)
+            seat.sessions.pop(rank, None)
+            self._deliver(seat, farewell(seat.group))
+            over = seat.group.over
+        with self._lock:
+            if over and not seat.ranks and self._seats.get(seat.group.name) is seat:
+                del self._seats[seat.group.name]
+
+    def _act(self, seat: _Seat, what: Callable[[RelayGroup], list[Action]]) -> None:
+        with seat.lock:
+            self._deliver(seat, what(seat.group))
+
+    def _deliver(self, seat: _Seat, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Deliver):
+                self._send_to(seat, action.rank, action.message, action.payload)
+
+    def _reduce(self, seat: _Seat, action: Reduce) -> None:
+        try:
+            result = reduce_bytes(action.message.reduce, action.message.tensor.dtype, action.parts)
+        except GuavaError as problem:
+            reason = f"operation {action.message.sequence}: {problem}"
+            self._act(seat, lambda group: group.fail(action.message.sequence, reason))
+            return
+        for rank in action.ranks:
+            self._send_to(seat, rank, action.message, result)
+
+    def _send_to(self, seat: _Seat, rank: int, message: Message, payload: memoryview | None) -> None:
+        session = seat.sessions.get(rank)
+        if session is not None:
+            seat.figures.out_bytes += len(payload) if payload is not None else 0
+            _send(session, message, payload)
+
+    def _with_prefix(self, prefix: str) -> list[_Seat]:
+        with self._lock:
+            return [seat for name, seat in self._seats.items() if name.startswith(prefix)]
+
+
+def _send(session: Session, message: Message, payload: memoryview | None = None) -> None:
+    with suppress(LinkClosed):  # its `SessionClosed` is on the way and breaks its groups
+        session.send(message, channel_of(message), () if payload is None else (payload,))
