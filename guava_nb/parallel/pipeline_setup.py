@@ -69,6 +69,11 @@ class Hooks:
 
 
 def check_spec(spec: ParallelSpec, ranks: int) -> None:
+    """Refuse settings that no pipeline on so many ranks can follow.
+
+    Raises:
+        ConfigError: with the numbers, and what to use instead.
+    """
     if spec.schedule not in _SCHEDULES:
         raise ConfigError(f"schedule {spec.schedule!r} is unknown; there are {', '.join(_SCHEDULES)}")
     if spec.stages_per_rank < 1 or (spec.stages_per_rank > 1 and spec.schedule != "interleaved"):

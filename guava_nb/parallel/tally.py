@@ -18,6 +18,7 @@ class Tally:
         self._correct: list[Tensor] = []
 
     def add(self, loss: Loss) -> None:
+        """Add what one micro-batch measured."""
         self._loss.append(loss.value.detach() * loss.weight)
         self._counts.append(loss.count.detach() if isinstance(loss.count, Tensor) else loss.count)
         if loss.correct is not None:

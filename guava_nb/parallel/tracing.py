@@ -7,11 +7,14 @@ control flow, hooks and parameter names. An `nn.Sequential` needs no tracing at 
 from __future__ import annotations
 
 import dis
+import functools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from guava_nb.errors import ConfigError
@@ -19,6 +22,7 @@ from guava_nb.errors import ConfigError
 __all__ = ["graph_of", "is_plain_sequential", "units_of"]
 
 _ROOT = "model"
+_FACTORIES = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "arange", "linspace")
 
 
 class _Single(nn.Module):
@@ -34,6 +38,9 @@ class _Single(nn.Module):
 
 class _OuterTracer(fx.Tracer):
     """Looks into the given modules only; assertions are left out, whatever they ask."""
+
+    # A buffer can then be cut by a size that is not known yet: self.mask[:length].
+    proxy_buffer_attributes = True
 
     def __init__(self, enter: Collection[str]) -> None:
         super().__init__()
@@ -107,7 +114,8 @@ def _sequential_graph(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str, Any]]:
     single = _Single(model)
     try:
-        graph = _OuterTracer(enter).trace(single)
+        with _factories_followed():
+            graph = _OuterTracer(enter).trace(single)
     except ConfigError:
         raise
     except Exception as error:
@@ -118,6 +126,31 @@ def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str
             "nn.Sequential of its blocks"
         ) from error
     return graph, _named_objects(graph, single)
+
+
+@contextmanager
+def _factories_followed() -> Iterator[None]:
+    """Let torch.zeros(length, 1) be followed: torch's own tracer sees functions that are given a tensor only."""
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, function in originals.items():
+        setattr(torch, name, _followed(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(torch, name, function)
+
+
+def _followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate((args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else a)
+        if not found:
+            return function(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+    return follow
 
 
 def _first_line(error: Exception) -> str:
@@ -146,7 +179,7 @@ def _in_assertion(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None:
         return False
-    after = [step for step in dis.get_instructions(frame.f_code) if step.offset > frame.f_lasti]
+    after = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti]
     steps = [step for step in after if step.opname not in ("CACHE", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG", "NOP")][:2]
     names = [step.opname for step in steps]
     return (
