@@ -71,7 +71,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
         try:
             ranks, name, args = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)  # no word with the other ranks: they are ending too
         module, function = name.split(":")
         group = dist.new_group(list(ranks), timeout=timeout)
         if rank not in ranks:
