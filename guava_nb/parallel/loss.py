@@ -1,0 +1,67 @@
+"""What the parallel modes ask of a loss and tell about it; whoever brings a loss need not import torch's spreading.
+
+A loss is always a sum with its true denominator: the mean over a global batch is the sum of sums over the sum of
+counts, however the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Criterion", "Loss", "MakeOptimizer", "Measured", "Objective", "measured"]
+
+
+class Loss(Protocol):
+    """A loss in parts.
+
+    Attributes:
+        value: scalar with the graph; the sum over the batch is `value * weight`.
+        weight: 1 for a sum, the number of samples for a mean.
+        count: denominator of this batch; None: the plain sum over the global batch is minimised.
+        correct: right predictions, where asked for and where that has a meaning.
+    """
+
+    @property
+    def value(self) -> Tensor: ...  # noqa: D102 - described above
+    @property
+    def weight(self) -> float: ...  # noqa: D102
+    @property
+    def count(self) -> float | Tensor | None: ...  # noqa: D102
+    @property
+    def correct(self) -> Tensor | None: ...  # noqa: D102
+
+
+#: Runs a whole model on a batch of so many rows; with `judge` also counts right predictions.
+Objective = Callable[[nn.Module, Any, int, bool], Loss]
+#: Measures outputs against targets of so many rows: what the last stage of a pipeline calls.
+Criterion = Callable[[Any, Any, int], Loss]
+#: Makes the optimizer of named parameters, in the order given.
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one batch gave on this rank. Tensors are read late, so that nobody waits for a device too early.
+
+    Attributes:
+        loss_sum: sum of the loss over the rows.
+        count: its denominator; None where the plain sum is minimised.
+        correct: right predictions, None where that has no meaning.
+        rows: samples; 0 for a stand-in.
+    """
+
+    loss_sum: float | Tensor
+    count: float | Tensor | None
+    correct: Tensor | None
+    rows: int
+
+
+def measured(loss: Loss, rows: int) -> Measured:
+    """Return a loss without its graph."""
+    count = loss.count.detach() if isinstance(loss.count, Tensor) else loss.count
+    return Measured(loss.value.detach() * loss.weight, count, loss.correct, rows)

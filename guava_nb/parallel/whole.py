@@ -1,0 +1,175 @@
+"""Modes without stages: every rank runs the whole forward, on whole layers or on its part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.errors import TrainingError
+from guava_nb.parallel import norm
+from guava_nb.parallel.buffers import kept_buffers
+from guava_nb.parallel.data_axis import DataAxis
+from guava_nb.parallel.holding import Holding
+from guava_nb.parallel.loss import Measured, Objective, measured
+from guava_nb.parallel.state import Piece
+from guava_nb.parallel.tensor_sums import TensorSums
+
+__all__ = ["WholePart"]
+
+_NOTHING = Measured(0.0, 0.0, None, 0)
+
+
+class WholePart:
+    """A `Part` (see part.py) that runs the whole model's forward.
+
+    Attributes:
+        takes_inputs: always.
+        takes_targets: always.
+        reports: one rank of those that share each layer does.
+        model: the local module.
+        named: full name to local parameter.
+        optimizer: of these parameters.
+    """
+
+    takes_inputs = True
+    takes_targets = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        holding: Holding,
+        objective: Objective,
+        optimizer: Optimizer,
+        data: DataAxis,
+        tensor: TensorSums,
+        members: list[list[str]],
+    ) -> None:
+        """Join what `parallelize` made.
+
+        Args:
+            model: spread already.
+            holding: what this rank holds.
+            objective: runs the model and measures it.
+            optimizer: of `holding.named`, or of a share of them.
+            data: what replicas do together.
+            tensor: what ranks that share each layer do together.
+            members: full names of each group of `optimizer`, before ZeRO 1 cut it.
+        """
+        self.model = model
+        self.named = holding.named
+        self.optimizer = optimizer
+        self.reports = holding.axes.tp == 0
+        self._holding = holding
+        self._objective = objective
+        self._data = data
+        self._tensor = tensor
+        self._members = members
+        self._rows = 0
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def train_batch(
+        self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
+    ) -> Measured:
+        """Do forward and backward of one batch.
+
+        Raises:
+            TrainingError: the loss depends on no trainable parameter.
+        """
+        if not stand_in:
+            return self._train(batch, rows, factor, last)
+        if self._data.runs_stand_ins:
+            self._data.count(False)
+            try:
+                with kept_buffers(self.model):
+                    self._train(batch, rows, 0.0, last)
+            finally:
+                self._data.count(True)
+            self._rows -= rows
+        return _NOTHING
+
+    def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
+        try:
+            loss = self._objective(self.model, batch, rows, False)
+            if not loss.value.requires_grad:
+                raise TrainingError(
+                    "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
+                    "from the model's outputs without detach(), item() or no_grad()"
+                )
+            self._data.begin(last)
+            (loss.value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._data.recover()
+            raise
+        self._data.end()
+        self._rows += rows
+        return measured(loss, rows)
+
+    def finish_gradients(self) -> None:
+        """Complete the step's sums."""
+        self._data.finish(self.named, self._rows)
+        self._tensor.finish(self.named)
+        self._rows = 0
+
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
+        """Do a forward only."""
+        if stand_in and not self._data.runs_stand_ins:
+            return _NOTHING
+        with torch.no_grad(), kept_buffers(self.model) if stand_in else nullcontext():
+            loss = self._objective(self.model, batch, rows, True)
+        # What FSDP2 gathered for this forward would be stale after the next load.
+        self._data.release()
+        return _NOTHING if stand_in else measured(loss, rows)
+
+    # ------------------------------------------------------------------------------------------------------- gradients
+
+    def gradient_square(self) -> float:
+        """Return this rank's share of the squared norm of the full gradient."""
+        axes = self._holding.axes
+        return float(norm.gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        norm.scale_gradients(self.named, factor)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self._data.drop()
+        self._rows = 0
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def culprit(self) -> str:
+        """Return the first full name whose local gradient is not finite, or ""."""
+        return norm.culprit(self.named)
+
+    def apply(self) -> None:
+        """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
+        self.optimizer.step()
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def model_pieces(self) -> list[Piece]:
+        """Return this rank's share of the full model's state."""
+        return self._holding.pieces()
+
+    def optimizer_pieces(self) -> dict[str, Any]:
+        """Return this rank's share of the full optimizer's state."""
+        return self._holding.optimizer_pieces(self.optimizer, self._members)
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
+        """Take this rank's part of a full state.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
+        self._data.release()
+        self._holding.load(model)
+        self._data.loaded()
+        if optimizer is not None:
+            self._holding.load_optimizer(self.optimizer, self._members, optimizer)
