@@ -85,9 +85,7 @@ class Holding:
         """Return this rank's share of the optimizer's state; `members` are the names of each group."""
         return optimizer_pieces(optimizer, self._names(), members, self.layouts, self.order, self.counts)
 
-    def load_optimizer(
-        self, optimizer: Optimizer, members: Sequence[Sequence[str]], state: Mapping[str, Any]
-    ) -> None:
+    def load_optimizer(self, optimizer: Optimizer, members: Sequence[Sequence[str]], state: Mapping[str, Any]) -> None:
         """Take this rank's part of a full optimizer's state.
 
         Raises:
