@@ -79,12 +79,11 @@ def parallelize(
     data = make_data_axis(model, spec.zero_stage, mesh, names)
     holding = hold(model, names, order, mesh)
     optimizer = make_optimizer(holding.named)
-    members = holding.members(optimizer)
-    if spec.zero_stage == 1 and spec.dp > 1:
-        owner = zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
-        members = [[name for name in group if owner[name] == mesh.dp] for group in members]
+    owned = spec.zero_stage == 1 and spec.dp > 1
+    if owned:
+        zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
-    return WholePart(model, holding, objective, optimizer, data, tensor, members)
+    return WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
 
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:

@@ -84,10 +84,14 @@ class _Search:
             together = self.tied.get(name, {name})
             if _is_vocab(module) and self._all_vocab(together, taken):
                 splits.update({other: self._vocab(other) for other in together})
-            elif type(module) is nn.Linear and not self._is_tied(name) and module.weight.numel() >= _LARGE:
-                if module.out_features >= self.ranks:
-                    splits[name] = Split("column", ranges_of(module.out_features, self.ranks))
+            elif self._is_large(name, module):
+                splits[name] = Split("column", ranges_of(module.out_features, self.ranks))  # type: ignore[arg-type]
         return Plan(splits)
+
+    def _is_large(self, name: str, module: nn.Module) -> bool:
+        if type(module) is not nn.Linear or self._is_tied(name):
+            return False
+        return module.weight.numel() >= _LARGE and module.out_features >= self.ranks
 
     def _all_vocab(self, names: set[str], taken: set[str]) -> bool:
         kinds = [self.modules[name] for name in names]
