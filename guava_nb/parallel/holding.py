@@ -81,13 +81,24 @@ class Holding:
                 raise CheckpointError(f"the state has no {key!r}, which this model needs")
             load_tensor(key, self.tensors[key], state[key], self.layouts[key])
 
-    def optimizer_pieces(self, optimizer: Optimizer, members: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """Return this rank's share of the optimizer's state; `members` are the names of each group."""
-        return optimizer_pieces(optimizer, self._names(), members, self.layouts, self.order, self.counts)
+    def optimizer_pieces(
+        self, optimizer: Optimizer, members: Sequence[Sequence[str]], owned: bool = False
+    ) -> dict[str, Any]:
+        """Return this rank's share of the optimizer's state.
 
-    def load_optimizer(
-        self, optimizer: Optimizer, members: Sequence[Sequence[str]], state: Mapping[str, Any]
-    ) -> None:
+        Args:
+            optimizer: the local one.
+            members: full names of each of its groups.
+            owned: ZeRO 1: one replica alone has a parameter's state, whichever it is.
+        """
+        replica = 0 if owned else self.axes.dp
+
+        def counts(name: str) -> bool:
+            return self.layouts[name].counted(replica, self.axes.tp)
+
+        return optimizer_pieces(optimizer, self._names(), members, self.layouts, self.order, counts)
+
+    def load_optimizer(self, optimizer: Optimizer, members: Sequence[Sequence[str]], state: Mapping[str, Any]) -> None:
         """Take this rank's part of a full optimizer's state.
 
         Raises:

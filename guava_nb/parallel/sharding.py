@@ -100,7 +100,9 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
             fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy, **ignored)  # type: ignore[call-overload]
         except TypeError as error:
             shapes = f"{len(whole)} parameters without rows"
-            raise ConfigError(f"ZeRO {stage}: torch {torch.__version__} cannot shard {shapes}; use zero_stage 1") from error
+            raise ConfigError(
+                f"ZeRO {stage}: torch {torch.__version__} cannot shard {shapes}; use zero_stage 1"
+            ) from error
         assert isinstance(module, FSDPModule)
         sharded.groups.append(module)
     sharded.factor = _sum_not_mean(sharded.groups, mesh.size())

@@ -153,7 +153,7 @@ def assemble_optimizer(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 pieces.setdefault(f"{name}/{key}", []).extend(value)
                 value = f"{name}/{key}"
             entry.setdefault(key, value)
-    full = assemble([found for found in pieces.values()])
+    full = assemble(list(pieces.values()))
     for entry in state.values():
         entry.update({key: full[value] for key, value in entry.items() if isinstance(value, str) and value in full})
     groups = [_group_options(names, ranks, numbers) for names in order]
@@ -184,7 +184,7 @@ def optimizer_pieces(
     Args:
         optimizer: the local one.
         names: full name of each local parameter, by its `id`.
-        members: full names of each of its groups; with ZeRO 1 a group of `optimizer` holds some of them only.
+        members: full names of the parameters in each of its groups.
         layouts: what is here of each parameter.
         order: orders of the whole model.
         counts: tells of a full name whether this rank speaks for its part.

@@ -20,8 +20,10 @@ from guava_nb.parallel.sums import sum_gradients
 
 __all__ = ["TensorSums"]
 
-#: Relative difference of a gradient's norm that rounding does not explain, by dtype.
-_SLACK = {torch.float64: 1e-6, torch.float32: 1e-2}
+#: Relative difference of a gradient's norm that rounding does not explain, by dtype; and the same of the largest norm,
+#: because a gradient that is zero but for rounding (of a key's bias, say) may differ by any factor.
+_SLACK = {torch.float64: (1e-6, 1e-9), torch.float32: (1e-2, 1e-5)}
+_HALF_SLACK = (0.1, 1e-2)
 
 
 class TensorSums:
@@ -81,8 +83,9 @@ class TensorSums:
         extremes = torch.cat([here, -here])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
         highest, lowest = extremes[: len(whole)], -extremes[len(whole) :]
-        slack = torch.tensor([_SLACK.get(p.dtype, 0.1) for _, p in whole], dtype=torch.float64, device=device)
-        apart = ((highest - lowest) > slack * highest.abs() + 1e-12).nonzero().flatten().tolist()
+        slack = here.new_tensor([_SLACK.get(p.dtype, _HALF_SLACK) for _, p in whole])
+        allowed = slack[:, 0] * highest.abs() + slack[:, 1] * highest.abs().max()
+        apart = (~(highest - lowest <= allowed) & torch.isfinite(highest)).nonzero().flatten().tolist()
         if apart:
             worst = apart[0]
             raise TrainingError(

@@ -48,6 +48,7 @@ class WholePart:
         data: DataAxis,
         tensor: TensorSums,
         members: list[list[str]],
+        owned: bool = False,
     ) -> None:
         """Join what `parallelize` made.
 
@@ -58,7 +59,8 @@ class WholePart:
             optimizer: of `holding.named`, or of a share of them.
             data: what replicas do together.
             tensor: what ranks that share each layer do together.
-            members: full names of each group of `optimizer`, before ZeRO 1 cut it.
+            members: full names of each group of `optimizer`.
+            owned: ZeRO 1: `optimizer` was cut to what this replica owns.
         """
         self.model = model
         self.named = holding.named
@@ -69,6 +71,7 @@ class WholePart:
         self._data = data
         self._tensor = tensor
         self._members = members
+        self._owned = owned
         self._rows = 0
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -160,7 +163,7 @@ class WholePart:
 
     def optimizer_pieces(self) -> dict[str, Any]:
         """Return this rank's share of the full optimizer's state."""
-        return self._holding.optimizer_pieces(self.optimizer, self._members)
+        return self._holding.optimizer_pieces(self.optimizer, self._members, self._owned)
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
         """Take this rank's part of a full state.

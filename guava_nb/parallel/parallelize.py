@@ -1,0 +1,227 @@
+"""One model onto one mesh, in one order.
+
+Everything that cannot be split right is refused here, before anything is trained, with the sizes in the sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from guava_nb.errors import ConfigError
+from guava_nb.parallel import zero_one
+from guava_nb.parallel.checkpointing import checkpoint_activations
+from guava_nb.parallel.data_axis import make_data_axis, sum_over_data
+from guava_nb.parallel.holding import full_names_of, hold
+from guava_nb.parallel.loss import Criterion, MakeOptimizer, Objective
+from guava_nb.parallel.mesh import MeshAxes
+from guava_nb.parallel.part import Part
+from guava_nb.parallel.plan_search import make_plan
+from guava_nb.parallel.plans import Plan, apply_plan
+from guava_nb.parallel.state import FullOrder
+from guava_nb.parallel.tensor_sums import TensorSums
+from guava_nb.parallel.whole import WholePart
+from guava_nb.protocol.messages import ParallelSpec
+
+__all__ = ["MODES", "StageSpreading", "check_model", "check_parallel", "parallelize"]
+
+MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
+#: Optimizers that look at a whole parameter at once, so that a part of it would be updated differently.
+_NOT_BY_ELEMENT = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
+
+
+def parallelize(
+    model: nn.Module,
+    spec: ParallelSpec,
+    mesh: MeshAxes,
+    device: torch.device,
+    *,
+    objective: Objective,
+    criterion: Criterion | None,
+    make_optimizer: MakeOptimizer,
+) -> Part:
+    """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
+
+    Args:
+        model: the whole model; it is taken apart.
+        spec: how to spread it.
+        mesh: over the default process group.
+        device: where this rank computes; the model is moved there.
+        objective: runs a whole model and measures it.
+        criterion: measures outputs against targets; only a pipeline needs it.
+        make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
+            groups, and once for what this rank holds.
+
+    Raises:
+        ConfigError: the model cannot be spread like this.
+    """
+    check_parallel(spec, mesh)
+    check_model(model)
+    order, plan = _look_at_whole(model, spec, make_optimizer)
+    # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
+    if spec.pp > 1 or spec.mode == "pipeline":
+        return _pipeline(model, spec, mesh, device, criterion, make_optimizer, StageSpreading(spec, mesh, plan, order))
+    names = full_names_of(model)
+    # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
+    partial = apply_plan(model, plan, mesh.group("tp"), names) if spec.tp > 1 else []
+    model.to(device)
+    # 3. Activation checkpointing, inside what FSDP2 wraps, so that a block is gathered once for its recomputation.
+    if spec.checkpoint_activations:
+        checkpoint_activations(model, spec.checkpoint_activations)
+    # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
+    data = make_data_axis(model, spec.zero_stage, mesh, names)
+    holding = hold(model, names, order, mesh)
+    optimizer = make_optimizer(holding.named)
+    owned = spec.zero_stage == 1 and spec.dp > 1
+    if owned:
+        zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
+    tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
+    return WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+
+
+def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:
+    optimizer = make_optimizer(dict(model.named_parameters()))
+    _check_optimizer(optimizer, spec)
+    plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
+    return FullOrder.of(model, optimizer), plan
+
+
+# --------------------------------------------------------------------------------------------------------- validation
+
+
+def check_parallel(spec: ParallelSpec, mesh: MeshAxes) -> None:
+    """Check what can be said without a model.
+
+    Raises:
+        ConfigError: names, sizes or combinations that make no sense.
+    """
+    sizes = (spec.dp, spec.pp, spec.tp)
+    if spec.mode not in MODES:
+        raise ConfigError(f"parallel mode {spec.mode!r} is unknown; choose one of {', '.join(MODES)}")
+    if (mesh.sizes.data, mesh.sizes.stages, mesh.sizes.tensor) != sizes:
+        raise ConfigError(f"the run asks for dp {spec.dp} x pp {spec.pp} x tp {spec.tp}, the mesh is {mesh.sizes}")
+    alone = {"data": ("pp", "tp"), "zero": ("pp", "tp"), "pipeline": ("dp", "tp"), "tensor": ("dp", "pp")}
+    for axis in alone.get(spec.mode, ()):
+        if getattr(spec, axis) > 1:
+            raise ConfigError(
+                f"mode {spec.mode!r} has no axis {axis}, {axis}={getattr(spec, axis)} needs mode 'hybrid'"
+            )
+    if not 0 <= spec.zero_stage <= 3:
+        raise ConfigError(f"zero_stage is {spec.zero_stage}; it is 0, 1, 2 or 3")
+    if spec.mode == "zero" and spec.zero_stage == 0:
+        raise ConfigError("mode 'zero' needs zero_stage 1, 2 or 3")
+    if spec.zero_stage >= 2 and (spec.pp > 1 or spec.mode == "pipeline"):
+        raise ConfigError(
+            f"zero_stage {spec.zero_stage} gathers parameters for every micro-batch of a pipeline with pp {spec.pp}; "
+            "use zero_stage 1 with stages, or tp instead of pp"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Check what every mode needs of a model.
+
+    Raises:
+        ConfigError: lazy layers, sparse gradients, or a state dict that holds more than parameters and buffers.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet; run the lazy layer once inside the model factory")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"{name!r} makes sparse gradients, and exchanged gradients are dense; use sparse=False")
+    known = set(full_names_of(model))
+    strange = [key for key, value in model.state_dict().items() if key not in known and isinstance(value, Tensor)]
+    if strange:
+        raise ConfigError(
+            f"the model's state dict holds {strange[0]!r}, which is neither a parameter nor a buffer "
+            f"({len(strange)} such keys); a spread model cannot gather it"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, spec: ParallelSpec) -> None:
+    name = type(optimizer).__name__
+    if name in _NOT_BY_ELEMENT and (spec.tp > 1 or spec.zero_stage >= 2):
+        raise ConfigError(
+            f"{name} looks at whole parameters, and tp {spec.tp} with zero_stage {spec.zero_stage} gives every worker a "
+            "part of them; use an element-wise optimizer such as AdamW, or zero_stage 1"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpreading:
+    """Steps 2 to 4 for the stages of a pipeline, as hooks.
+
+    Attributes:
+        spec: how to spread.
+        mesh: over the default process group.
+        plan: tensor plan of the whole model.
+        order: orders of the whole model.
+    """
+
+    spec: ParallelSpec
+    mesh: MeshAxes
+    plan: Plan
+    order: FullOrder
+
+    def wrap_stage(self, stage: nn.Module, full_names: Mapping[str, str]) -> nn.Module:
+        """Split a stage's layers over "tp"; whole parameters with partial gradients are named in `partial_of`."""
+        if self.spec.tp > 1:
+            stage.__dict__["partial_names"] = apply_plan(stage, self.plan, self.mesh.group("tp"), full_names)
+        return stage
+
+    def sum_over_data(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Sum gradients over the replicas."""
+        sum_over_data(named, self.mesh.group("dp"))
+
+    def checkpoint(self, module: nn.Module) -> None:
+        """Checkpoint the activations of a stage; a pattern that matches only modules of other stages is left out."""
+        if self.spec.checkpoint_activations:
+            checkpoint_activations(module, self.spec.checkpoint_activations)
+
+    def make_optimizer(self, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
+        """Make a stage's optimizer, cut to this replica's share with ZeRO 1."""
+        optimizer = make(named)
+        if self.spec.zero_stage == 1 and self.spec.dp > 1:
+            zero_one.own_share(optimizer, named, self.mesh.group("dp"))
+        return optimizer
+
+
+def _pipeline(
+    model: nn.Module,
+    spec: ParallelSpec,
+    mesh: MeshAxes,
+    device: torch.device,
+    criterion: Criterion | None,
+    make_optimizer: MakeOptimizer,
+    hooks: StageSpreading,
+) -> Part:
+    # Only now: torch's pipelining is slow to import, and the other modes never need it.
+    from guava_nb.parallel.pipeline import PipelinePart
+
+    if criterion is None:
+        raise ConfigError(
+            "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
+            "knows which stage would run it"
+        )
+    part: Any = PipelinePart(
+        model,
+        spec,
+        mesh,
+        device,
+        criterion=criterion,
+        make_optimizer=functools.partial(hooks.make_optimizer, make_optimizer),
+        wrap_stage=hooks.wrap_stage,
+        sum_over_data=hooks.sum_over_data,
+        checkpoint=hooks.checkpoint,
+    )
+    return cast(Part, part)

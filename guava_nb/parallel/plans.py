@@ -1,0 +1,190 @@
+"""Tensor plans: which module is split how, and carrying it out. How a plan is found stands in plan_search.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guava_nb.parallel.proof import Proof, prove
+from guava_nb.parallel.tensor_attention import SplitAttention
+from guava_nb.parallel.tensor_layers import ColumnLinear, Ranges, RowLinear, VocabEmbedding
+from guava_nb.parallel.tensor_ops import GroupRanks, Ranks
+from guava_nb.parallel.tensor_random import SplitRandomness
+
+__all__ = ["Plan", "Region", "Split", "apply_plan", "prove_plan", "split_modules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one module is split.
+
+    Attributes:
+        kind: "column" and "row" of a Linear, "vocab" of an Embedding, "attention" of an nn.MultiheadAttention.
+        ranges: of the split dim, for every rank; empty for "attention".
+        joined: activations outside are whole: a column layer gathers its outputs, a row layer cuts its inputs.
+    """
+
+    kind: str
+    ranges: Ranges = ()
+    joined: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Layers between which activations are split."""
+
+    columns: tuple[str, ...]
+    row: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan for a model, or for one module of it.
+
+    Attributes:
+        splits: by module name.
+        attributes: by module name: attributes of the user's module, such as a number of heads, with every rank's value.
+        regions: where activations are split.
+        partial: names of whole parameters whose gradients must be added up over the ranks.
+    """
+
+    splits: Mapping[str, Split]
+    attributes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    partial: tuple[str, ...] = ()
+
+    def under(self, prefix: str) -> Plan:
+        """Return the plan with every name put under a module's name."""
+
+        def full(name: str) -> str:
+            return f"{prefix}.{name}".strip(".")
+
+        return Plan(
+            {full(name): split for name, split in self.splits.items()},
+            {full(name): values for name, values in self.attributes.items()},
+            tuple(Region(tuple(map(full, r.columns)), full(r.row)) for r in self.regions),
+            tuple(map(full, self.partial)),
+        )
+
+    def __or__(self, other: Plan) -> Plan:
+        """Join plans of different modules."""
+        return Plan(
+            {**self.splits, **other.splits},
+            {**self.attributes, **other.attributes},
+            self.regions + other.regions,
+            self.partial + other.partial,
+        )
+
+
+def split_modules(root: nn.Module, plan: Plan, ranks: Ranks, full_modules: Mapping[str, str] | None = None) -> None:
+    """Replace modules in place.
+
+    Args:
+        root: the model, or a part of it.
+        plan: names of it that are not in `root` are left out.
+        ranks: who shares each layer.
+        full_modules: names of root's modules to names in the plan; None: they are the same.
+    """
+    made: dict[str, nn.Module] = {}
+    shared: dict[int, nn.Parameter] = {}
+    names = {local: (full_modules or {}).get(local, local) for local, _ in root.named_modules(remove_duplicate=False)}
+    seen: dict[int, nn.Module] = {}
+    for local, full in names.items():
+        if full not in plan.splits:
+            continue
+        whole = root.get_submodule(local)
+        new = seen.get(id(whole)) or _part(whole, plan.splits[full], ranks)
+        seen[id(whole)] = made[full] = new
+        _keep_ties(whole, new, shared)
+        _replace(root, local, new)
+    for local, full in names.items():
+        for attribute, values in plan.attributes.get(full, {}).items():
+            setattr(root.get_submodule(local), attribute, values[ranks.rank])
+    for region in plan.regions:
+        _share_randomness(region, made, ranks.rank)
+
+
+def _part(whole: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
+    new: nn.Module
+    if split.kind == "column":
+        assert isinstance(whole, nn.Linear)
+        new = ColumnLinear(whole, ranks, split.ranges, split.joined)
+    elif split.kind == "row":
+        assert isinstance(whole, nn.Linear)
+        new = RowLinear(whole, ranks, split.ranges, split.joined)
+    elif split.kind == "vocab":
+        assert isinstance(whole, nn.Embedding)
+        new = VocabEmbedding(whole, ranks, split.ranges)
+    else:
+        assert isinstance(whole, nn.MultiheadAttention)
+        new = SplitAttention(whole, ranks)
+    return new.train(whole.training)
+
+
+def _keep_ties(whole: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
+    """A weight that two modules share stays one parameter."""
+    for name, parameter in whole._parameters.items():
+        if parameter is not None:
+            setattr(new, name, shared.setdefault(id(parameter), getattr(new, name)))
+
+
+def _replace(root: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    holder = root.get_submodule(parent)
+    # Sequential and ModuleList index their modules by number, so the table is changed, not an attribute.
+    holder._modules[child] = new
+
+
+def _share_randomness(region: Region, made: Mapping[str, nn.Module], rank: int) -> None:
+    randomness = SplitRandomness(rank)
+    for name in (*region.columns, region.row):
+        layer = made.get(name)
+        if isinstance(layer, ColumnLinear | RowLinear):
+            layer.randomness = randomness
+
+
+def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, full_names: Mapping[str, str]) -> list[str]:
+    """Split a model, or a stage of it, over the ranks that share each layer.
+
+    Args:
+        model: changed in place.
+        plan: of the whole model.
+        group: the ranks.
+        full_names: local to full name of each parameter and buffer.
+
+    Returns:
+        Full names of the whole parameters here whose gradients must be added up over the ranks.
+    """
+    split_modules(model, plan, GroupRanks(group), _full_modules(full_names))
+    here = set(full_names.values())
+    return [name for name in plan.partial if name in here]
+
+
+def _full_modules(full_names: Mapping[str, str]) -> dict[str, str]:
+    """Read modules' full names off the tensors below them: both names end alike below the module."""
+    found: dict[str, str] = {}
+    for local, full in full_names.items():
+        parts, full_parts = local.split("."), full.split(".")
+        for depth in range(len(parts)):
+            below = len(parts) - depth
+            if parts[depth:] == full_parts[-below:]:
+                found.setdefault(".".join(parts[:depth]), ".".join(full_parts[:-below]))
+    return found
+
+
+def prove_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> Proof:
+    """Try a plan of one module, whose input's last dim is `width`; see proof.py."""
+
+    def split(part: nn.Module, thread: Ranks) -> Callable[[str, Tensor], Tensor]:
+        split_modules(part, plan, thread)
+        layouts = {
+            f"{prefix}.{name}".lstrip("."): layout
+            for prefix, layer in part.named_modules()
+            for name, layout in layer.__dict__.get("layouts", {}).items()
+        }
+        return lambda name, full: layouts[name].cut(full) if name in layouts else full
+
+    return prove(module, width, ranks, split)

@@ -1,0 +1,276 @@
+"""Models, data, a small engine for spread models, and the plain PyTorch loop they are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from guava_nb.config.mesh import Mesh
+from guava_nb.parallel.layout import even_bounds
+from guava_nb.parallel.mesh import MeshAxes
+from guava_nb.parallel.parallelize import parallelize
+from guava_nb.protocol.messages import ParallelSpec
+
+VOCAB, WIDTH, LENGTH = 13, 8, 5
+CPU = torch.device("cpu")
+
+
+class Attention(nn.Module):
+    """Separate projections, grouped keys, a norm inside the heads."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, key_heads: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.size = heads, key_heads, width // heads
+        self.q_proj = nn.Linear(width, heads * self.size)
+        self.k_proj = nn.Linear(width, key_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, key_heads * self.size)
+        self.norm = nn.LayerNorm(self.size)
+        self.dropout = dropout
+        self.o_proj = nn.Linear(heads * self.size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.norm(self.q_proj(x).view(b, t, self.n_heads, self.size)).transpose(1, 2)
+        k = self.k_proj(x).view(b, t, self.n_kv_heads, self.size).transpose(1, 2)
+        v = self.v_proj(x).view(b, t, self.n_kv_heads, self.size).transpose(1, 2)
+        k, v = (z.repeat_interleave(self.n_heads // self.n_kv_heads, dim=1) for z in (k, v))
+        y = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.o_proj(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class FusedAttention(nn.Module):
+    """As in small GPTs: one weight for query, key and value."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (z.view(b, t, self.n_head, -1).transpose(1, 2) for z in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(b, t, self.n_embd))
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = 11) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, fused: bool, dropout: float) -> None:
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = FusedAttention() if fused else Attention(dropout=dropout)
+        self.mlp = (
+            Gated()
+            if fused
+            else nn.Sequential(
+                nn.Linear(WIDTH, 17), nn.GELU(), nn.Dropout(dropout), nn.Linear(17, WIDTH), nn.Dropout(dropout)
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.n1(x))
+        return x + self.mlp(self.n2(x))
+
+
+class Language(nn.Module):
+    """Tied embedding and head, a frozen layer, an unused one, a scalar."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=1)
+        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList([Block(bool(n % 2), dropout) for n in range(4)])
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.position + self.offset
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.frozen(h) * self.scale)
+
+
+class Torch(nn.Module):
+    """torch's own encoder layers."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 19, dropout=dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x), src_key_padding_mask=x == 2))
+
+
+MODELS: dict[str, Any] = {"language": Language, "torch": Torch}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A Loss: sum over labels that count."""
+
+    value: Tensor
+    weight: float
+    count: Tensor
+    correct: Tensor | None = None
+
+
+def criterion(outputs: Tensor, targets: Tensor, rows: int) -> Measure:
+    total = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return Measure(total, 1.0, (targets != -100).sum())
+
+
+def objective(model: nn.Module, batch: Any, rows: int, judge: bool = False) -> Measure:
+    return criterion(model(batch[0]), batch[1], rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is trained, and how it is spread."""
+
+    spec: ParallelSpec
+    model: str = "language"
+    double: bool = True
+    steps: int = 20
+    rows: int = 6
+    accumulate: int = 1
+    max_norm: float | None = None
+    dropout: float = 0.0
+    lr: float = 0.01
+    groups: bool = False
+    optimizer: str = "AdamW"
+    start: int = 0
+    model_state: dict[str, Tensor] | None = None
+    optimizer_state: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.double else torch.float32
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(3)
+        return MODELS[self.model](dropout=self.dropout).to(self.dtype)
+
+    def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        cls = getattr(torch.optim, self.optimizer)
+        if not self.groups:
+            return cls(list(named.values()), lr=self.lr)
+        flat = [p for p in named.values() if p.ndim < 2]
+        wide = [p for p in named.values() if p.ndim >= 2]
+        return cls([{"params": flat, "weight_decay": 0.0}, {"params": wide, "weight_decay": 0.1}], lr=self.lr)
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """One step's batches; the first rows have hardly any label that counts, the last batch is small."""
+        g = torch.Generator().manual_seed(100 + step)
+        out = []
+        for number in range(self.accumulate):
+            rows = self.rows if number + 1 < self.accumulate or step % 3 else 1
+            x, y = (torch.randint(0, VOCAB, (rows, LENGTH), generator=g) for _ in range(2))
+            if rows > 1:
+                y[: rows // 2, 1:] = -100
+            out.append((x, y))
+        return out
+
+
+def plain(case: Scenario) -> tuple[nn.Module, torch.optim.Optimizer, list[float], list[float]]:
+    """Train in plain PyTorch on whole batches; returns also losses and norms before clipping."""
+    model = case.build().train()
+    optimizer = case.make_optimizer(dict(model.named_parameters()))
+    if case.model_state is not None:
+        model.load_state_dict(case.model_state)
+    if case.optimizer_state is not None:
+        optimizer.load_state_dict(case.optimizer_state)
+    losses, norms = [], []
+    for step in range(case.start, case.start + case.steps):
+        torch.manual_seed(step)
+        parts = [objective(model, batch, len(batch[0])) for batch in case.batches(step)]
+        mean = sum(part.value for part in parts) / sum(part.count for part in parts)
+        optimizer.zero_grad()
+        mean.backward()
+        limit = case.max_norm if case.max_norm is not None else float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+        optimizer.step()
+        losses.append(float(mean.detach()))
+    return model, optimizer, losses, norms
+
+
+def spread(case: Scenario) -> dict[str, Any]:
+    """Train the same over the default group; a small stand-in for the engine."""
+    spec = case.spec
+    axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU)
+    part = parallelize(
+        case.build(), spec, axes, CPU, objective=objective, criterion=criterion, make_optimizer=case.make_optimizer
+    )
+    if case.model_state is not None:
+        part.load(case.model_state, case.optimizer_state)
+    part.model.train()
+    losses, norms = [], []
+    for step in range(case.start, case.start + case.steps):
+        loss, length = _step(case, part, axes, step)
+        losses.append(loss)
+        norms.append(length)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "pieces": part.model_pieces(),
+        "optimizer": part.optimizer_pieces(),
+        "none": [name for name, p in part.named.items() if p not in part.optimizer.state],
+        "local": {
+            name: tuple(p.to_local().shape if hasattr(p, "to_local") else p.shape) for name, p in part.named.items()
+        },
+    }
+
+
+def _step(case: Scenario, part: Any, axes: MeshAxes, step: int) -> tuple[float, float]:
+    torch.manual_seed(step)
+    batches = case.batches(step)
+    global_rows = sum(len(x) for x, _ in batches)
+    seen = []
+    for number, (x, y) in enumerate(batches):
+        first, end = even_bounds(len(x), case.spec.dp, axes.dp)
+        stand_in = first == end
+        own = slice(0, 1) if stand_in else slice(first, end)
+        batch = (x[own] if part.takes_inputs else None, y[own] if part.takes_targets else None)
+        last = {"last": True} if case.spec.pp == 1 and number + 1 == len(batches) else {}
+        seen.append(part.train_batch(batch, 1 if stand_in else end - first, 1 / global_rows, stand_in, **last))
+    part.finish_gradients()
+    counted = seen if part.reports else []
+    sums = torch.tensor(
+        [sum(float(m.loss_sum) for m in counted), sum(float(m.count or 0) for m in counted), part.gradient_square()],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(sums)
+    loss_sum, count, square = sums.tolist()
+    assert part.culprit() == ""
+    scale = global_rows / count
+    norm = square**0.5 * scale
+    clip = min(1.0, case.max_norm / (norm + 1e-6)) if case.max_norm is not None else 1.0
+    part.scale_gradients(scale * clip)
+    part.apply()
+    part.drop_gradients()
+    return loss_sum / count, norm
