@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.parallel.pipeline import PipelinePart
-from guava_nb.parallel.pipeline_setup import PipelinePlace
+from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.protocol.messages import ParallelSpec
 
 CPU = torch.device("cpu")
@@ -395,9 +395,11 @@ def load_and_return(group: dist.ProcessGroup, case: Case, state: Any, optimizer:
 
 
 def stand_in(group: dist.ProcessGroup, case: Case) -> Any:
-    part = build_part(group, case)
+    quiet = build_part(group, case)
+    part = build_part(group, case, hooks=Hooks(runs_stand_ins=True))
     inputs, targets, rows = batches_of(case)[0]
     found = part.train_batch(_batch(part, inputs, targets), rows, 1.0, stand_in=True)
+    assert quiet.train_batch((None, None), rows, 1.0, stand_in=True).rows == 0
     part.finish_gradients()
     assert all(parameter.grad is not None for parameter in part.named.values())
     return float(found.loss_sum), found.rows, part.gradient_square()
