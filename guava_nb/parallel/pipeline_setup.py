@@ -76,7 +76,7 @@ class Hooks:
     """
 
     wrap_stage: Callable[[nn.Module, Mapping[str, str]], nn.Module] = _same
-    checkpoint: Callable[[nn.Module], None] = _nothing
+    checkpoint: Callable[[nn.Module], object] = _nothing
     layouts: Callable[[Mapping[str, Tensor]], Mapping[str, Layout]] = _whole
     sum_over_data: Callable[[Mapping[str, nn.Parameter]], None] = _nothing
     spread_optimizer: Callable[[Optimizer], Optimizer] = _unspread

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.pipeline import PipelinePart
 from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.protocol.messages import ParallelSpec
@@ -38,6 +39,7 @@ class Case:
     clip: float | None = None
     spec: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
+    recompute: tuple[str, ...] = ()
 
     def with_spec(self, **spec: Any) -> Case:
         return replace(self, spec={**self.spec, **spec})
@@ -298,9 +300,13 @@ def build_part(group: dist.ProcessGroup, case: Case, **more: Any) -> PipelinePar
     )
 
 
+def _recomputing(patterns: tuple[str, ...]) -> Hooks:
+    return Hooks(checkpoint=lambda stage: checkpoint_activations(stage, patterns))
+
+
 def train_pipeline(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     _forbid_object_collectives()
-    part = build_part(group, case)
+    part = build_part(group, case, hooks=_recomputing(case.recompute) if case.recompute else None)
     part.model.train()
     losses, norms, without = [], [], []
     for inputs, targets, rows in batches_of(case):
