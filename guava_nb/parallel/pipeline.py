@@ -19,6 +19,7 @@ from guava_nb.parallel import norm
 from guava_nb.parallel.loss import Criterion, MakeOptimizer, Measured
 from guava_nb.parallel.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.modes import evaluating, to_device
+from guava_nb.parallel.part import Part
 from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
 from guava_nb.parallel.programs import Programs
 from guava_nb.parallel.stages import Split, split_model
@@ -29,9 +30,15 @@ from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
 
+_NOTHING = Measured(0.0, 0.0, None, 0)
 
-class PipelinePart:
-    """Implements `Part` for a model in stages.
+
+class PipelinePart(Part):
+    """A model in stages.
+
+    Attributes, beside those of every part:
+        begins: full name of the module with which each stage of the pipeline begins.
+        buffers: full name to local buffer.
 
     Args:
         model: the whole model, the same on every rank; its modules live on in the stages.
@@ -69,6 +76,10 @@ class PipelinePart:
             index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
         }
         self._split = _without_modules(self._split)
+        self.begins = self._split.begins
+        self.takes_inputs = self._rank == 0
+        self.takes_targets = self._rank == self._ranks - 1
+        self.reports = self.takes_targets and place.tp == 0
         self.model: nn.Module = nn.ModuleList(self._stages.values())
         self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
         self._collect_names()
@@ -78,11 +89,8 @@ class PipelinePart:
 
     def _prepare(self, stage: nn.Module) -> nn.Module:
         stage = stage.to(self._place.device)
-        names = {
-            name: self._split.canonical[name]
-            for name, _ in stage.named_parameters(remove_duplicate=False)
-            if name in self._split.canonical
-        }
+        names = {name: self._split.canonical[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
+        names.update({name: name for name, _ in stage.named_buffers(remove_duplicate=False)})
         stage = self._hooks.wrap_stage(stage, names)
         self._hooks.checkpoint(stage)
         return stage
@@ -114,43 +122,29 @@ class PipelinePart:
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for group in optimizer.param_groups
         ]
-        return optimizer
-
-    @property
-    def takes_inputs(self) -> bool:
-        """Whether this rank needs a batch's inputs: it has the first stage."""
-        return self._rank == 0
-
-    @property
-    def takes_targets(self) -> bool:
-        """Whether this rank needs a batch's targets: it has the last stage."""
-        return self._rank == self._ranks - 1
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank's loss counts: it has the last stage and speaks for those that share its layers."""
-        return self.takes_targets and self._place.tp == 0
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """Full name of the module with which each stage of the pipeline begins."""
-        return self._split.begins
+        return self._hooks.spread_optimizer(optimizer)
 
     # ----------------------------------------------------------------------------------------------------- training
 
-    def train_batch(self, batch: Any, rows: int, factor: float, stand_in: bool = False) -> Measured:
+    def train_batch(
+        self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
+    ) -> Measured:
         """Run forward and backward on one batch and add its gradients to what is there.
 
         Args:
             batch: `(inputs, targets)`; the inputs matter on the first rank, the targets on the last.
             rows: samples in it, 1 or more.
             factor: what the loss sum is multiplied with, such as loss scale over samples of the global batch.
-            stand_in: the rows only keep collectives going; their gradients are zero and they count nothing.
+            stand_in: the rows only keep collectives going; their gradients are zero and they count nothing. The ranks
+                of one pipeline all say the same.
+            last: no batch of this step follows; sums over replicas begin when all are through, so it changes nothing.
 
         Raises:
             ConfigError: the batch cannot be cut, or something cannot pass between stages.
             Exception: what the model or the criterion raises; the part can be used again once its group can.
         """
+        if stand_in and not self._hooks.runs_stand_ins:
+            return _NOTHING
         inputs, targets = batch
         count = count_micro_batches(self._spec.schedule, self._spec.micro_batches, rows, self._ranks)
         sizes = tuple(micro_batch_sizes(rows, count))
@@ -179,6 +173,8 @@ class PipelinePart:
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
         """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`."""
+        if stand_in and not self._hooks.runs_stand_ins:
+            return _NOTHING
         tally = Tally()
         targets: list[Any] = []
 
@@ -219,6 +215,7 @@ class PipelinePart:
         """Remove all gradients."""
         for parameter in self.named.values():
             parameter.grad = None
+        self._hooks.dropped()
 
     def culprit(self) -> str:
         """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
@@ -250,22 +247,19 @@ class PipelinePart:
             self.optimizer, self._names, self._members, self._layouts, self._order, self._speaks_for
         )
 
-    def load(
-        self, full_model_state: Mapping[str, Tensor], full_optimizer_state: Mapping[str, Any] | None = None
-    ) -> None:
-        """Take this rank's part of a full state.
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None = None) -> None:
+        """Take this rank's part of a full state; without `optimizer` its state is left as it is.
 
         Raises:
             CheckpointError: a tensor is missing, or has another shape than the model's.
         """
         for name, tensor in {**self.named, **self.buffers}.items():
-            if name not in full_model_state:
-                raise CheckpointError(
-                    f"{name!r} of the model is missing in the state, which has {len(full_model_state)} entries"
-                )
-            load_tensor(name, tensor, full_model_state[name], self._layouts[name])
-        if full_optimizer_state is not None and self.named:
-            load_optimizer(self.optimizer, self._names, self._members, self._layouts, self._order, full_optimizer_state)
+            if name not in model:
+                raise CheckpointError(f"the state has no {name!r}, which this model needs; it has {len(model)} entries")
+            load_tensor(name, tensor, model[name], self._layouts[name])
+        self._hooks.loaded()
+        if optimizer is not None and self.named:
+            load_optimizer(self.optimizer, self._names, self._members, self._layouts, self._order, optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

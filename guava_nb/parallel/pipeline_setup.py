@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.layout import Layout
@@ -46,6 +47,14 @@ def _nothing(argument: Any) -> None:
     return None
 
 
+def _quiet() -> None:
+    return None
+
+
+def _unspread(optimizer: Optimizer) -> Optimizer:
+    return optimizer
+
+
 def _whole(named: Mapping[str, Tensor]) -> dict[str, Layout]:
     return {name: Layout.whole(tuple(tensor.shape)) for name, tensor in named.items()}
 
@@ -55,17 +64,25 @@ class Hooks:
     """What other modes do to the stages; by default nothing.
 
     Attributes:
-        wrap_stage: spreads a stage over the tensor and data axes; takes it and its parameters' names mapped to those of
-            the full model, returns the module to run, whose parameters keep their names.
+        wrap_stage: spreads a stage over the tensor and data axes; takes it and the names of its parameters and buffers
+            mapped to those of the full model, returns the module to run, whose tensors keep their names.
         checkpoint: arranges that activations of a stage are computed again in backward.
         layouts: tells of this rank's parameters and buffers which part of the full tensor they are.
-        sum_over_data: adds up the gradients of these parameters over the replicas.
+        sum_over_data: adds up the gradients of these parameters over the replicas, once a step.
+        spread_optimizer: makes of the local optimizer the one that steps (ZeRO 1).
+        runs_stand_ins: a replica without rows runs its batches all the same, because peers gather in them.
+        dropped: gradients were dropped, complete or not.
+        loaded: parameters and buffers were replaced, alike on every replica.
     """
 
     wrap_stage: Callable[[nn.Module, Mapping[str, str]], nn.Module] = _same
-    checkpoint: Callable[[nn.Module], None] = _nothing
+    checkpoint: Callable[[nn.Module], object] = _nothing
     layouts: Callable[[Mapping[str, Tensor]], Mapping[str, Layout]] = _whole
     sum_over_data: Callable[[Mapping[str, nn.Parameter]], None] = _nothing
+    spread_optimizer: Callable[[Optimizer], Optimizer] = _unspread
+    runs_stand_ins: bool = False
+    dropped: Callable[[], None] = _quiet
+    loaded: Callable[[], None] = _quiet
 
 
 def check_spec(spec: ParallelSpec, ranks: int) -> None:

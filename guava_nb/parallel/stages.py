@@ -219,7 +219,7 @@ def split_model(
     canonical = _canonical_names(model)
     _adopt_orphans(model, modules, canonical)
     keys = tuple(key for key, value in model.state_dict().items() if isinstance(value, torch.Tensor))
-    named_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)} & set(keys)
+    named_buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in keys]
     return Split(
         modules=tuple(modules),
         begins=tuple(traced.names[cut] for cut in (0, *cuts)),

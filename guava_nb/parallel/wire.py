@@ -231,7 +231,7 @@ def pack(tensors: Sequence[Tensor], boundary: Boundary, slots: Sequence[Slot], d
 def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot) -> Tensor:
     if spec.gradient:
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        flat = real.reshape(-1)
+        flat = real.reshape(-1).contiguous()  # an expanded tensor flattens to one that no backend sends
         return functional.pad(flat, (0, slot.length - flat.numel())) if flat.numel() < slot.length else flat
     # A buffer of its own: only that is sure to be aligned for another dtype.
     bits = torch.zeros(slot.length * 4, dtype=torch.uint8, device=tensor.device)

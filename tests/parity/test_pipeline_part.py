@@ -168,6 +168,10 @@ def test_stand_ins_keep_gradients_at_zero(pool: Ranks) -> None:
     assert found == [(0.0, 0, 0.0), (0.0, 0, 0.0)]
 
 
+def test_activations_computed_again_change_nothing(pool: Ranks) -> None:
+    check(pool, BOTH, Case("writer", "words", spec={**SCHEDULES[1], "split": ("blocks.2",)}, recompute=("blocks.*",)))
+
+
 def test_balance_by_time_is_agreed_on(pool: Ranks) -> None:
     case = Case("writer", "words", spec={"micro_batches": 4, "balance": "time"})
     found = pool.run(ALL, f"{HERE}:begins_by_time", case)

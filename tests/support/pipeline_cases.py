@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.pipeline import PipelinePart
-from guava_nb.parallel.pipeline_setup import PipelinePlace
+from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.protocol.messages import ParallelSpec
 
 CPU = torch.device("cpu")
@@ -38,6 +39,7 @@ class Case:
     clip: float | None = None
     spec: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
+    recompute: tuple[str, ...] = ()
 
     def with_spec(self, **spec: Any) -> Case:
         return replace(self, spec={**self.spec, **spec})
@@ -298,9 +300,13 @@ def build_part(group: dist.ProcessGroup, case: Case, **more: Any) -> PipelinePar
     )
 
 
+def _recomputing(patterns: tuple[str, ...]) -> Hooks:
+    return Hooks(checkpoint=lambda stage: checkpoint_activations(stage, patterns))
+
+
 def train_pipeline(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     _forbid_object_collectives()
-    part = build_part(group, case)
+    part = build_part(group, case, hooks=_recomputing(case.recompute) if case.recompute else None)
     part.model.train()
     losses, norms, without = [], [], []
     for inputs, targets, rows in batches_of(case):
@@ -395,9 +401,11 @@ def load_and_return(group: dist.ProcessGroup, case: Case, state: Any, optimizer:
 
 
 def stand_in(group: dist.ProcessGroup, case: Case) -> Any:
-    part = build_part(group, case)
+    quiet = build_part(group, case)
+    part = build_part(group, case, hooks=Hooks(runs_stand_ins=True))
     inputs, targets, rows = batches_of(case)[0]
     found = part.train_batch(_batch(part, inputs, targets), rows, 1.0, stand_in=True)
+    assert quiet.train_batch((None, None), rows, 1.0, stand_in=True).rows == 0
     part.finish_gradients()
     assert all(parameter.grad is not None for parameter in part.named.values())
     return float(found.loss_sum), found.rows, part.gradient_square()
