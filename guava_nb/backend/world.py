@@ -25,6 +25,7 @@ from guava_nb.backend.store import GuavaStore, store_for
 from guava_nb.errors import CollectiveError, ConfigError, GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import Event, MessageArrived, SessionClosed
+from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Message, channel_of
@@ -150,12 +151,21 @@ def _closer(world: World) -> Callable[[], None]:
 
 
 class Dialled:
-    """A session opened for a program that brings none."""
+    """A session opened for a program that brings none.
 
-    def __init__(self, code: JoinCode, member: str) -> None:
+    Args:
+        code: of the hub.
+        member: name of this process, for sentences on the other ranks.
+        options: patience.
+
+    Attributes:
+        endpoint: for `init_group` and `store_for`.
+    """
+
+    def __init__(self, code: JoinCode, member: str, options: LinkOptions | None = None) -> None:
         self._session: Session | None = None
         self.endpoint = Endpoint(self._send, member)
-        self._session = dial(code, self._on_event)
+        self._session = dial(code, self._on_event, options)
 
     def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
         assert self._session is not None
