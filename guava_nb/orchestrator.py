@@ -18,27 +18,27 @@ from typing import Any
 
 import torch
 
-from guava_nb.config import DistributedConfig
+from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import Reference, build_spec, factory_name, plain_arguments
+from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
-from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, close_all, launch
 from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
-from guava_nb.engine.origin import bring_up, build_ensemble, from_checkpoint, from_last_run
+from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.progress import watch
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
+from guava_nb.engine.tools import GroupLost, evaluation_for
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError, WorkerLost
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Factory, RunSpec
@@ -74,6 +74,7 @@ class Orchestrator:
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
         self._runs = 0
+        self._tensor_plan: dict[str, str] = {}
         self._untrained_numbers = itertools.count(1)
         self._notices = Notices()
         self._listener: Listener | None = None
@@ -331,6 +332,7 @@ class Orchestrator:
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+                parallel=parallel_spec(self.config, len(cluster.roster.ready()), self._tensor_plan),
             )  # fmt: skip
             plan = TrainingPlan(
                 feed=Feed(train_loader),
@@ -364,6 +366,22 @@ class Orchestrator:
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         return ensemble
 
+    def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
+        """Choose how the next runs are spread over the workers.
+
+        Args:
+            mode: "data", "pipeline", "tensor", "zero" or "hybrid".
+            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; None finds one by itself.
+            settings: `dp`, `pp`, `tp`, `zero_stage` as in `guava_nb.config.mode_settings`, and fields of the configuration
+                such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `path`.
+
+        Raises:
+            ConfigError: something does not fit; nothing was changed.
+        """
+        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
+        self.config = self.config.replace(**mode_settings(mode, **axes), **settings)
+        self._tensor_plan = dict(tensor_plan or {})
+
     def _needed_factory(self) -> Factory:
         if self._factory is None:
             raise ConfigError("no model: call register_model(Net), or give --model Net to %guava_train")
@@ -385,7 +403,7 @@ class Orchestrator:
         batches = plan.feed.batches_per_epoch
         per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
         total = None if per_epoch is None else per_epoch * plan.num_epochs - (ensemble.step + 1)
-        run = Run(ensemble.run_id, "data", plan.num_epochs, total)
+        run = Run(ensemble.run_id, mode_of(ensemble.spec), plan.num_epochs, total)
 
         def save(path: Path, position: Position, step: int) -> None:
             checkpoint.write(path, ensemble.master.state(), step, position, ensemble.spec)
@@ -425,19 +443,22 @@ class Orchestrator:
         ensemble = self._ensemble or self._untrained(criterion)
         job = Job(cluster)
         ensemble.attach(job)
-        evaluation = Evaluation(job, ensemble)
+        evaluation = evaluation_for(job, ensemble)
         with job.attached():
             try:
-                bring_up(job, ensemble)
+                ensemble.bring_up(job)
                 return evaluation.run(feed).record()
             except NobodyLeft as error:
                 raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
+            except GroupLost as error:
+                raise WorkerLost(f"{error}; validate again when enough workers are here") from error
 
     def _untrained(self, criterion: Reference) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
+            parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
         )  # fmt: skip
         ensemble = build_ensemble(
             f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance

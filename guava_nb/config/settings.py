@@ -11,6 +11,7 @@ from typing import Any
 
 from guava_nb.config import sources
 from guava_nb.config.mesh import Mesh, divide_layers, largest_divisor, make_mesh
+from guava_nb.config.modes import SCHEDULES, mode_name
 from guava_nb.config.values import Origin, check, near, parse, setting
 from guava_nb.errors import ConfigError
 
@@ -52,8 +53,16 @@ class DistributedConfig:
     Parallelism:
         data_parallel (True), model_parallel, pipeline_parallel, tensor_parallel (False): axes in use.
         data_parallel_size (None), pipeline_parallel_size (None): replicas and stages; None follows from the workers.
-        tensor_parallel_size (2): workers that share each layer, when tensor_parallel is on.
+        tensor_parallel_size (2): workers that share each layer, when tensor_parallel is on; None takes all.
         micro_batches (4): parts a batch is cut into for the pipeline.
+        zero_stage (0): sharded over the replicas: 1 optimizer state, 2 gradients too, 3 parameters too.
+        pipeline_schedule ("1f1b"): "gpipe", "1f1b", or "interleaved" with stages_per_worker (1) above 1.
+        pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances by itself, by
+        pipeline_balance ("parameters" or "time").
+        checkpoint_activations (""): names or patterns of modules, with commas, whose activations are computed again in
+        backward instead of kept; "*" takes every block that repeats.
+        path ("auto"): how workers reach each other in all modes but data: through the orchestrator ("relay"), or
+        "direct"; "auto" takes the direct path where all reach each other.
 
     Waiting:
         activation_timeout (0), ack_timeout (0): longest wait for an activation or an acknowledgement; 0 waits as long
@@ -116,8 +125,15 @@ class DistributedConfig:
     tensor_parallel: bool = setting(False, env=("TENSOR_PARALLEL",))
     data_parallel_size: int | None = setting(None, low=1)
     pipeline_parallel_size: int | None = setting(None, low=1)
-    tensor_parallel_size: int = setting(2, low=1, env=("TENSOR_PARALLEL_SIZE",))
+    tensor_parallel_size: int | None = setting(2, low=1, env=("TENSOR_PARALLEL_SIZE",))
     micro_batches: int = setting(4, low=1, env=("MICRO_BATCHES",))
+    zero_stage: int = setting(0, low=0, high=3)
+    pipeline_schedule: str = setting("1f1b", choices=SCHEDULES)
+    stages_per_worker: int = setting(1, low=1)
+    pipeline_split: str = setting("")
+    pipeline_balance: str = setting("parameters", choices=("parameters", "time"))
+    checkpoint_activations: str = setting("")
+    path: str = setting("auto", choices=("auto", "relay", "direct"))
 
     activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",))
     ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",))
@@ -289,7 +305,18 @@ class DistributedConfig:
         data = self.data_parallel_size if self.data_parallel else 1
         stages = self.pipeline_parallel_size if self._by_layers else 1
         tensor = self.tensor_parallel_size if self.tensor_parallel else 1
-        return make_mesh(self.num_workers if num_workers is None else num_workers, data, stages, tensor)
+        count = self.num_workers if num_workers is None else num_workers
+        if tensor is None:
+            tensor = max(1, count // ((data or 1) * (stages or 1)))
+        return make_mesh(count, data, stages, tensor)
+
+    def mode(self, num_workers: int | None = None) -> str:
+        """Return the mode that the axes stand for: "data", "pipeline", "tensor", "zero" or "hybrid".
+
+        Raises:
+            ConfigError: the axes do not multiply to the number of workers.
+        """
+        return mode_name(self.mesh(num_workers), self.zero_stage, self._by_layers, self.tensor_parallel)
 
     def adapt_to_gpus(self, num_gpus: int) -> DistributedConfig:
         """Fit the cluster to so many GPUs, in place: a size that no longer divides them is made smaller or left open.
@@ -301,7 +328,7 @@ class DistributedConfig:
             ConfigError: `num_gpus` is no count.
         """
         self.num_workers = num_gpus
-        if self.tensor_parallel:
+        if self.tensor_parallel and self.tensor_parallel_size is not None:
             self.tensor_parallel_size = largest_divisor(num_gpus, self.tensor_parallel_size)
         try:
             self.mesh()

@@ -18,6 +18,7 @@ from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
+from guava_nb.hub.relay import Relay
 from guava_nb.link.events import (
     Event,
     MessageArrived,
@@ -56,6 +57,7 @@ class Cluster:
     def __init__(self, output: OutputLog, on_notice: Callable[[str], None] = log.info) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
+        self.relay = Relay()
         self.output = output
         self.notice = on_notice
         self._sessions: dict[int, Session] = {}
@@ -71,6 +73,8 @@ class Cluster:
 
     def on_event(self, event: Event) -> None:
         """Take a session's event; called from reader threads."""
+        if self.relay.on_event(event):
+            return
         if isinstance(event, MessageArrived) and not isinstance(event.message, (Hello, Log, Leave, Goodbye, Refused)):
             rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
             if rank is None or mailbox is None:

@@ -15,9 +15,9 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
 
-__all__ = ["build_spec", "factory_name", "plain_arguments"]
+__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
 
 #: Settings with few choices, here so that a wrong one is refused whatever it came from.
 _CHOICES = {
@@ -88,6 +88,42 @@ def optimizer_arguments(
     return {name: value for name, value in defaults.items() if name in accepted}
 
 
+def parallel_spec(
+    config: DistributedConfig, num_workers: int, tensor_plan: Mapping[str, str] | None = None
+) -> ParallelSpec | None:
+    """Return how a model is spread over the workers that are here; None: whole replicas that meet at the hub.
+
+    Raises:
+        ConfigError: the axes do not multiply to the number of workers.
+    """
+    mesh, mode = config.mesh(num_workers), config.mode(num_workers)
+    if mode == "data":
+        return None
+    return ParallelSpec(
+        mode=mode,
+        dp=mesh.data,
+        pp=mesh.stages,
+        tp=mesh.tensor,
+        zero_stage=config.zero_stage,
+        schedule=config.pipeline_schedule,
+        micro_batches=config.micro_batches if config.pipeline_parallel else 1,
+        stages_per_rank=config.stages_per_worker,
+        split=_names(config.pipeline_split),
+        balance=config.pipeline_balance,
+        tensor_plan=dict(tensor_plan or {}),
+        checkpoint_activations=_names(config.checkpoint_activations),
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def mode_of(spec: RunSpec) -> str:
+    """Return the mode that a run's record stands for."""
+    return "data" if spec.parallel is None else spec.parallel.mode
+
+
 def build_spec(
     config: DistributedConfig,
     shared: ModuleType | None,
@@ -101,6 +137,7 @@ def build_spec(
     scheduler: Reference | None,
     scheduler_args: Mapping[str, Any] | None,
     threads: int | None,
+    parallel: ParallelSpec | None = None,
     **overrides: Any,
 ) -> RunSpec:
     """Return the records for a run; `overrides` replace the configuration's values where they are not None.
@@ -127,6 +164,11 @@ def build_spec(
     clip = chosen["max_grad_norm"]
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")
+    if parallel is not None and chosen["optimizer_site"] == "orchestrator":
+        raise ConfigError(
+            f"optimizer_site is 'orchestrator' and the mode {parallel.mode}: there the workers hold parts of the model, and each "
+            "steps its own; leave optimizer_site at 'workers', or use data mode"
+        )
     return RunSpec(
         model=model,
         criterion=None if criterion is None else _factory("criterion", criterion, criterion_args, shared),
@@ -137,5 +179,6 @@ def build_spec(
         hash_every_steps=config.hash_every_steps,
         threads=threads or config.threads_per_worker,
         deterministic=config.deterministic,
+        parallel=parallel,
         **chosen,
     )

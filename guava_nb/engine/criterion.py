@@ -25,7 +25,7 @@ from guava_nb.engine.factories import Resolve, build, check_arguments, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["Loss", "Objective", "build_objective"]
+__all__ = ["Criterion", "Loss", "Objective", "build_criterion", "build_objective", "judged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,28 @@ def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Ob
         )
     if spec.step is not None:
         return _StepObjective(_user_function("step", spec.step, resolve, 2))
+    return _CriterionObjective(build_criterion(spec, resolve, device))
+
+
+def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Criterion:
+    """Return the criterion that a run's record describes, for a pipeline's last stage, which sees outputs only.
+
+    Raises:
+        ConfigError: a name is unknown, an argument does not fit, or a torch criterion needs more than outputs and targets.
+    """
     assert spec.criterion is not None
     dtype = torch.float64 if spec.precision == "fp64" else None
-    return _CriterionObjective(_build_criterion(spec.criterion, resolve, device, dtype))
+    return _build_criterion(spec.criterion, resolve, device, dtype)
+
+
+def judged(criterion: Criterion) -> Criterion:
+    """Return a criterion that also counts right predictions."""
+
+    def measure(outputs: Any, targets: Any, rows: int) -> Loss:
+        loss = criterion(outputs, targets, rows)
+        return Loss(loss.value, loss.weight, loss.count, _correct(outputs, targets))
+
+    return measure
 
 
 class _StepObjective:
@@ -101,10 +120,7 @@ class _CriterionObjective:
             )
         inputs, targets = batch
         outputs = model(inputs)
-        loss = self._criterion(outputs, targets, rows)
-        if not judge:
-            return loss
-        return Loss(loss.value, loss.weight, loss.count, _correct(outputs, targets))
+        return (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
 
 
 def _correct(outputs: Any, targets: Any) -> Tensor | None:

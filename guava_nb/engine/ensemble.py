@@ -30,7 +30,7 @@ from guava_nb.protocol.messages import (
 
 __all__ = ["Ensemble", "fetch_between_runs", "preparation_text", "raise_for"]
 
-_WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
+WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
 
 class Ensemble:
@@ -156,6 +156,51 @@ class Ensemble:
         self._prepared.pop(rank, None)
         self.at.pop(rank, None)
 
+    # ------------------------------------------------------------------------------------------- who can take part
+
+    #: Every replica is whole, so any number of workers can go on.
+    elastic = True
+    #: How many workers the run needs.
+    least = 1
+
+    def pick(self, ranks: Iterable[int]) -> set[int]:
+        """Choose who takes part among those that are there: all."""
+        return set(ranks)
+
+    def connected(self, available: Sequence[int]) -> bool:
+        """Whether a step can be issued to those members that are connected."""
+        return bool(available)
+
+    def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
+        """Return who is there and needs the state first."""
+        return sorted(fit - holders)
+
+    def check(self, job: Job) -> None:
+        """Unwind a job whose members cannot go on together; replicas need each other for nothing."""
+
+    def disband(self) -> None:
+        """The members will not go on as they are."""
+
+    def rescue(self, job: Job) -> bool:
+        """Take the state of the last committed step from whoever is left; nobody is."""
+        return False
+
+    def bring_up(self, job: Job) -> None:
+        """Give the run and its state to connected workers that do not hold it."""
+        missing = sorted(job.ready - set(self.in_step(job)))
+        if missing:
+            state = self.fetch(job)
+            self.require(job, missing)
+            self.load(job, missing, state, self.step)
+
+    def require(self, job: Job, ranks: Iterable[int]) -> None:
+        """Have workers build the run.
+
+        Raises:
+            PreparationError: one cannot; the message says who and why.
+        """
+        raise_for(self.prepare(job, ranks), job)
+
     # ------------------------------------------------------------------------------------------------------- state
 
     def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
@@ -213,7 +258,7 @@ class Ensemble:
             if not holders:
                 raise WorkerLost(
                     f"no worker that holds the state of step {self.step + 1} is left or answers; the orchestrator has that of "
-                    f"step {self.master_step + 1}. {_WAYS_ON}"
+                    f"step {self.master_step + 1}. {WAYS_ON}"
                 )
             if (state := self._fetch_from(job, holders[0], optimizer, timeout_s)) is not None:
                 return state
@@ -252,7 +297,7 @@ def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | 
     except NobodyLeft as error:
         raise WorkerLost(
             f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of step "
-            f"{ensemble.master_step + 1}. {_WAYS_ON}"
+            f"{ensemble.master_step + 1}. {WAYS_ON}"
         ) from error
 
 

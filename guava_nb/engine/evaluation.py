@@ -13,7 +13,7 @@ from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.job import Job
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message
 
-__all__ = ["Evaluation", "EvaluationResult"]
+__all__ = ["WINDOW", "Evaluation", "EvaluationResult", "total"]
 
 #: Batches that a worker holds at once: one in work, one waiting, so that the wire and the device overlap.
 WINDOW = 2
@@ -74,7 +74,7 @@ class Evaluation:
             self._pump(lambda: not self._asked)
         finally:
             feeder.close()
-        return self._total([self._answers.pop(request) for request in requests])
+        return total([self._answers.pop(request) for request in requests])
 
     def _pump(self, until: Callable[[], bool]) -> None:
         def condition() -> bool:
@@ -107,13 +107,15 @@ class Evaluation:
             if free:
                 self._send(request, free[0])
 
-    def _total(self, answers: Sequence[Evaluated]) -> EvaluationResult:
-        count = sum(answer.count for answer in answers)
-        rows = sum(answer.rows for answer in answers)
-        correct = [answer.correct for answer in answers]
-        known = [c for c in correct if c is not None]
-        return EvaluationResult(
-            loss=sum(answer.loss_sum for answer in answers) / count if count else float("nan"),
-            accuracy=sum(known) / rows if rows and len(known) == len(correct) else None,
-            samples=rows,
-        )
+
+def total(answers: Sequence[Evaluated]) -> EvaluationResult:
+    """Add up the sums of all batches, in the order given."""
+    count = sum(answer.count for answer in answers)
+    rows = sum(answer.rows for answer in answers)
+    correct = [answer.correct for answer in answers]
+    known = [c for c in correct if c is not None]
+    return EvaluationResult(
+        loss=sum(answer.loss_sum for answer in answers) / count if count else float("nan"),
+        accuracy=sum(known) / rows if rows and len(known) == len(correct) else None,
+        samples=rows,
+    )

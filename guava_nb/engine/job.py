@@ -39,7 +39,7 @@ class Job:
     Attributes:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
-        run_id: the run whose replicas this job works with; set, like `forget`, by its ensemble.
+        run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its ensemble.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """
 
@@ -53,6 +53,7 @@ class Job:
         self.interrupts = 0
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
+        self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
@@ -147,6 +148,9 @@ class Job:
         assert isinstance(message, Failure)
         if message.run_id != self.run_id:
             return  # of a run that is over
+        if message.kind in ("group", "torn"):  # whose fault it was is known when the lost member is
+            self.on_group_failure(rank, message.text, message.kind == "torn")
+            return
         if message.kind == "internal":  # that worker does not hold the run any more
             self.forget(rank)
             if not self.trains:

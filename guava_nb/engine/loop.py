@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
@@ -38,7 +38,9 @@ from guava_nb.protocol.messages import (
     Failure,
     FetchState,
     FlatTensor,
+    FormGroup,
     GradientBucket,
+    GroupFormed,
     Leave,
     LoadState,
     MeanBucket,
@@ -47,6 +49,7 @@ from guava_nb.protocol.messages import (
     Prepared,
     Ready,
     Refused,
+    RunSpec,
     Shard,
     State,
     StateLoaded,
@@ -54,11 +57,16 @@ from guava_nb.protocol.messages import (
     Tick,
 )
 
+if TYPE_CHECKING:  # loading torch.distributed costs a second, and the star needs none of it
+    from guava_nb.engine.group_replica import GroupReplica
+    from guava_nb.engine.group_seat import GroupSeat
+
 __all__ = ["Arrival", "WorkerLoop"]
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message, Sequence[memoryview]], None]
+AnyReplica = Union[Replica, "GroupReplica"]
 Mean = tuple[bytes, torch.Tensor]
 
 
@@ -91,6 +99,7 @@ class WorkerLoop:
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
+        seat: takes this worker's place in process groups; None refuses runs that need one.
     """
 
     def __init__(
@@ -101,8 +110,10 @@ class WorkerLoop:
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
+        seat: GroupSeat | None = None,
     ) -> None:
         """Make a loop that has no run yet."""
+        self._seat = seat
         self._send = send
         self._device = device
         self._own_model = own_model
@@ -112,7 +123,7 @@ class WorkerLoop:
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
         self._default_dtype = torch.get_default_dtype()
-        self._replica: Replica | None = None
+        self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
         self._generation = 0
@@ -208,7 +219,7 @@ class WorkerLoop:
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
 
-    def _handle_of_run(self, replica: Replica, message: Message, payload: memoryview) -> None:
+    def _handle_of_run(self, replica: AnyReplica, message: Message, payload: memoryview) -> None:
         match message:
             case Shard():
                 self._on_shard(message, payload)
@@ -218,6 +229,8 @@ class WorkerLoop:
                 self._on_mean(message, payload)
             case CommitStep():
                 self._on_commit(message)
+            case FormGroup():
+                self._on_form_group(replica, message)
             case Abort():
                 self._on_abort(message)
             case LoadState():
@@ -237,6 +250,8 @@ class WorkerLoop:
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = None
         self._run_id = ""
+        if self._seat is not None:
+            self._seat.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -255,7 +270,7 @@ class WorkerLoop:
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
             self._show("ready")
 
-    def _build(self, message: Prepare) -> Replica:
+    def _build(self, message: Prepare) -> AnyReplica:
         if message.cells and not self._accept_source:
             raise PreparationError("this worker does not run source code of the orchestrator")
         if message.spec.threads is not None:
@@ -265,30 +280,56 @@ class WorkerLoop:
         torch.set_grad_enabled(True)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
+        if message.spec.parallel is not None:
+            return self._build_group_replica(message.spec, module)
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
 
-    def _on_load(self, replica: Replica, message: LoadState, payload: memoryview) -> None:
+    def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
+        from guava_nb.engine.group_replica import GroupReplica
+
+        if self._seat is None or self._own_model is not None:
+            raise PreparationError(
+                "a worker inside the user's own process trains whole replicas in data mode only: start it with "
+                "%guava_worker or guava worker to take part in other modes"
+            )
+        return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
+
+    def _on_form_group(self, replica: AnyReplica, message: FormGroup) -> None:
+        seat = self._seat
+        assert seat is not None and not isinstance(replica, Replica)
+        self._show("preparing")
+        try:
+            seat.form(message)
+            replica.spread(len(message.members))
+            answer = GroupFormed(message.run_id, message.generation, True)
+        except USER_ERRORS as error:
+            text, trace = error_text(error), trace_text(error)
+            problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
+            answer = GroupFormed(message.run_id, message.generation, False, problem, trace, seat.broken_by(error))
+        self._send(answer, ())
+        self._show("ready")
+
+    def _on_load(self, replica: AnyReplica, message: LoadState, payload: memoryview) -> None:
         replica.load_state(unpack(message.state, payload))
         self._steps.reset(message.step)
         self._generation = message.generation
         digest = replica.parameter_hash() if message.want_hash else ""
-        kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}"
+        kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
         self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
 
-    def _on_fetch(self, replica: Replica, message: FetchState) -> None:
+    def _on_fetch(self, replica: AnyReplica, message: FetchState) -> None:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: Replica, message: Evaluate, payload: memoryview) -> None:
+    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, payload: memoryview) -> None:
         self._show("validating")
         try:
-            sums = replica.evaluate(self._unpack(message.batch, payload))
+            sums = replica.evaluate(self._unpack(message.batch, payload), message.rows if message.grouped else None)
         except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
             self._fail(error, message.run_id, self._steps.committed, -1)
             return
-        self._send(
-            Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, message.rows), ()
-        )
+        rows = sums.rows if message.grouped else message.rows
+        self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
 
     def _unpack(self, tree: Any, payload: memoryview) -> Any:
         return unpack(tree, payload, class_resolver(self._module))
@@ -340,7 +381,7 @@ class WorkerLoop:
             if message.shard not in step.done:
                 self._work(replica, step, message, payload)
 
-    def _work(self, replica: Replica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
+    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
         wait_s = time.monotonic() - self._idle_since
         self._show("working")
         try:
@@ -354,6 +395,7 @@ class WorkerLoop:
         ready = Ready(
             message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
             result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
+            result.gradient_square,
         )  # fmt: skip
         scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
         if message.solo and (result.finite or scaled):
@@ -364,7 +406,7 @@ class WorkerLoop:
             self._send(ready, ())
         self._idle_since = time.monotonic()
 
-    def _run_shard(self, replica: Replica, message: Shard, parts: list[Any]) -> ShardResult:
+    def _run_shard(self, replica: AnyReplica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
 
         def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
@@ -376,11 +418,13 @@ class WorkerLoop:
 
         while True:
             pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
-            work = ShardWork(message.step, message.shard, pieces, message.rows, message.global_rows)
+            work = ShardWork(
+                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
+            )
             try:
                 return replica.run_shard(work, None if message.solo else on_bucket)
             except torch.OutOfMemoryError:
-                if self._pieces >= message.rows:
+                if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
                     raise
                 self._pieces *= 2
                 log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
@@ -388,15 +432,20 @@ class WorkerLoop:
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def _apply(self, replica: Replica, step: LocalStep[Mean]) -> None:
+    @property
+    def _at_orchestrator(self) -> bool:
+        return self._prepare is not None and self._prepare.spec.optimizer_site == "orchestrator"
+
+    def _apply(self, replica: AnyReplica, step: LocalStep[Mean]) -> None:
         assert step.commit is not None and self._prepare is not None
         started = time.monotonic()
-        if not step.means:
-            replica.apply(None, step.commit)
-        elif self._prepare.spec.optimizer_site == "orchestrator" and not step.commit.skip:
+        if isinstance(replica, Replica) and step.means and not step.commit.skip and self._at_orchestrator:
             replica.take_parameters(step.means)
+        elif self._seat is not None and not isinstance(replica, Replica):
+            with self._seat.applying():
+                replica.apply(None, step.commit)
         else:
-            replica.apply(step.means, step.commit)
+            replica.apply(step.means or None, step.commit)
         self._steps.advance()
         self._generation = step.generation
         self._send(
@@ -416,7 +465,9 @@ class WorkerLoop:
 
     def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
         text, trace = error_text(error), trace_text(error)
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
+        if self._seat is not None and self._seat.broken_by(error):
+            kind = "group" if kind == "user" else "torn"
+        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
             kind = "memory"
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()

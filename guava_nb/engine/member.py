@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from guava_nb.backend import Endpoint
+from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.errors import GuavaError, LinkClosed
@@ -21,9 +23,11 @@ from guava_nb.link.events import (
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Message, channel_of
+from guava_nb.protocol.messages import Abort, Message, channel_of
 
 __all__ = ["Membership"]
+
+_ANY_GENERATION = 1 << 62
 
 #: state, last committed step (-1 before the first), one sentence.
 Report = Callable[[str, int, str], None]
@@ -58,7 +62,16 @@ class Membership:
         self._session: Session | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._step = -1
-        self.loop = WorkerLoop(self._send, device, own_model, self._on_state, self._on_commit)
+        self._endpoint = Endpoint(self._send, self._hello.name)
+        self._seat = GroupSeat(self._endpoint, device)
+        self.loop = WorkerLoop(
+            self._send,
+            device,
+            own_model,
+            self._on_state,
+            self._on_commit,
+            seat=None if own_model is not None else self._seat,
+        )
 
     def run(self) -> str:
         """Work until the session ends; returns why it ended.
@@ -93,9 +106,15 @@ class Membership:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
+            if self._endpoint.post(event.message, memoryview(event.payload), event.done):
+                return
+            if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first
+                self._seat.abort(event.message.generation, event.message.reason)
             self.loop.post(event.message, memoryview(event.payload), event.done)
         elif isinstance(event, SessionClosed):
             self._closed = self._closed or (event.cause, event.by_peer)
+            self._endpoint.closed(event.cause)
+            self._seat.abort(_ANY_GENERATION, str(event.cause))
             self.loop.end()
         elif isinstance(event, SessionSuspect):
             self._report("reconnecting", self._step, str(event.cause))

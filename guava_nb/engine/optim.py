@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,10 @@ _SCHEDULERS: dict[str, type[LRScheduler]] = {
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
 
-def build_optimizer(factory: Factory, model: nn.Module, resolve: Resolve) -> Optimizer:
-    """Return the optimizer of a model's parameters.
+def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:
+    """Return the optimizer of a model's parameters, as `model.named_parameters()` gives them.
 
-    A class gets `model.parameters()`, frozen ones too, so that its state dict fits the same class in a plain program. A
+    A class gets the parameters, frozen ones too, so that its state dict fits the same class in a plain program. A
     shared function gets a list of (name, parameter), and makes groups as it likes.
 
     Raises:
@@ -52,7 +52,8 @@ def build_optimizer(factory: Factory, model: nn.Module, resolve: Resolve) -> Opt
     is_class = isinstance(found, type) and issubclass(found, Optimizer)
     if is_class:
         _refuse_unfit(name, found)
-    given: Any = list(model.parameters()) if is_class else list(model.named_parameters())
+    pairs = list(named)
+    given: Any = [parameter for _, parameter in pairs] if is_class else pairs
     if not given:
         raise ConfigError("the model has no parameters: there is nothing to train")
     made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=factory.args)
@@ -61,7 +62,7 @@ def build_optimizer(factory: Factory, model: nn.Module, resolve: Resolve) -> Opt
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
         )
     _refuse_unfit(name, type(made))
-    _check_owned(name, made, model)
+    _check_owned(name, made, pairs)
     return made
 
 
@@ -76,8 +77,8 @@ def _refuse_unfit(name: str, cls: Callable[..., Any]) -> None:
         )
 
 
-def _check_owned(name: str, optimizer: Optimizer, model: nn.Module) -> None:
-    own = {id(p) for p in model.parameters()}
+def _check_owned(name: str, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    own = {id(p) for _, p in named}
     strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strangers:
         raise ConfigError(

@@ -12,14 +12,13 @@ import torch
 
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, raise_for
-from guava_nb.engine.job import Job
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.replica import Replica
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 
-__all__ = ["bring_up", "build_ensemble", "from_checkpoint", "from_last_run"]
+__all__ = ["build_ensemble", "from_checkpoint", "from_last_run"]
 
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
@@ -37,7 +36,11 @@ def build_ensemble(
     if weights is not None:
         checkpoint.check_model(Path("the registered model"), weights.state_dict(), master.model.state_dict())
         master.load_state({"model": weights.state_dict()})
-    return Ensemble(run_id, spec, cells, master)
+    if spec.parallel is None:
+        return Ensemble(run_id, spec, cells, master)
+    from guava_nb.engine.group_ensemble import GroupEnsemble
+
+    return GroupEnsemble(run_id, spec, cells, master)
 
 
 def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> bool:
@@ -107,12 +110,3 @@ def _compare(path: Path, part: str, saved: Any, asked: Factory | None) -> list[s
         return []
     settings = ", ".join(f"{name}={value!r}" for name, value in made.args.items()) or "its defaults"
     return [f"the {part} goes on with the settings of {path} ({settings}), not with those given now"]
-
-
-def bring_up(job: Job, ensemble: Ensemble) -> None:
-    """Give the run and its state to connected workers that do not hold it."""
-    missing = sorted(job.ready - set(ensemble.in_step(job)))
-    if missing:
-        state = ensemble.fetch(job)
-        raise_for(ensemble.prepare(job, missing), job)
-        ensemble.load(job, missing, state, ensemble.step)

@@ -71,7 +71,7 @@ class Replica:
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
         self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
-        self.optimizer = build_optimizer(spec.optimizer, self.model, resolve)
+        self.optimizer = build_optimizer(spec.optimizer, self.model.named_parameters(), resolve)
         self._schedule = build_scheduler(spec.scheduler, self.optimizer, resolve, spec.scheduler_interval)
         self._scaler = LossScale() if spec.precision == "fp16" else None
         self._named = dict(self.model.named_parameters())
@@ -80,6 +80,11 @@ class Replica:
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._drop_gradients()
         self._check_state()
+
+    @property
+    def kind(self) -> str:
+        """Names the replicas that must hold the same parameters: all."""
+        return ""
 
     @property
     def scheduler(self) -> Any:

@@ -10,6 +10,7 @@ and however many workers are lost and shards issued again:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -84,6 +85,7 @@ class StepMachine:
         buckets: numbers of the buckets that each shard sends.
         scaled: fp16 with a loss scaler: a non-finite gradient skips the step instead of halting the run.
         solo: a lone worker commits by itself and sends no buckets.
+        max_grad_norm: `group`: clip to this; the ranks report their shares of the squared norm.
     """
 
     step: int
@@ -92,6 +94,7 @@ class StepMachine:
     buckets: Sequence[int]
     scaled: bool = False
     solo: bool = False
+    max_grad_norm: float | None = None
     decided: bool = False
     _arrived: dict[int, set[int]] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
@@ -187,11 +190,19 @@ class StepMachine:
             return []
         return self._finish()
 
+    def _clip(self, scale: float) -> float:
+        """The factor of torch's clip_grad_norm_, from the norm that all ranks' shares add up to."""
+        squares = [ready.gradient_square for ready in self._ready.values() if ready.gradient_square is not None]
+        if self.max_grad_norm is None or not squares or self._skip:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (math.sqrt(sum(squares)) * scale + 1e-6))
+
     def _finish(self) -> list[Instruction]:
         self.decided = True
         # Summed in shard order, so that the reported loss is as repeatable as the weights.
         loss_sum = sum(self._ready[task.index].loss_sum for task in self.tasks)
         count = sum(self._ready[task.index].count for task in self.tasks)
-        commit = Commit(scale=self.rows / count if count else 0.0, skip=self._skip)
+        scale = self.rows / count if count else 0.0
+        commit = Commit(scale=scale, skip=self._skip, clip=self._clip(scale))
         out: list[Instruction] = [] if self._held is None else [SendBucket(self._held, commit)]
         return [*out, Decided(commit, loss_sum, count)]

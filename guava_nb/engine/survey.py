@@ -9,6 +9,7 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.roster import Member
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status, WireBytes, WorkerStatus
+from guava_nb.errors import ConfigError
 from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, RunSpec
@@ -29,13 +30,20 @@ def survey(
     return Status(
         state="closed" if cluster is None else "open",
         address="" if code is None else code.address,
-        mode="data",
+        mode=_mode(config, cluster),
         expected_workers=config.num_workers,
         workers=workers,
         run=None if run is None else run.status(),
         cells=cells,
         notes=notes,
     )
+
+
+def _mode(config: DistributedConfig, cluster: Cluster | None) -> str:
+    try:
+        return config.mode((len(cluster.roster.ready()) or None) if cluster is not None else None)
+    except ConfigError as error:  # too few are here so far, say: the sentence is what a person needs
+        return f"cannot be made of the workers that are here: {error}"
 
 
 def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
@@ -59,8 +67,8 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
     )
 
 
-def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireBytes:
-    """Add up the counters of sessions by kind of traffic."""
+def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool, collectives: str = "gradient") -> WireBytes:
+    """Add up the counters of sessions by kind of traffic; `collectives` says what a group's operations carry."""
     out = dict.fromkeys(Channel, 0)
     back = dict.fromkeys(Channel, 0)
     for session in sessions:
@@ -72,6 +80,12 @@ def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireB
         parameter += out[Channel.GRADIENT]
     else:
         gradient += out[Channel.GRADIENT]
+    activation = out[Channel.ACTIVATION] + back[Channel.ACTIVATION]
+    grouped = out[Channel.COLLECTIVE] + back[Channel.COLLECTIVE]
+    if collectives == "gradient":
+        gradient += grouped
+    else:
+        activation += grouped
     samples = out[Channel.BATCH]
     total_out, total_in = sum(out.values()), sum(back.values())
     return WireBytes(
@@ -79,19 +93,22 @@ def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool) -> WireB
         in_bytes=total_in,
         sample_bytes=samples,
         gradient_bytes=gradient,
-        activation_bytes=out[Channel.ACTIVATION] + back[Channel.ACTIVATION],
+        activation_bytes=activation,
         parameter_bytes=parameter,
-        control_bytes=total_out + total_in - samples - gradient - parameter,
+        control_bytes=total_out + total_in - samples - gradient - parameter - activation,
     )
 
 
 def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
     """Return a function that counts the bytes since now, of workers that are gone too."""
     down = spec.optimizer_site == "orchestrator"
-    start = wire_bytes(cluster.all_sessions(), down)
+    # Pipelines and layers that are shared exchange activations (and their gradients), replicas exchange gradients.
+    shape = spec.parallel
+    kind = "gradient" if shape is None or shape.pp * shape.tp == 1 else "activation"
+    start = wire_bytes(cluster.all_sessions(), down, kind)
 
     def read() -> WireBytes:
-        now = wire_bytes(cluster.all_sessions(), down)
+        now = wire_bytes(cluster.all_sessions(), down, kind)
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read

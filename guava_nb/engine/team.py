@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble, preparation_text, raise_for
+from guava_nb.engine.ensemble import Ensemble, preparation_text
 from guava_nb.engine.job import Job, NobodyLeft, StopRequested
 from guava_nb.engine.plan import Snapshot
 from guava_nb.errors import WorkerLost
@@ -48,8 +48,7 @@ class TeamJob(Job):
 
     def newcomers(self) -> list[int]:
         """Return connected members that need the state first."""
-        holders = set(self.current())
-        return [rank for rank in sorted(self.ready) if rank not in holders and rank not in self._unfit]
+        return self.ensemble.newcomers(set(self.current()), self.ready - self._unfit)
 
     def give_state(self, ranks: set[int]) -> None:
         """Prepare members and bring them to the snapshot's state.
@@ -57,7 +56,8 @@ class TeamJob(Job):
         Raises:
             PreparationError: one cannot build the run.
         """
-        raise_for(self.ensemble.prepare(self, ranks), self)
+        ranks = self.ensemble.pick(ranks)
+        self.ensemble.require(self, ranks)
         fit = ranks & self.ensemble.prepared()
         self.ensemble.load(self, fit, self.snapshot.state, self.snapshot.step)
         self._formed = True
@@ -77,16 +77,18 @@ class TeamJob(Job):
         """Unwind when nobody holds the state any more."""
         if not (self.current() if self._formed else self.ready | self.suspects):
             raise NobodyLeft
+        if self._formed:
+            self.ensemble.check(self)
 
     def start_over(self, cause: Exception) -> None:
-        """Wait for a worker and bring it to the snapshot.
+        """Wait for as many workers as are needed and bring them to the snapshot.
 
         Raises:
-            WorkerLost: none came in time.
+            WorkerLost: too few came in time.
         """
         self._formed = False
         deadline = time.monotonic() + self._rejoin_timeout_s
-        while not self.ready - self._unfit:
+        while len(self.ready - self._unfit) < self.ensemble.least:
             if self.interrupts:
                 raise StopRequested
             if time.monotonic() > deadline:
@@ -102,7 +104,13 @@ class TeamJob(Job):
 
     def _all_lost(self) -> WorkerLost:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.cluster.members() if not m.alive)
+        few = len(self.ready - self._unfit)
+        who = (
+            f"{self.ensemble.least} workers are needed, {few} left, and too few"
+            if few
+            else "all workers are gone and none"
+        )
         return WorkerLost(
-            f"all workers are gone and none joined within {self._rejoin_timeout_s:g} s ({gone}). The state of step "
+            f"{who} joined within {self._rejoin_timeout_s:g} s ({gone}). The state of step "
             f"{self.snapshot.step + 1} is here: run %guava_worker with the join code on a machine and train again"
         )

@@ -23,7 +23,6 @@ from guava_nb.engine.blame import Blame
 from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.events import Interrupted, Wake
 from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.flight import Flight
@@ -31,9 +30,9 @@ from guava_nb.engine.job import NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
-from guava_nb.engine.star import StarExchange
 from guava_nb.engine.survey import note_workers
 from guava_nb.engine.team import TeamJob
+from guava_nb.engine.tools import GroupLost, tools_for
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 
@@ -76,8 +75,7 @@ class TrainingJob(TeamJob):
         self._calls = BoundaryCalls()
         self._blame = Blame()
         ensemble.attach(self)
-        self._evaluation = Evaluation(self, ensemble)
-        self._exchange = StarExchange(self, ensemble, self._on_commit, self._on_applied)
+        self._evaluation, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied)
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def start(self) -> None:
@@ -146,7 +144,7 @@ class TrainingJob(TeamJob):
                 if not self._at_orchestrator:
                     self.ensemble.fetch(self)
                 return
-            except (NobodyLeft, WorkerLost) as error:
+            except (NobodyLeft, WorkerLost, GroupLost) as error:
                 self._recover(error)
 
     def _train_epoch(self, epoch: int) -> None:
@@ -174,17 +172,18 @@ class TrainingJob(TeamJob):
 
     def _end_epoch(self, epoch: int) -> None:
         self.drain()
-        self.position = Position(epoch + 1)
         if self.plan.val_feed is not None and (self.plan.val_interval is None or "validate" in self._due):
-            self._due.discard("validate")
             self._validate()
+            self._due.discard("validate")
+        self.position = Position(epoch + 1)
         records = [record for record in self.run.history if record["epoch"] == epoch + 1]
         samples = sum(record["samples"] for record in records)
         loss = sum(record["loss"] * record["samples"] for record in records) / samples if samples else float("nan")
         if self._spec.scheduler is not None and self._spec.scheduler_interval == "epoch":
             self._tick(self.run.validations[-1]["loss"] if self.run.validations else loss)
         self._call("on_epoch", {"epoch": epoch + 1, "loss": loss, "samples": self.ledger.committed_in(epoch)})
-        if self.plan.snapshot_every_steps is None and len(self._team) == 1 and epoch + 1 < self.plan.num_epochs:
+        alone = len(self._team) == 1 or not self.ensemble.elastic  # what one holds, or a part of it, nobody else does
+        if self.plan.snapshot_every_steps is None and alone and epoch + 1 < self.plan.num_epochs:
             self._due.add("snapshot")
 
     # ------------------------------------------------------------------------------------------------------ boundaries
@@ -199,8 +198,8 @@ class TrainingJob(TeamJob):
             self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
-                self._due.discard(name)
                 action()
+                self._due.discard(name)
         self._calls.answer()
 
     def drain(self) -> None:
@@ -295,9 +294,18 @@ class TrainingJob(TeamJob):
         self.run.move("preparing", f"a worker came; going back to step {self.snapshot.step + 1}")
 
     def _recover(self, cause: Exception) -> None:
-        """Nobody holds the state: wait for a worker, go back to the last snapshot, data and history included."""
+        """Those who hold the state cannot go on: wait for workers, and start over from what can be saved of it.
+
+        Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
+        last snapshot, data and history included.
+        """
+        if isinstance(cause, GroupLost):
+            self._give_up_group(str(cause))
         self._exchange.give_up()
-        self.run.move("waiting", f"no worker is left; waiting {self.plan.rejoin_timeout_s:g} s for one to join")
+        needed = self.ensemble.least - len(self.ready - self._unfit)
+        if needed > 0:
+            what = "one to join" if needed == 1 else f"{needed} to join"
+            self.run.move("waiting", f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}")
         self.start_over(cause)
         self._exchange.give_up()
         position = self.position = self.snapshot.position
@@ -307,10 +315,21 @@ class TrainingJob(TeamJob):
         self.run.rewind(self.snapshot.step + 1 - self._first_step)
         self._due.clear()
 
+    def _give_up_group(self, reason: str) -> None:
+        """Wake everyone who is blocked in the group, hear how far they are, and save what is there of the state."""
+        self.cluster.notice(f"{reason}; step {self.ensemble.step + 2} is given up and a new group is formed")
+        self.run.generations += 1
+        self._formed = False
+        self._abort(reason, hear_all=True)
+        self._formed = False
+        if self.ensemble.rescue(self):
+            self.snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.master.state())
+        self.ensemble.disband()
+
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _has_room(self) -> bool:
-        return len(self._exchange.flights) <= self.plan.prefetch_steps and bool(self.available())
+        return len(self._exchange.flights) <= self.plan.prefetch_steps and self.ensemble.connected(self.available())
 
     def _issue(self, epoch: int, group: list[LoadedBatch]) -> None:
         team = tuple(self.available())

@@ -47,7 +47,8 @@ class ShardResult:
         finite: the loss is finite; for a lone worker, whose gradients nobody else checks, they and the buffers too.
         forward_s: seconds of forward.
         backward_s: seconds of backward, with handing over.
-        culprit: for a lone worker, the first parameter or buffer that is not finite.
+        culprit: for a lone worker or a group, the first parameter or buffer that is not finite.
+        gradient_square: for a group, this rank's share of the squared norm of the gradient.
     """
 
     loss_sum: float
@@ -57,6 +58,7 @@ class ShardResult:
     forward_s: float
     backward_s: float
     culprit: str = ""
+    gradient_square: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,13 +305,17 @@ class FormGroup(Message, frozen=True):
 
 
 class GroupFormed(Message, frozen=True):
-    """Worker to orchestrator: the group stands and the model is spread over it, or why not."""
+    """Worker to orchestrator: the group stands and the model is spread over it, or why not.
+
+    `broken` tells that the group, not the model, was in the way: a member did not come or was lost.
+    """
 
     run_id: str
     generation: int
     ok: bool
     problem: str = ""
     traceback: str = ""
+    broken: bool = False
 
 
 class LoadState(Message, frozen=True):
@@ -369,6 +373,7 @@ class Shard(Message, frozen=True):
         solo: the receiver is the only worker and may commit by itself.
         want_hash: report a hash of the parameters after this step.
         sample_ids: first and last sample id of the shard, for error messages only.
+        part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
     """
 
     run_id: str
@@ -383,6 +388,7 @@ class Shard(Message, frozen=True):
     solo: bool = False
     want_hash: bool = False
     sample_ids: tuple[int, int] | None = None
+    part_rows: tuple[int, ...] = ()
 
 
 class StepInfo(Message, frozen=True):
@@ -495,12 +501,16 @@ class Tick(Message, frozen=True):
 
 
 class Evaluate(Message, frozen=True):
-    """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state."""
+    """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    """
 
     run_id: str
     request_id: int
     rows: int
     batch: Tree
+    grouped: bool = False
 
 
 class Evaluated(Message, frozen=True):
@@ -691,7 +701,7 @@ class Failure(Message, frozen=True):
     generation: int
     step: int
     shard: int
-    kind: str  # "user", "memory", "internal"
+    kind: str  # "user", "memory", "internal"; "group": a member is gone; "torn": so while parameters were exchanged
     type_name: str
     text: str
     traceback: str

@@ -28,14 +28,19 @@ def through_a_file(state: object) -> object:
 
 def test_names_and_functions_make_optimizers() -> None:
     net = model()
-    made = build_optimizer(Factory("AdamW", {"lr": 0.5, "betas": [0.8, 0.9]}), net, resolver())
+    made = build_optimizer(Factory("AdamW", {"lr": 0.5, "betas": [0.8, 0.9]}), net.named_parameters(), resolver())
     assert type(made) is optim.AdamW and made.param_groups[0]["lr"] == 0.5
 
     def groups(named: list, lr: float) -> optim.Optimizer:
         assert [name for name, _ in named] == ["weight"]
         return optim.SGD([p for _, p in named], lr)
 
-    assert build_optimizer(Factory("groups", {"lr": 0.25}), net, resolver(groups=groups)).param_groups[0]["lr"] == 0.25
+    assert (
+        build_optimizer(Factory("groups", {"lr": 0.25}), net.named_parameters(), resolver(groups=groups)).param_groups[
+            0
+        ]["lr"]
+        == 0.25
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_names_and_functions_make_optimizers() -> None:
 def test_mistakes_of_the_optimizer_are_named(factory: Factory, says: str) -> None:
     names = {"none": lambda named: None, "stranger": lambda named: optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)}
     with pytest.raises(ConfigError, match=says):
-        build_optimizer(factory, model(), resolver(**names))
+        build_optimizer(factory, model().named_parameters(), resolver(**names))
 
 
 def test_a_raising_function_is_a_preparation_error() -> None:
@@ -64,9 +69,9 @@ def test_a_raising_function_is_a_preparation_error() -> None:
         raise KeyError("decay")
 
     with pytest.raises(PreparationError, match="'broken' raised KeyError"):
-        build_optimizer(Factory("broken"), model(), resolver(broken=broken))
+        build_optimizer(Factory("broken"), model().named_parameters(), resolver(broken=broken))
     with pytest.raises(ConfigError, match="nothing to train"):
-        build_optimizer(Factory("SGD"), nn.ReLU(), resolver())
+        build_optimizer(Factory("SGD"), nn.ReLU().named_parameters(), resolver())
 
 
 SCHEDULER_ARGS = {
@@ -192,7 +197,7 @@ OPTIMIZER_ARGS = {
 def test_every_torch_optimizer_resumes_bit_for_bit(name: str) -> None:
     def fresh():
         net = model()
-        return net, build_optimizer(Factory(name, OPTIMIZER_ARGS.get(name, {})), net, resolver())
+        return net, build_optimizer(Factory(name, OPTIMIZER_ARGS.get(name, {})), net.named_parameters(), resolver())
 
     def train(net, optimizer, steps) -> None:
         for step in steps:

@@ -1,0 +1,65 @@
+"""The ways to spread a model, by the name a user says, and the settings that each stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from guava_nb.config.mesh import Mesh
+from guava_nb.errors import ConfigError
+
+__all__ = ["MODES", "SCHEDULES", "mode_name", "mode_settings"]
+
+MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def mode_settings(
+    mode: str, dp: int | None = None, pp: int | None = None, tp: int | None = None, zero_stage: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of `DistributedConfig` that a mode stands for.
+
+    Args:
+        mode: one of `MODES`.
+        dp: replicas; None takes what the other axes leave.
+        pp: pipeline stages; None takes all workers in pipeline mode.
+        tp: workers that share each layer; None takes all workers in tensor mode.
+        zero_stage: 1, 2 or 3 in zero mode (2 when left out), 0 to 3 in hybrid mode.
+
+    Raises:
+        ConfigError: an unknown mode, or a size that the mode has no axis for.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(MODES)}")
+    axes = {"data": "", "pipeline": "pp", "tensor": "tp", "zero": "dp", "hybrid": "dp pp tp"}[mode].split()
+    for name, size in (("dp", dp), ("pp", pp), ("tp", tp)):
+        if size is not None and name not in axes:
+            raise ConfigError(f"{mode} mode has no axis {name}; leave --{name} out, or use hybrid mode")
+    if zero_stage is not None and mode not in ("zero", "hybrid"):
+        raise ConfigError(f"{mode} mode has no ZeRO stage; use zero or hybrid mode")
+    stage = zero_stage if zero_stage is not None else (2 if mode == "zero" else 0)
+    if mode == "zero" and not stage:
+        raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
+    return {
+        "data_parallel": mode in ("data", "zero", "hybrid"),
+        "model_parallel": False,
+        "pipeline_parallel": mode == "pipeline" or (mode == "hybrid" and pp is not None and pp > 1),
+        "tensor_parallel": mode == "tensor" or (mode == "hybrid" and tp is not None and tp > 1),
+        "data_parallel_size": dp,
+        "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
+        "zero_stage": stage,
+    }
+
+
+def mode_name(mesh: Mesh, zero_stage: int, layers: bool, tensor: bool) -> str:
+    """Return the mode that a mesh stands for.
+
+    Args:
+        layers: the pipeline axis is in use.
+        tensor: the tensor axis is in use.
+    """
+    axes = [mesh.data > 1, layers and (mesh.stages > 1 or not tensor), tensor and (mesh.tensor > 1 or not layers)]
+    if axes[1] or axes[2]:
+        alone = sum(axes) == 1 and not zero_stage
+        return ("pipeline" if axes[1] else "tensor") if alone else "hybrid"
+    return "zero" if zero_stage else "data"

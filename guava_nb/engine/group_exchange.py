@@ -1,0 +1,212 @@
+"""The `group` exchange: every rank of a process group gets its share, the group sums by itself, the hub takes the vote.
+
+The same face as `StarExchange`. A step is committed when all ranks have reported; a lost rank ends the step for everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from guava_nb.config.mesh import Mesh
+from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.split import RowSplitter, share_ranges
+from guava_nb.data.tree import pack
+from guava_nb.engine.flight import Flight
+from guava_nb.engine.group_ensemble import GroupEnsemble
+from guava_nb.engine.job import Job
+from guava_nb.engine.star import OnApplied, OnCommit
+from guava_nb.engine.step import Decided, Halt, ShardTask, StepMachine
+from guava_nb.errors import ConfigError, NotFinite
+from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
+
+__all__ = ["GroupExchange", "parts_for", "shares_of"]
+
+Buffers = Sequence[memoryview]
+
+
+class GroupExchange:
+    """All steps in flight of one run.
+
+    Args:
+        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
+        on_applied: called when a worker reports that it applied a step.
+
+    Attributes:
+        flights: issued and not committed, by step.
+        next_step: number of the next step to issue.
+    """
+
+    def __init__(self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied) -> None:
+        """Handle the exchange's messages in that job."""
+        self.flights: dict[int, Flight] = {}
+        self.next_step = ensemble.step + 1
+        self._job, self._ensemble = job, ensemble
+        self._on_commit, self._on_applied = on_commit, on_applied
+        job.on(Ready, self._on_ready)
+        job.on(Committed, self._on_committed)
+
+    def issue(
+        self,
+        epoch: int,
+        group: Sequence[LoadedBatch],
+        team: tuple[int, ...],
+        weights: Sequence[float],
+        splitter: RowSplitter,
+    ) -> Flight:
+        """Share a group of batches among the replicas and send every rank its part.
+
+        Args:
+            weights: of the members; a replica takes the share of its first rank.
+        """
+        ensemble, mesh, spec = self._ensemble, self._ensemble.mesh, self._ensemble.spec
+        step = self.next_step
+        every = spec.hash_every_steps
+        want_hash = bool(every) and (step + 1) % every == 0
+        shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
+        tasks, shards = _tasks(ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash)
+        machine = StepMachine(
+            step, ensemble.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
+        )
+        flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
+        self.next_step += 1
+        for task in tasks:
+            self._job.cluster.send(task.owner, *shards[task.index])
+        return flight
+
+    def adopt(self, available: Collection[int]) -> None:
+        """Nothing: what a lost rank had to do nobody else can do."""
+
+    def give_up(self, but_solo: bool = False) -> None:
+        """Forget all steps in flight."""
+        self.flights = {}
+        self.next_step = self._ensemble.step + 1
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Ready)
+        member = self._job.cluster.roster.members[rank]
+        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.samples += message.rows
+        flight = self.flights.get(message.step)
+        if message.run_id != self._ensemble.run_id or flight is None:
+            return
+        for instruction in flight.machine.on_ready(rank, message):
+            match instruction:
+                case Halt():
+                    raise self._not_finite(flight, rank, message.culprit)
+                case Decided(commit, loss_sum, count):
+                    machine = flight.machine
+                    order = CommitStep(self._ensemble.run_id, machine.generation, machine.step, commit)
+                    self._job.cluster.send_all(flight.members, order)
+                    del self.flights[machine.step]
+                    self._ensemble.step = machine.step
+                    self._on_commit(flight, commit, loss_sum, count)
+
+    def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Committed)
+        if message.run_id == self._ensemble.run_id:
+            self._on_applied(rank, message)
+
+    def _not_finite(self, flight: Flight, rank: int, culprit: str) -> NotFinite:
+        ids = flight.sample_ids()
+        where = f"the gradient of {culprit}" if culprit else "the loss"
+        span = f"samples {ids[0]} to {ids[-1]}" if ids else "its samples"
+        return NotFinite(
+            f"NaN or Inf in {where} on {self._job.cluster.name(rank)} at step {flight.machine.step + 1} ({span}, "
+            f"{flight.machine.rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, "
+            "or clip with max_grad_norm"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- who gets what
+
+
+class _Share:
+    """What one replica does of a step: the pieces of every loader batch, their rows and ids."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.rows: list[int] = []
+        self.ids: list[int] = []
+
+
+def shares_of(
+    group: Sequence[LoadedBatch], mesh: Mesh, weights: Sequence[float], splitter: RowSplitter
+) -> list[_Share]:
+    """Share loader batches among the replicas of a mesh.
+
+    A replica whose share rounds to no sample gets one row as a stand-in, marked with 0 rows: it has to take part in the
+    group's operations all the same.
+
+    Raises:
+        ConfigError: a batch cannot be shared out, or the whole group has no samples.
+    """
+    shares = [_Share() for _ in range(mesh.data)]
+    for batch in (batch for batch in group if batch.rows):
+        ranges = share_ranges(batch.rows, weights)
+        taken = [r if r[1] > r[0] else (0, 1) for r in ranges]
+        parts = splitter.split(batch.batch, taken, batch.rows)
+        for share, (first, last), part in zip(shares, ranges, parts, strict=True):
+            share.pieces.append(part)
+            share.rows.append(last - first)
+            if len(batch.sample_ids) == batch.rows:
+                share.ids.extend(batch.sample_ids[first:last])
+        if len(batch.sample_ids) != batch.rows:
+            # The collate function dropped or added rows: the ids belong to the batch as a whole.
+            shares[0].ids.extend(batch.sample_ids)
+    if not any(sum(share.rows) for share in shares):
+        raise ConfigError(
+            f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
+        )
+    return shares
+
+
+def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any]) -> list[Any]:
+    """Return what a stage needs of a replica's pieces: all without stages, else inputs first, targets last.
+
+    Raises:
+        ConfigError: a pipeline's batch is not of the form (inputs, targets).
+    """
+    if mesh.stages == 1:
+        return list(pieces)
+    parts = []
+    for piece in pieces:
+        if not isinstance(piece, list | tuple) or len(piece) != 2:
+            raise ConfigError(
+                f"pipeline stages need batches of the form (inputs, targets), this one is a {type(piece).__name__}: the first "
+                "stage gets the inputs, the last one the targets. Let the data set or collate_fn give such pairs"
+            )
+        inputs, targets = piece
+        parts.append((inputs if stage == 0 else None, targets if stage == mesh.stages - 1 else None))
+    return parts
+
+
+def _tasks(
+    run_id: str,
+    generation: int,
+    step: int,
+    mesh: Mesh,
+    team: Sequence[int],
+    shares: Sequence[_Share],
+    want_hash: bool,
+) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
+    """One task and one message per rank of the group; the rows count where the loss is reported."""
+    global_rows = sum(sum(share.rows) for share in shares)
+    tasks: list[ShardTask] = []
+    messages: list[tuple[Shard, Buffers]] = []
+    for rank, owner in enumerate(team):
+        share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
+        reports = stage == mesh.stages - 1 and tensor == 0
+        if tensor == 0:  # the ranks that share layers share one batch
+            tree, buffers = pack(parts_for(mesh, stage, share.pieces))
+        rows = sum(share.rows) if reports else 0
+        tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
+        span = (share.ids[0], share.ids[-1]) if share.ids else None
+        shard = Shard(
+            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), tree, False, want_hash, span,
+            tuple(share.rows),
+        )  # fmt: skip
+        messages.append((shard, buffers))
+    return tasks, messages

@@ -1,0 +1,149 @@
+"""A worker's place in a process group: takes it, gives it up, and wakes whoever is blocked in it.
+
+The loop's thread sits in the group's operations; an abort comes on another thread and must reach it there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from guava_nb.backend import Endpoint, end_group, init_group, store_for
+from guava_nb.errors import GroupBroken
+from guava_nb.protocol.messages import FormGroup
+
+__all__ = ["GroupSeat"]
+
+log = logging.getLogger(__name__)
+
+
+class GroupSeat:
+    """At most one group at a time, torch's default one.
+
+    Args:
+        endpoint: this process's way to the hub's relay and store.
+        device: where tensors live.
+    """
+
+    def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
+        """No group yet."""
+        self._endpoint, self._device = endpoint, device
+        self._lock = threading.Lock()
+        self._formed: FormGroup | None = None
+        self._broken = ""  # why the present group is given up; "" while it stands
+        self._applying = False
+        self._generation = -1  # an abort up to here came
+
+    def form(self, order: FormGroup) -> None:
+        """Leave the present group and take a place in a new one; returns when all members have met.
+
+        Raises:
+            GroupBroken: it was given up meanwhile.
+            GuavaError, RuntimeError: a member did not come, or could not be reached.
+        """
+        self.leave()
+        with self._lock:
+            if order.generation <= self._generation:
+                raise GroupBroken("the group was given up before it was formed")
+            self._formed, self._broken = order, ""
+        if order.backend == "guava":
+            init_group(
+                self._endpoint, order.name, order.rank, len(order.members), order.members, timeout_s=order.timeout_s
+            )
+            return
+        dist.init_process_group(
+            order.backend,
+            store=store_for(self._endpoint, order.name),
+            rank=order.rank,
+            world_size=len(order.members),
+            timeout=datetime.timedelta(seconds=order.timeout_s),
+            device_id=self._device if order.backend == "nccl" else None,
+        )
+
+    def leave(self) -> None:
+        """Give the present group up, if there is one; never waits for the others."""
+        with self._lock:
+            formed, self._formed = self._formed, None
+        if formed is None:
+            return
+        if formed.backend == "guava":
+            end_group()
+        elif dist.is_initialized():
+            _destroy()
+
+    def abort(self, generation: int, reason: str) -> None:
+        """Wake whoever is blocked in the group; called from any thread, and does not wait.
+
+        While a committed step is being applied it waits for that to end: half of ZeRO 1's exchange would tear the parameters.
+        A member that is gone breaks the exchange by itself.
+        """
+        with self._lock:
+            self._generation = max(self._generation, generation)
+            if self._formed is None or generation < self._formed.generation:
+                return
+            self._broken = self._broken or reason
+            applying = self._applying
+        if not applying:
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            formed = self._formed
+        if formed is None:
+            return
+        if formed.backend == "guava":
+            self._endpoint.break_groups(self._broken)
+        else:
+            _abort_backend(self._device)
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """A committed step is applied in the block: an abort waits for its end."""
+        with self._lock:
+            self._applying = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._applying, wake = False, bool(self._broken)
+            if wake:
+                self._wake()
+
+    def broken_by(self, error: BaseException) -> bool:
+        """Whether an error of the step comes from the group, not from the user's code."""
+        if self._formed is None:
+            return False
+        if self._broken or isinstance(error, GroupBroken | dist.DistError):
+            return True
+        text = str(error)
+        return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)
+
+
+#: What gloo and NCCL say in a plain RuntimeError when a peer is gone.
+_MARKS = (
+    "Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe", "NCCL", "Timed out waiting",
+    "Application timeout",
+)  # fmt: skip
+
+
+def _abort_backend(device: torch.device) -> None:
+    try:
+        group = dist.group.WORLD
+        if group is not None:
+            group._get_backend(device).abort()
+    except (RuntimeError, AttributeError) as error:  # this torch's gloo cannot; its own time-out ends it
+        log.info("the group's operations could not be ended at once: %s", error)
+
+
+def _destroy() -> None:
+    try:
+        _abort_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        log.info("the old group could not be taken down well: %s", error)
