@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
-from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
+from tests.support.parity_group import GroupPool, backends, group_pool
 from tests.support.spread import Scenario, plain, spread
 
 SPECS = {
