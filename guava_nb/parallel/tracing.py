@@ -1,0 +1,189 @@
+"""The outermost calls of a model as a graph: what runs after what, and which values flow between.
+
+Only the modules that hold a cut point are looked into; everything else stays one call of a whole module, with its own
+control flow, hooks and parameter names. An `nn.Sequential` needs no tracing at all.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["graph_of", "is_plain_sequential", "units_of"]
+
+_ROOT = "model"
+_FACTORIES = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "arange", "linspace")
+
+
+class _Single(nn.Module):
+    """Calls the model as training does: with the inputs and nothing else, so that other arguments keep their defaults."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return self.model(inputs)
+
+
+class _OuterTracer(fx.Tracer):
+    """Looks into the given modules only; assertions are left out, whatever they ask."""
+
+    # A buffer can then be cut by a size that is not known yet: self.mask[:length].
+    proxy_buffer_attributes = True
+
+    def __init__(self, enter: Collection[str]) -> None:
+        super().__init__()
+        self._enter = {_ROOT, *(f"{_ROOT}.{name}" for name in enter)}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._enter and not is_plain_sequential(m)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if _in_assertion(sys._getframe(1)):
+            return True
+        return bool(super().to_bool(obj))
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Whether calling the children one by one is all that calling the module does."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module).forward is nn.Sequential.forward and not any(hooks)
+
+
+def units_of(sequential: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield full name and module of everything a sequential calls, nested ones opened."""
+    for name, child in sequential._modules.items():
+        assert child is not None, "an nn.Sequential has no empty places"
+        if is_plain_sequential(child):
+            yield from units_of(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def graph_of(model: nn.Module, enter: Collection[str] = ()) -> tuple[fx.Graph, dict[str, Any]]:
+    """Return the calls of a model in order, and what their names stand for.
+
+    Args:
+        model: the whole model; its `forward` takes the inputs as the first argument, others have defaults.
+        enter: full names of the modules to look into, beside the model itself.
+
+    Raises:
+        ConfigError: the flow depends on values, or on train and eval mode; the text says what to do.
+    """
+    if is_plain_sequential(model):
+        return _sequential_graph(model)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        graph, objects = _trace(model, enter)
+        model.eval()
+        other, _ = _trace(model, enter)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if str(graph) != str(other):
+        raise ConfigError(
+            f"{type(model).__name__}.forward does other things in train than in eval mode (self.training, "
+            "functional dropout); put that into a submodule of its own, such as nn.Dropout, to cut the model into stages"
+        )
+    return graph, objects
+
+
+def _sequential_graph(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
+    graph = fx.Graph()
+    value = graph.placeholder("inputs")
+    objects: dict[str, Any] = {}
+    for name, unit in units_of(model):
+        value = graph.call_module(name, (value,))
+        objects[name] = unit
+    graph.output(value)
+    return graph, objects
+
+
+def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str, Any]]:
+    single = _Single(model)
+    try:
+        with _factories_followed():
+            graph = _OuterTracer(enter).trace(single)
+    except ConfigError:
+        raise
+    except Exception as error:
+        name = type(model).__name__
+        raise ConfigError(
+            f"{name} cannot be cut into stages: {_first_line(error)}. Its outer forward is followed without values, so "
+            "it must not branch on tensors or their sizes. Move that into a submodule, or write the model as an "
+            "nn.Sequential of its blocks"
+        ) from error
+    return graph, _named_objects(graph, single)
+
+
+@contextmanager
+def _factories_followed() -> Iterator[None]:
+    """Let torch.zeros(length, 1) be followed: torch's own tracer sees functions that are given a tensor only."""
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, function in originals.items():
+        setattr(torch, name, _followed(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(torch, name, function)
+
+
+def _followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate((args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else a)
+        if not found:
+            return function(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+    return follow
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _named_objects(graph: fx.Graph, single: nn.Module) -> dict[str, Any]:
+    """Give every name in the graph its name in the model, and look it up."""
+    objects: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            value: Any = single
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            node.target = str(node.target).removeprefix(f"{_ROOT}.")
+            objects[node.target] = value
+    return objects
+
+
+def _in_assertion(frame: FrameType | None) -> bool:
+    """Whether the first frame outside torch and this file is in the condition of an `assert`."""
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").startswith("torch.") or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    after = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti]
+    steps = [step for step in after if step.opname not in ("CACHE", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG", "NOP")][:2]
+    names = [step.opname for step in steps]
+    return (
+        len(steps) == 2
+        and names[0].endswith("IF_TRUE")
+        and ("ASSERTION" in names[1] or "Assertion" in str(steps[1].argrepr))
+    )
