@@ -102,8 +102,8 @@ class RelayGroup:
 
     @property
     def over(self) -> bool:
-        """Whether every rank that ever opened it has left, so that it can be forgotten."""
-        return bool(self.members) and self._left >= self.members.keys()
+        """Whether every rank has opened it and left, so that it can be forgotten."""
+        return len(self.members) == self.size and self._left >= self.members.keys()
 
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
@@ -124,7 +124,8 @@ class RelayGroup:
         self._left.discard(rank)
         if self.broken:
             return [Deliver(rank, GroupEnded(self.name, self.broken))]
-        return [*self._waiting.pop(rank, ())]
+        gone = [Deliver(rank, LeaveGroup(self.name, other)) for other in sorted(self._left)]
+        return [*self._waiting.pop(rank, ()), *gone]
 
     def leave(self, rank: int) -> list[Action]:
         """A rank is done: collectives that it did not call, and receives from it, cannot complete any more."""
@@ -176,9 +177,7 @@ class RelayGroup:
         """A part of a tensor from rank to rank."""
         if self.broken or not 0 <= parcel.target < self.size:
             return []
-        actions = self._pass_on(
-            (parcel.target,), msgspec.structs.replace(parcel, source=rank, confirm=False), payload
-        )
+        actions = self._pass_on((parcel.target,), msgspec.structs.replace(parcel, source=rank, confirm=False), payload)
         if parcel.confirm:
             actions.append(Deliver(rank, Taken(self.name, -parcel.number, parcel.target)))
         return actions
