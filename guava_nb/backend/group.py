@@ -285,7 +285,7 @@ class GuavaGroup(dist.ProcessGroup):
         return self._start(collectives.barrier(self._place(opts)))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for each other; who does not come in time is named, all of them whatever `wait_all_ranks` says.
+        """Wait for each other; who does not come in time is named: the first, or with `wait_all_ranks` all of them.
 
         Raises:
             CollectiveTimeout: some ranks did not come.
@@ -296,11 +296,10 @@ class GuavaGroup(dist.ProcessGroup):
         try:
             work.wait()
         except CollectiveTimeout as problem:
-            missing = ", ".join(str(rank) for rank in getattr(problem, "missing", ()))
+            missing = [str(rank) for rank in getattr(problem, "missing", ())]
+            who = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0] if missing else '?'}"
             waited_ms = round(place.timeout_s * 1000)
-            raise CollectiveTimeout(
-                f"Ranks {missing} failed to pass monitoredBarrier in {waited_ms} ms: {problem}"
-            ) from problem
+            raise CollectiveTimeout(f"{who} failed to pass monitoredBarrier in {waited_ms} ms: {problem}") from problem
 
     # ------------------------------------------------------------------------------------------------ send and receive
 

@@ -193,7 +193,7 @@ class RelayGroup:
         call = self._calls.get(message.sequence)
         if self.broken:
             return []
-        waited = f"{self.who([rank])} waited {message.waited_s:g} s"
+        waited = f"{self.who([rank])} reached its timeout of {message.waited_s:g} s"
         if call is None:  # every rank has called it: its data is still on the way
             why = f"{waited}; every rank has called it, its data is still on the way: give more time"
             return [Deliver(rank, OperationFailed(self.name, message.sequence, why, timed_out=True))]
@@ -201,7 +201,7 @@ class RelayGroup:
             return []
         missing = tuple(other for other in range(self.size) if other not in call.specs)
         what = describe_call(call.specs[rank]) if rank in call.specs else "a collective"
-        reason = f"{waited} for {self.who(missing)} in {what}"
+        reason = f"{waited} waiting for {self.who(missing)} in {what}"
         return self._fail(message.sequence, call, reason, timed_out=True, missing=missing)
 
     # -------------------------------------------------------------------------------------------------------- internal
