@@ -384,7 +384,9 @@ class Circle:
             self._receives = [receive for receive in self._receives if receive.operation is not operation]
             self._sends = {key: sent for key, sent in self._sends.items() if sent is not operation}
         where = "the hub, which did not answer" if operation.sequence else operation.what
-        operation.end(CollectiveTimeout(f"reached its timeout of {waited_s:g} s waiting for {where} in group {self.name!r}"))
+        operation.end(
+            CollectiveTimeout(f"reached its timeout of {waited_s:g} s waiting for {where} in group {self.name!r}")
+        )
 
 
 class _Left(CollectiveError):

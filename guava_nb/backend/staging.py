@@ -78,10 +78,10 @@ class Staged:
         with torch.cuda.device(self.tensor.device), torch.no_grad():
             if read:
                 self._host.copy_(self.tensor, non_blocking=True)
-                self.copied = torch.cuda.Event()
+                self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.copied.record(stream)
             if write:
-                self._called = torch.cuda.Event()
+                self._called = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._called.record(stream)
 
     def snapshot(self) -> bool:
@@ -106,7 +106,7 @@ class Staged:
                 self.tensor.copy_(self._host, non_blocking=True)
                 # The caller may free the tensor while this stream still writes to it.
                 self.tensor.record_stream(stream)
-                self.landed = torch.cuda.Event()
+                self.landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.landed.record(stream)
 
 
@@ -126,7 +126,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     with _side_lock:
         stream = _side_streams.get(device)
         if stream is None:
-            stream = _side_streams[device] = torch.cuda.Stream(device)
+            stream = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
 
 

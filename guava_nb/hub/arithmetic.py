@@ -130,4 +130,4 @@ def _reduce_unsigned(reduction: str, dtype: np.dtype[np.generic], parts: Sequenc
         _UFUNCS[reduction](total, np.frombuffer(part, dtype), out=total)
     if reduction == "avg":
         np.floor_divide(total, np.array(len(parts), dtype), out=total)
-    return memoryview(total).cast("B")
+    return total.data.cast("B")

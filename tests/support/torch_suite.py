@@ -28,6 +28,8 @@ _DECLARATIONS = {
     'BACKEND == "gloo"': 'BACKEND in ("gloo", "guava")',
     'require_backend_is_available({"gloo"})': 'require_backend_is_available({"gloo", "guava"})',
 }
+
+
 def _monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     import torch.distributed as dist
 
