@@ -28,7 +28,8 @@ from guava_nb.hub.arithmetic import dtype_name
 
 __all__ = ["GuavaGroup"]
 
-_REDUCTIONS = {
+_NAME_OF_OP = {
+    dist.ReduceOp.PREMUL_SUM: "sum",
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.PRODUCT: "product",
@@ -375,9 +376,7 @@ def _options(opts: Any, timeout: timedelta | None) -> Any:
 
 
 def _reduction(what: str, op: Any, tensor: torch.Tensor) -> str:
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return "sum"
-    name = next((name for known, name in _REDUCTIONS.items() if op == known), None)
+    name = _NAME_OF_OP.get(getattr(op, "op", op))
     if name is None:
         raise CollectiveError(f"{what}: there is no reduction {op}")
     if tensor.is_complex() and name in ("min", "max", "band", "bor", "bxor"):

@@ -80,6 +80,12 @@ def describe_call(spec: CallSpec) -> str:
     return words + (f", root {spec.root}" if spec.root >= 0 else "")
 
 
+def _onward(piece: Piece, source: int) -> Piece:
+    """The same piece on its way down."""
+    where = (piece.group, piece.sequence, piece.target, source)
+    return Piece(*where, piece.offset, piece.total, piece.tensor, piece.reduce)
+
+
 class RelayGroup:
     """One group.
 
@@ -167,8 +173,7 @@ class RelayGroup:
             if piece.reduce:
                 actions += self._collect(rank, piece, payload)
             else:
-                onward = msgspec.structs.replace(piece, source=rank, call=None, confirm=False)
-                actions += self._pass_on(self._receivers(piece.target, rank), onward, payload)
+                actions += self._pass_on(self._receivers(piece.target, rank), _onward(piece, rank), payload)
         if piece.confirm:
             actions.append(Deliver(rank, Taken(self.name, piece.sequence)))
         return actions
@@ -239,7 +244,7 @@ class RelayGroup:
         if place.missing:
             return []
         del self._places[key]
-        onward = msgspec.structs.replace(piece, source=-1, call=None, confirm=False)
+        onward = _onward(piece, -1)
         return [Reduce(self._receivers(piece.target, None), onward, [part for part in place.parts if part is not None])]
 
     def _receivers(self, target: int, but: int | None) -> tuple[int, ...]:

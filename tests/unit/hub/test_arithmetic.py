@@ -52,7 +52,10 @@ def test_reductions_are_those_of_torch(seed: int, dtype: str, ranks: int, reduct
     elif dtype in INTEGERS:
         assert torch.equal(result.to(torch.int64), expected().trunc().long().to(DTYPES[dtype]).to(torch.int64))
     else:
-        assert torch.equal(result.double(), expected().to(torch.float32 if dtype != "float64" else torch.float64).to(DTYPES[dtype]).double())
+        assert torch.equal(
+            result.double(),
+            expected().to(torch.float32 if dtype != "float64" else torch.float64).to(DTYPES[dtype]).double(),
+        )
 
 
 def test_half_types_are_rounded_once() -> None:

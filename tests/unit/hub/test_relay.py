@@ -81,9 +81,7 @@ def test_sums_do_not_depend_on_who_comes_when(size: int, operations: int, chunks
     world = World(size)
     rng = np.random.default_rng(3)
     values = rng.normal(size=(operations, size, chunks, 2)).astype(np.float32)
-    waiting = {
-        rank: [(op, chunk) for op in range(operations) for chunk in range(chunks)] for rank in range(size)
-    }
+    waiting = {rank: [(op, chunk) for op in range(operations) for chunk in range(chunks)] for rank in range(size)}
     while any(waiting.values()):
         rank = random.choice([rank for rank, left in waiting.items() if left])
         op, chunk = waiting[rank].pop(0)
