@@ -59,7 +59,7 @@ def _load() -> types.ModuleType:
     module = types.ModuleType(SUITE)
     module.__file__ = spec.origin
     sys.modules[SUITE] = module
-    exec(compile(text, spec.origin, "exec"), module.__dict__)
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
