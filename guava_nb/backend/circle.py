@@ -81,6 +81,7 @@ class Circle:
         self._receives: list[_Receive] = []
         self._left: set[int] = set()
         self._broken: GuavaError | None = None
+        self._overdue: GuavaError | None = None  # failure of a collective that was over here before it failed
         self._send(OpenGroup(name, rank, self.size, self.members[rank]), ())
 
     def who(self, rank: int) -> str:
@@ -99,7 +100,7 @@ class Circle:
         with self._lock:
             self.sequence += 1
             operation.sequence = self.sequence
-            broken = self._broken
+            broken, self._overdue = self._broken or self._overdue, None
             problem = ""
             if broken is None:
                 self._pending[operation.sequence] = operation
@@ -294,13 +295,21 @@ class Circle:
             self._settle(operation)
 
     def _on_failed(self, message: OperationFailed) -> None:
+        kind = CollectiveTimeout if message.timed_out else CollectiveError
+        error = kind(message.reason)
+        error.missing = message.missing  # type: ignore[attr-defined]
         with self._lock:
             operation = self._pending.pop(message.sequence, None)
-        if operation is not None:
-            kind = CollectiveTimeout if message.timed_out else CollectiveError
-            error = kind(message.reason)
-            error.missing = message.missing  # type: ignore[attr-defined]
-            operation.end(error)
+            failed = [operation] if operation is not None else []
+            if operation is None:
+                # Over here already, as for the root of a broadcast. The ranks go different ways from there on: what was
+                # called since, or is called next, says so instead of waiting for them.
+                failed = [later for number, later in self._pending.items() if number > message.sequence]
+                self._overdue = None if failed else error
+                for later in failed:
+                    del self._pending[later.sequence]
+        for one in failed:
+            one.end(error)
 
     def _on_left(self, rank: int) -> None:
         with self._lock:
@@ -375,7 +384,9 @@ class Circle:
             self._receives = [receive for receive in self._receives if receive.operation is not operation]
             self._sends = {key: sent for key, sent in self._sends.items() if sent is not operation}
         where = "the hub, which did not answer" if operation.sequence else operation.what
-        operation.end(CollectiveTimeout(f"waited {waited_s:g} s for {where} in group {self.name!r}"))
+        operation.end(
+            CollectiveTimeout(f"reached its timeout of {waited_s:g} s waiting for {where} in group {self.name!r}")
+        )
 
 
 class _Left(CollectiveError):

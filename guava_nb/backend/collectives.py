@@ -287,9 +287,7 @@ def all_to_all(
     return prepared
 
 
-def _cut(
-    what: str, tensors: Any, size: int, *, read: bool
-) -> tuple[list[Staged], list[Bytes]]:
+def _cut(what: str, tensors: Any, size: int, *, read: bool) -> tuple[list[Staged], list[Bytes]]:
     """Bytes per rank of a list of tensors, or of one tensor cut along its first axis."""
     if not isinstance(tensors, tuple):
         _fits(what, [len(tensors)], size, "one tensor per rank")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-
 import threading
 import time
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from guava_nb.errors import ConfigError
 from guava_nb.hub.relay import Relay
@@ -20,7 +19,7 @@ __all__ = ["EmbeddedHub", "host_of"]
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
 
-def host_of(store: dist.Store) -> str:
+def host_of(store: Store) -> str:
     """Where rank 0 should listen: GUAVA_HOST, or the host that the others already reach it by; else loopback.
 
     Args:

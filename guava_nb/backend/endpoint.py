@@ -70,12 +70,10 @@ class Endpoint:
             True when it was for the endpoint; `done` has been called then.
         """
         if isinstance(message, (Piece, Parcel, Taken, OperationFailed, GroupEnded, LeaveGroup)):
+            done()  # first: once the last piece is in place, whoever waits for it wants the processor
             circle = self._circles.get(message.group)
-            try:
-                if circle is not None:  # else of a group that was destroyed here
-                    circle.post(message, payload)
-            finally:
-                done()
+            if circle is not None:  # else of a group that was destroyed here
+                circle.post(message, payload)
             return True
         if isinstance(message, StoreReply):
             question = self._questions.pop(message.request_id, None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from guava_nb.backend import collectives
 from guava_nb.backend.circle import Circle
@@ -24,10 +24,12 @@ from guava_nb.backend.sparse import all_reduce_sparse
 from guava_nb.backend.staging import runner_for
 from guava_nb.backend.work import GuavaWork, JointWork
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken
+from guava_nb.hub.arithmetic import dtype_name
 
 __all__ = ["GuavaGroup"]
 
-_REDUCTIONS = {
+_NAME_OF_OP = {
+    dist.ReduceOp.PREMUL_SUM: "sum",
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.PRODUCT: "product",
@@ -60,7 +62,7 @@ class GuavaGroup(dist.ProcessGroup):
         timeout_s: float,
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._endpoint, self._timeout_s, self._on_shutdown = endpoint, timeout_s, on_shutdown
         self._circle: Circle = endpoint.open_group(name, rank, members)
         self._coalesced: list[Work] | None = None
@@ -100,7 +102,7 @@ class GuavaGroup(dist.ProcessGroup):
     group_desc = property(getGroupDesc)
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
         return [torch.device("cpu"), *cuda]
 
@@ -165,9 +167,9 @@ class GuavaGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------- reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Reduce in place, everywhere."""
-        op = _op_of(opts)
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Reduce in place, everywhere. Takes options, or a bare reduction with a timeout."""
+        op, opts = _op_of(opts), _options(opts, timeout)
         works = [self._all_reduce(tensor, op, opts) for tensor in _list(tensors)]
         return works[0] if len(works) == 1 else JointWork(works)
 
@@ -216,9 +218,12 @@ class GuavaGroup(dist.ProcessGroup):
 
     # -------------------------------------------------------------------------------------------------- moving tensors
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        """The root's content, everywhere."""
-        root = opts.rootRank if opts is not None else 0
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
+    ) -> Work:
+        """The root's content, everywhere. Takes options, or a bare rank of the root with a timeout."""
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", root or 0)
+        opts = _options(opts, timeout)
         works = [self._start(collectives.broadcast(self._place(opts), one, root)) for one in _list(tensors)]
         return works[0] if len(works) == 1 else JointWork(works)
 
@@ -280,12 +285,13 @@ class GuavaGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------------- barriers
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Wait for each other."""
+        opts = _options(None, opts) if isinstance(opts, timedelta) else _options(opts, timeout)
         return self._start(collectives.barrier(self._place(opts)))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for each other; who does not come in time is named, all of them whatever `wait_all_ranks` says.
+        """Wait for each other; who does not come in time is named: the first, or with `wait_all_ranks` all of them.
 
         Raises:
             CollectiveTimeout: some ranks did not come.
@@ -296,11 +302,10 @@ class GuavaGroup(dist.ProcessGroup):
         try:
             work.wait()
         except CollectiveTimeout as problem:
-            missing = ", ".join(str(rank) for rank in getattr(problem, "missing", ()))
+            missing = [str(rank) for rank in getattr(problem, "missing", ())]
+            who = f"Ranks {', '.join(missing)}" if wait_all_ranks else f"Rank {missing[0] if missing else '?'}"
             waited_ms = round(place.timeout_s * 1000)
-            raise CollectiveTimeout(
-                f"Ranks {missing} failed to pass monitoredBarrier in {waited_ms} ms: {problem}"
-            ) from problem
+            raise CollectiveTimeout(f"{who} failed to pass monitoredBarrier in {waited_ms} ms: {problem}") from problem
 
     # ------------------------------------------------------------------------------------------------ send and receive
 
@@ -312,7 +317,7 @@ class GuavaGroup(dist.ProcessGroup):
         self._endpoint.watch(prepared.operation.deadline)
         part = prepared.operation.parts[0]
         run = runner_for(prepared.reads)
-        self._circle.send(prepared.operation, part, collectives.dtype_name(tensor.dtype), tag, run)
+        self._circle.send(prepared.operation, part, dtype_name(tensor.dtype), tag, run)
         return self._work(prepared)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
@@ -361,10 +366,17 @@ def _op_of(opts: Any) -> Any:
     return getattr(opts, "reduceOp", opts)
 
 
+def _options(opts: Any, timeout: timedelta | None) -> Any:
+    """Options of a call that brought a bare timeout."""
+    if timeout is None:
+        return opts
+    made = AllreduceOptions()
+    made.timeout = timeout
+    return made
+
+
 def _reduction(what: str, op: Any, tensor: torch.Tensor) -> str:
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return "sum"
-    name = next((name for known, name in _REDUCTIONS.items() if op == known), None)
+    name = _NAME_OF_OP.get(getattr(op, "op", op))
     if name is None:
         raise CollectiveError(f"{what}: there is no reduction {op}")
     if tensor.is_complex() and name in ("min", "max", "band", "bor", "bxor"):

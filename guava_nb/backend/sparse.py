@@ -49,7 +49,7 @@ class _Done(Work):
         """The outputs."""
         return self._outputs
 
-    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[Any]:
         """A future that is done."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._outputs)

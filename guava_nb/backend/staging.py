@@ -25,6 +25,11 @@ __all__ = ["Staged", "runner_for"]
 SNAPSHOT_BYTES = 64 << 10
 
 
+_NUMPY_READABLE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+
 class Staged:
     """The bytes that stand for a tensor.
 
@@ -49,13 +54,15 @@ class Staged:
         Raises:
             CollectiveError: the tensor has no plain memory.
         """
+        self.copied: torch.cuda.Event | None = None
+        self.landed: torch.cuda.Event | None = None
+        self._called: torch.cuda.Event | None = None
+        if tensor.dtype in _NUMPY_READABLE and tensor.is_cpu and self._take_array(tensor):
+            return
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CollectiveError(f"a {tensor.layout} tensor on {tensor.device} cannot take part; make it dense first")
         dtype_name(tensor.dtype)  # raises for what cannot travel
         self.tensor = tensor.detach()
-        self.copied: torch.cuda.Event | None = None
-        self.landed: torch.cuda.Event | None = None
-        self._called: torch.cuda.Event | None = None
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
         self.shared = plain
         if plain:
@@ -68,6 +75,19 @@ class Staged:
             self._from_device(read, write)
         self.data: Bytes = _flat_bytes(self._host)
 
+    def _take_array(self, tensor: torch.Tensor) -> bool:
+        """The short way for most tensors: a small collective is mostly such steps."""
+        try:
+            array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        except (RuntimeError, TypeError):
+            return False  # sparse, or lazily negated
+        if not array.flags.c_contiguous:
+            return False
+        self.tensor = self._host = tensor
+        self.shared = True
+        self.data = np.ndarray((array.nbytes,), np.uint8, array) if array.size else np.empty(0, np.uint8)
+        return True
+
     def _from_device(self, read: bool, write: bool) -> None:
         self._host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda)
         if not self.tensor.is_cuda:
@@ -78,10 +98,10 @@ class Staged:
         with torch.cuda.device(self.tensor.device), torch.no_grad():
             if read:
                 self._host.copy_(self.tensor, non_blocking=True)
-                self.copied = torch.cuda.Event()
+                self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.copied.record(stream)
             if write:
-                self._called = torch.cuda.Event()
+                self._called = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._called.record(stream)
 
     def snapshot(self) -> bool:
@@ -106,7 +126,7 @@ class Staged:
                 self.tensor.copy_(self._host, non_blocking=True)
                 # The caller may free the tensor while this stream still writes to it.
                 self.tensor.record_stream(stream)
-                self.landed = torch.cuda.Event()
+                self.landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.landed.record(stream)
 
 
@@ -126,7 +146,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     with _side_lock:
         stream = _side_streams.get(device)
         if stream is None:
-            stream = _side_streams[device] = torch.cuda.Stream(device)
+            stream = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from guava_nb.backend.endpoint import Endpoint
 
@@ -19,7 +19,7 @@ def _bytes(value: str | bytes | Sequence[int]) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-class GuavaStore(dist.Store):
+class GuavaStore(Store):
     """Keys at the hub, all under one prefix.
 
     Args:
@@ -39,9 +39,9 @@ class GuavaStore(dist.Store):
         return [self.prefix + key for key in keys]
 
     def _timeout_s(self, timeout: timedelta | None = None) -> float:
-        return (timeout or self.timeout).total_seconds()
+        return (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
 
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
         self.endpoint.ask("set", self._keys(key), [_bytes(value)])
 
@@ -53,16 +53,16 @@ class GuavaStore(dist.Store):
         """Add to a counter, which begins at 0, and give the sum."""
         return self.endpoint.ask("add", self._keys(key), number=value).number
 
-    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
         """Set a key if it has the expected value; gives the value that holds then."""
         values = [_bytes(expected), _bytes(wanted)]
         return self.endpoint.ask("compare_set", self._keys(key), values).values[0]
 
-    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+    def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
         return bool(self.endpoint.ask("check", self._keys(*keys)).number)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set.
 
         Raises:
@@ -86,15 +86,15 @@ class GuavaStore(dist.Store):
         """Whether append, multi_get and multi_set work: they do."""
         return True
 
-    def append(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+    def append(self, key: str, value: str | bytes) -> None:
         """Add bytes at the end of a value."""
         self.endpoint.ask("append", self._keys(key), [_bytes(value)])
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for several keys and give their values."""
         return list(self.endpoint.ask("multi_get", self._keys(*keys), timeout_s=self._timeout_s()).values)
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
         self.endpoint.ask("multi_set", self._keys(*keys), [_bytes(value) for value in values])
 
@@ -121,6 +121,6 @@ class GuavaStore(dist.Store):
     queuePush, queuePop, queueLen = queue_push, queue_pop, queue_len  # noqa: N815
 
 
-def store_for(endpoint: Endpoint, prefix: str) -> dist.Store:
+def store_for(endpoint: Endpoint, prefix: str) -> Store:
     """A store whose keys live at the hub under `prefix`; also good for a rendezvous of gloo or nccl."""
     return GuavaStore(endpoint, prefix)

@@ -38,7 +38,7 @@ class GuavaWork(Work):
         self._outputs, self._staged = list(outputs), tuple(staged)
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; on CUDA the caller's stream then waits for the last copy.
 
         Raises:
@@ -69,7 +69,7 @@ class GuavaWork(Work):
         """Whether it has ended well."""
         return self._operation.done and self._operation.error is None
 
-    def exception(self) -> GuavaError | None:  # type: ignore[override]
+    def exception(self) -> GuavaError | None:
         """Why it failed; None while it goes on and when it has not."""
         return self._operation.error
 
@@ -96,7 +96,7 @@ class GuavaWork(Work):
     def _source_rank(self) -> int:
         return self.source_rank()
 
-    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of outputs; an error comes out of its `wait` and `value`."""
         if self._future is None:
             self._future = _future(self._operation.when_done, self._outcome, self._devices())
@@ -119,7 +119,7 @@ class JointWork(Work):
         super().__init__()
         self._works = list(works)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them; `timeout` is for all together."""
         seconds = timeout.total_seconds() if timeout else 0.0
         until = time.monotonic() + seconds
@@ -149,7 +149,7 @@ class JointWork(Work):
         for work in self._works:
             work.synchronize()
 
-    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[Any]:
         """A future of all outputs in one list."""
         joint = torch.futures.collect_all([work.get_future() for work in self._works])
         return joint.then(lambda done: [tensor for future in done.value() for tensor in future.value()])
@@ -159,7 +159,7 @@ def _future(
     when_done: Callable[[Callable[[], None]], None], outcome: Callable[[], Any], devices: list[torch.device]
 ) -> torch.futures.Future[Any]:
     """A future that fails for C++, too: only one made by `then` can carry an error there."""
-    base: torch.futures.Future[Any] = torch.futures.Future(devices=devices) if devices else torch.futures.Future()
+    base: torch.futures.Future[Any] = torch.futures.Future(devices=[*devices]) if devices else torch.futures.Future()
 
     def unwrap(done: torch.futures.Future[Any]) -> Any:
         value = done.value()

@@ -17,6 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from guava_nb.backend.embedded import EmbeddedHub, host_of
 from guava_nb.backend.endpoint import Endpoint
@@ -49,7 +51,7 @@ class World:
     name: str
     members: tuple[str, ...]
     close: Callable[[], None] = lambda: None
-    stores: list[dist.Store] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
 
 
 _lock = threading.Lock()
@@ -112,7 +114,7 @@ def register() -> None:
     """Make `"guava"` a backend and `guava://` a rendezvous of torch.distributed; may be called again."""
     if not hasattr(dist.Backend, "GUAVA"):
         dist.Backend.register_backend("guava", _create, extended_api=True, devices=["cpu", "cuda"])
-        dist.register_rendezvous_handler("guava", rendezvous)
+        register_rendezvous_handler("guava", rendezvous)  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, backend_options: Any) -> GuavaGroup:
@@ -240,12 +242,12 @@ def _meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: f
     return name
 
 
-def _exchange_names(store: dist.Store, rank: int, world_size: int, member: str) -> tuple[str, ...]:
+def _exchange_names(store: Store, rank: int, world_size: int, member: str) -> tuple[str, ...]:
     store.set(f"member/{rank}", member)
     return tuple(store.get(f"member/{other}").decode() for other in range(world_size))
 
 
-def _join_through(store: dist.Store, rank: int, size: int, timeout_s: float) -> World:
+def _join_through(store: Store, rank: int, size: int, timeout_s: float) -> World:
     """Rank 0 listens and tells the others through their own store; everyone dials."""
     hub: EmbeddedHub | None = None
     if rank == 0:

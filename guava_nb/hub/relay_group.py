@@ -80,6 +80,12 @@ def describe_call(spec: CallSpec) -> str:
     return words + (f", root {spec.root}" if spec.root >= 0 else "")
 
 
+def _onward(piece: Piece, source: int) -> Piece:
+    """The same piece on its way down."""
+    where = (piece.group, piece.sequence, piece.target, source)
+    return Piece(*where, piece.offset, piece.total, piece.tensor, piece.reduce)
+
+
 class RelayGroup:
     """One group.
 
@@ -102,8 +108,8 @@ class RelayGroup:
 
     @property
     def over(self) -> bool:
-        """Whether every rank that ever opened it has left, so that it can be forgotten."""
-        return bool(self.members) and self._left >= self.members.keys()
+        """Whether every rank has opened it and left, so that it can be forgotten."""
+        return len(self.members) == self.size and self._left >= self.members.keys()
 
     def who(self, ranks: Iterable[int]) -> str:
         """Name ranks for a sentence."""
@@ -124,7 +130,8 @@ class RelayGroup:
         self._left.discard(rank)
         if self.broken:
             return [Deliver(rank, GroupEnded(self.name, self.broken))]
-        return [*self._waiting.pop(rank, ())]
+        gone = [Deliver(rank, LeaveGroup(self.name, other)) for other in sorted(self._left)]
+        return [*self._waiting.pop(rank, ()), *gone]
 
     def leave(self, rank: int) -> list[Action]:
         """A rank is done: collectives that it did not call, and receives from it, cannot complete any more."""
@@ -166,8 +173,7 @@ class RelayGroup:
             if piece.reduce:
                 actions += self._collect(rank, piece, payload)
             else:
-                onward = msgspec.structs.replace(piece, source=rank, call=None, confirm=False)
-                actions += self._pass_on(self._receivers(piece.target, rank), onward, payload)
+                actions += self._pass_on(self._receivers(piece.target, rank), _onward(piece, rank), payload)
         if piece.confirm:
             actions.append(Deliver(rank, Taken(self.name, piece.sequence)))
         return actions
@@ -176,9 +182,7 @@ class RelayGroup:
         """A part of a tensor from rank to rank."""
         if self.broken or not 0 <= parcel.target < self.size:
             return []
-        actions = self._pass_on(
-            (parcel.target,), msgspec.structs.replace(parcel, source=rank, confirm=False), payload
-        )
+        actions = self._pass_on((parcel.target,), msgspec.structs.replace(parcel, source=rank, confirm=False), payload)
         if parcel.confirm:
             actions.append(Deliver(rank, Taken(self.name, -parcel.number, parcel.target)))
         return actions
@@ -194,7 +198,7 @@ class RelayGroup:
         call = self._calls.get(message.sequence)
         if self.broken:
             return []
-        waited = f"{self.who([rank])} waited {message.waited_s:g} s"
+        waited = f"{self.who([rank])} reached its timeout of {message.waited_s:g} s"
         if call is None:  # every rank has called it: its data is still on the way
             why = f"{waited}; every rank has called it, its data is still on the way: give more time"
             return [Deliver(rank, OperationFailed(self.name, message.sequence, why, timed_out=True))]
@@ -202,7 +206,7 @@ class RelayGroup:
             return []
         missing = tuple(other for other in range(self.size) if other not in call.specs)
         what = describe_call(call.specs[rank]) if rank in call.specs else "a collective"
-        reason = f"{waited} for {self.who(missing)} in {what}"
+        reason = f"{waited} waiting for {self.who(missing)} in {what}"
         return self._fail(message.sequence, call, reason, timed_out=True, missing=missing)
 
     # -------------------------------------------------------------------------------------------------------- internal
@@ -240,7 +244,7 @@ class RelayGroup:
         if place.missing:
             return []
         del self._places[key]
-        onward = msgspec.structs.replace(piece, source=-1, call=None, confirm=False)
+        onward = _onward(piece, -1)
         return [Reduce(self._receivers(piece.target, None), onward, [part for part in place.parts if part is not None])]
 
     def _receivers(self, target: int, but: int | None) -> tuple[int, ...]:

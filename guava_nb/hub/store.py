@@ -88,7 +88,7 @@ class StoreTable:
         """Drop every key and queue that begins so."""
         for table in (self._values, self._queues):
             for key in [key for key in table if key.startswith(prefix)]:
-                del table[key]  # type: ignore[attr-defined]
+                del table[key]
 
     def __len__(self) -> int:
         return len(self._values) + len(self._queues)

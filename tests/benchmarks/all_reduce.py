@@ -127,7 +127,7 @@ def work(rank: int, code: str, bare_port: int, nbytes: int, rounds: int, small: 
                 seconds[name].append(took)
     result = {name: statistics.median(values) for name, values in seconds.items()}
     if small:
-        for name, group in (("guava", None), ("gloo", gloo)):
+        for group in (None, gloo):
             timed(lambda group=group: dist.all_reduce(tiny, group=group), SMALL_WARM_UP)
         trips: dict[str, list[float]] = {"guava": [], "gloo": []}
         for _ in range(5):
@@ -161,8 +161,9 @@ def run(codes: list[str], nbytes: int, rounds: int, small: bool = True) -> dict[
 
 def run_links(code_text: str, nbytes: int) -> dict[str, float]:
     """The same over slow links: each worker behind an emulator of its own."""
-    from guava_nb.protocol.joincode import JoinCode
     from tests.support.slowlink import SlowLink
+
+    from guava_nb.protocol.joincode import JoinCode
 
     code = JoinCode.decode(code_text)
     rate = LINK_MBIT * 1e6 / 8

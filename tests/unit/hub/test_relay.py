@@ -1,0 +1,244 @@
+"""Groups at the hub: what goes to whom, agreement, and endings; no sockets, no threads."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.errors import LinkBroken
+from guava_nb.hub.relay import Relay
+from guava_nb.link.events import MessageArrived, SessionClosed
+from guava_nb.protocol.messages import (
+    CallSpec,
+    Channel,
+    Expire,
+    FlatTensor,
+    GroupEnded,
+    LeaveGroup,
+    OpenGroup,
+    OperationFailed,
+    Parcel,
+    Piece,
+    StoreAsk,
+    StoreReply,
+    Taken,
+)
+
+SUM = CallSpec("all_reduce", "sum", "float32", (4,))
+
+
+class FakeSession:
+    def __init__(self, number: int) -> None:
+        self.session_id = bytes([number]) * 16
+        self.peer_address = f"10.0.0.{number}:1"
+        self.got: list[tuple[object, bytes]] = []
+
+    def send(self, message, channel, buffers=()) -> None:
+        self.got.append((message, b"".join(bytes(buffer) for buffer in buffers)))
+
+    def of(self, kind):
+        return [message for message, _ in self.got if isinstance(message, kind)]
+
+
+class World:
+    def __init__(self, size: int, opened: bool = True) -> None:
+        self.relay, self.size = Relay(), size
+        self.sessions = [FakeSession(rank + 1) for rank in range(size)]
+        self.done = 0
+        if opened:
+            for rank in range(size):
+                self.open(rank)
+
+    def open(self, rank: int, group: str = "g", size: int | None = None) -> None:
+        self.say(rank, OpenGroup(group, rank, size or self.size, f"w{rank}"))
+
+    def say(self, rank: int, message, payload: bytes = b"") -> bool:
+        def done() -> None:
+            self.done += 1
+
+        view = memoryview(bytearray(payload))
+        return self.relay.on_event(MessageArrived(self.sessions[rank], Channel.COLLECTIVE, message, view, done))
+
+    def add(self, rank: int, sequence: int, values, offset=0, total=None, call=SUM, target=-1, **more) -> None:
+        data = np.asarray(values, np.float32)
+        tensor = FlatTensor("float32", data.size)
+        total = data.size if total is None else total
+        piece = Piece("g", sequence, target, rank, offset, total, tensor, "sum", call=call, **more)
+        self.say(rank, piece, data.tobytes())
+
+    def close(self, rank: int) -> None:
+        self.relay.on_event(SessionClosed(self.sessions[rank], LinkBroken("it fell silent"), False))
+
+
+def floats(payload: bytes) -> list[float]:
+    return np.frombuffer(payload, np.float32).tolist()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_sums_do_not_depend_on_who_comes_when(size: int, operations: int, chunks: int, random) -> None:
+    world = World(size)
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(operations, size, chunks, 2)).astype(np.float32)
+    waiting = {rank: [(op, chunk) for op in range(operations) for chunk in range(chunks)] for rank in range(size)}
+    while any(waiting.values()):
+        rank = random.choice([rank for rank, left in waiting.items() if left])
+        op, chunk = waiting[rank].pop(0)
+        call = CallSpec("all_reduce", "sum", "float32", (2 * chunks,)) if chunk == 0 else None
+        world.add(rank, op + 1, values[op, rank, chunk], 2 * chunk, 2 * chunks, call)
+    for session in world.sessions:
+        sums = {(m.sequence, m.offset): floats(payload) for m, payload in session.got if isinstance(m, Piece)}
+        for op in range(operations):
+            for chunk in range(chunks):
+                expected = values[op, 0, chunk].copy()
+                for rank in range(1, size):
+                    expected += values[op, rank, chunk]
+                assert sums[op + 1, 2 * chunk] == expected.tolist()
+    assert world.done == size * (1 + operations * chunks)
+
+
+def test_parts_for_one_target_go_there_only() -> None:
+    world = World(3)
+    call = CallSpec("reduce_scatter", "sum", "float32", (1,))
+    for rank in range(3):
+        for target in range(3):
+            world.add(rank, 1, [10 * rank + target], target=target, call=call if target == 0 else None)
+    for rank, session in enumerate(world.sessions):
+        ((_, payload),) = [(m, p) for m, p in session.got if isinstance(m, Piece)]
+        assert floats(payload) == [30 + 3 * rank]
+
+
+def test_bytes_are_passed_on_undecoded_and_the_source_is_who_sent_them() -> None:
+    world = World(3)
+    piece = Piece("g", 1, -1, 2, 0, 1, FlatTensor("float32", 1), confirm=True, call=CallSpec("broadcast"))
+    world.say(0, piece, b"abcd")  # says it is rank 2
+    for session in world.sessions[1:]:
+        ((message, payload),) = session.got
+        assert (message.source, payload, message.call, message.confirm) == (0, b"abcd", None, False)
+    assert world.sessions[0].got == [(Taken("g", 1), b"")]
+
+
+def test_what_comes_for_a_rank_that_is_not_there_waits_for_it() -> None:
+    world = World(2, opened=False)
+    world.open(0)
+    for number in (1, 2):
+        world.say(0, Parcel("g", 0, 1, 7, number, 0, 1, FlatTensor("uint8", 1)), bytes([number]))
+    world.say(0, Parcel("g", 0, 9, 7, 3, 0, 1, FlatTensor("uint8", 1)), b"x")  # no such rank
+    assert world.sessions[1].got == []
+    world.open(1)
+    assert [payload for _, payload in world.sessions[1].got] == [b"\x01", b"\x02"]
+
+
+def test_ranks_that_disagree_are_all_told_what_each_called() -> None:
+    world = World(3)
+    world.add(0, 1, [1, 2, 3, 4])
+    world.add(1, 1, [1, 2], call=CallSpec("all_reduce", "sum", "float32", (2,)))
+    world.add(2, 1, [1, 2, 3, 4])
+    for session in world.sessions:
+        (failure,) = session.of(OperationFailed)
+        assert "rank 0 (w0) called all_reduce (sum) of 4 float32" in failure.reason
+        assert "rank 1 (w1) called all_reduce (sum) of 2 float32" in failure.reason
+    for rank in range(3):
+        world.add(rank, 2, [1, 1, 1, 1])
+    assert [floats(p) for m, p in world.sessions[2].got if isinstance(m, Piece)] == [[3.0] * 4]
+
+
+def test_a_time_out_names_who_is_missing_also_to_those_who_come_late() -> None:
+    world = World(3)
+    world.add(0, 1, [1, 1, 1, 1])
+    world.say(0, Expire("g", 1, 2.5))
+    (failure,) = world.sessions[0].of(OperationFailed)
+    assert failure.timed_out and failure.missing == (1, 2)
+    assert "rank 0 (w0) reached its timeout of 2.5 s waiting for rank 1 (w1), rank 2 (w2)" in failure.reason
+    world.add(1, 1, [1, 1, 1, 1])
+    assert world.sessions[1].of(OperationFailed) == [failure]
+    world.add(2, 1, [1, 1, 1, 1])
+    world.add(2, 1, [1, 1, 1, 1], offset=4, call=None)
+    assert not world.sessions[0].of(Piece)
+
+
+def test_a_time_out_after_everybody_called_asks_for_time() -> None:
+    world = World(2)
+    for rank in range(2):
+        world.add(rank, 1, [1, 1, 1, 1])
+    world.say(1, Expire("g", 1, 1.0))
+    assert "give more time" in world.sessions[1].of(OperationFailed)[0].reason
+
+
+def test_a_lost_session_breaks_its_groups_on_all_others_at_once() -> None:
+    world = World(3)
+    world.open(0, "other", 2)
+    world.add(0, 1, [1, 1, 1, 1])
+    world.close(1)
+    for session in (world.sessions[0], world.sessions[2]):
+        (ended,) = session.of(GroupEnded)
+        assert "rank 1 (w1) was lost: it fell silent" in ended.reason
+    world.add(2, 1, [1, 1, 1, 1])
+    assert not world.sessions[0].of(Piece)
+    world.close(0)
+    world.close(2)
+    assert set(world.relay.figures()) == {"other"}
+
+
+def test_a_rank_that_opens_a_broken_group_learns_it() -> None:
+    world = World(2, opened=False)
+    world.open(0)
+    world.relay.break_group("g", "given up")
+    world.open(1)
+    assert [session.of(GroupEnded)[0].reason for session in world.sessions] == ["given up"] * 2
+
+
+def test_who_left_keeps_nobody_waiting() -> None:
+    world = World(2)
+    world.add(0, 1, [1, 1, 1, 1])
+    world.say(1, LeaveGroup("g"))
+    assert "rank 1 (w1) has left" in world.sessions[0].of(OperationFailed)[0].reason
+    assert world.sessions[0].of(LeaveGroup) == [LeaveGroup("g", 1)]
+    world.add(0, 2, [1, 1, 1, 1])
+    assert "rank 1 (w1) left the group before" in world.sessions[0].of(OperationFailed)[1].reason
+    world.say(0, LeaveGroup("g"))
+    assert world.relay.figures() == {}
+
+
+def test_groups_of_two_sizes_and_pieces_that_fit_nothing_break_the_group() -> None:
+    world = World(2, opened=False)
+    world.open(0)
+    world.open(1, size=5)
+    assert "rank 1 of 5" in world.sessions[0].of(GroupEnded)[0].reason
+    world = World(2)
+    world.add(0, 1, [1, 1, 1, 1])
+    world.add(1, 1, [1, 1], call=None)  # says no call, sends another size
+    assert "fits no other rank's" in world.sessions[0].of(GroupEnded)[0].reason
+
+
+def test_a_reduction_that_there_is_not_fails_on_all() -> None:
+    world = World(2)
+    call = CallSpec("all_reduce", "median", "float32", (1,))
+    for rank in range(2):
+        tensor = FlatTensor("float32", 1)
+        world.say(rank, Piece("g", 1, -1, rank, 0, 1, tensor, "median", call=call), b"abcd")
+    assert all("median" in session.of(OperationFailed)[0].reason for session in world.sessions)
+
+
+def test_forget_drops_groups_and_keys_and_counts_are_kept_until_then() -> None:
+    world = World(2)
+    for rank in range(2):
+        world.add(rank, 1, [1, 1, 1, 1])
+    figures = world.relay.figures("g")["g"]
+    assert (figures.in_bytes, figures.out_bytes) == (32, 32)
+    world.say(0, StoreAsk(1, "set", ("g/k",), (b"v",)))
+    world.relay.forget("g")
+    assert world.relay.figures() == {}
+    world.say(0, StoreAsk(2, "check", ("g/k",)))
+    assert world.sessions[0].of(StoreReply)[-1].number == 0
+    world.add(0, 2, [1, 1, 1, 1])  # of a generation that is over
+    assert not world.relay.on_event(SessionClosed(world.sessions[0], LinkBroken("x"), True))
+
+
+def test_the_store_answers_who_waits_over_its_own_session() -> None:
+    world = World(2)
+    world.say(0, StoreAsk(5, "get", ("k",)))
+    world.say(1, StoreAsk(6, "set", ("k",), (b"v",)))
+    assert world.sessions[0].of(StoreReply) == [StoreReply(5, (b"v",))]
+    assert world.sessions[1].of(StoreReply) == [StoreReply(6)]

@@ -1,0 +1,98 @@
+"""The table of shared keys: like torch's own stores, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from guava_nb.hub.store import StoreTable
+from guava_nb.protocol.messages import StoreAsk, StoreReply
+
+A, B = b"a", b"b"
+
+
+def ask(table: StoreTable, op: str, *keys: str, values=(), number=0, client=A, request=1):
+    return table.ask(client, StoreAsk(request, op, keys, tuple(values), number))
+
+
+def only(answers) -> StoreReply:
+    ((_, reply),) = answers
+    return reply
+
+
+def test_values_come_back_and_counters_count():
+    table = StoreTable()
+    ask(table, "set", "k", values=[b"\x00v"])
+    assert only(ask(table, "get", "k")).values == (b"\x00v",)
+    assert only(ask(table, "add", "n", number=3)).number == 3
+    assert only(ask(table, "add", "n", number=-1)).number == 2
+    assert only(ask(table, "get", "n")).values == (b"2",)
+    ask(table, "append", "k", values=[b"w"])
+    ask(table, "append", "new", values=[b"x"])
+    assert only(ask(table, "multi_get", "k", "new")).values == (b"\x00vw", b"x")
+    assert only(ask(table, "num_keys", "")).number == 3
+    assert only(ask(table, "list_keys", "n")).values == (b"n", b"new")
+    assert only(ask(table, "delete", "k")).number == 1
+    assert only(ask(table, "delete", "k")).number == 0
+    assert only(ask(table, "check", "n", "k")).number == 0
+
+
+def test_compare_set_is_that_of_torch():
+    table = StoreTable()
+    assert only(ask(table, "compare_set", "k", values=[b"x", b"y"])).values == (b"x",)  # absent, and something expected
+    assert only(ask(table, "compare_set", "k", values=[b"", b"y"])).values == (b"y",)
+    assert only(ask(table, "compare_set", "k", values=[b"x", b"z"])).values == (b"y",)
+    assert only(ask(table, "compare_set", "k", values=[b"y", b"z"])).values == (b"z",)
+
+
+def test_a_wait_is_answered_once_all_keys_are_there():
+    table = StoreTable()
+    assert ask(table, "get", "a", "b", client=A, request=7) == []
+    assert ask(table, "wait", "b", client=B, request=8) == []
+    assert ask(table, "set", "a", values=[b"1"], client=B, request=9) == [(B, StoreReply(9))]
+    answers = ask(table, "set", "b", values=[b"2"], client=B, request=10)
+    assert answers == [(B, StoreReply(10)), (A, StoreReply(7, (b"1", b"2"))), (B, StoreReply(8))]
+    assert ask(table, "set", "b", values=[b"3"], client=B, request=11) == [(B, StoreReply(11))]
+
+
+def test_who_gave_up_or_went_is_answered_no_more():
+    table = StoreTable()
+    ask(table, "get", "k", client=A, request=1)
+    ask(table, "get", "k", client=A, request=2)
+    ask(table, "get", "k", client=B, request=1)
+    assert table.ask(A, StoreAsk(3, "cancel", number=1)) == []
+    table.lost(B)
+    assert [reply.request_id for _, reply in ask(table, "set", "k", values=[b""], request=4)] == [4, 2]
+
+
+def test_queues_give_values_in_order_and_one_each():
+    table = StoreTable()
+    assert ask(table, "queue_pop", "q", number=1, client=A, request=1) == []
+    assert ask(table, "queue_pop", "q", number=1, client=B, request=2) == []
+    assert ask(table, "queue_push", "q", values=[b"x"], request=3) == [(A, StoreReply(3)), (A, StoreReply(1, (b"x",)))]
+    assert ask(table, "queue_push", "q", values=[b"y"], request=4)[1] == (B, StoreReply(2, (b"y",)))
+    assert "empty" in only(ask(table, "queue_pop", "q")).problem
+    ask(table, "queue_push", "q", values=[b"z"])
+    assert only(ask(table, "queue_len", "q")).number == 1
+
+
+def test_lent_keys_go_with_their_client_and_prefixes_can_be_forgotten():
+    table = StoreTable()
+    ask(table, "lend", "meet", values=[b"1"], client=A)
+    ask(table, "lend", "meet", values=[b"2"], client=B)
+    table.lost(A)  # an older run's rank 0 ends after the newer one's began
+    assert only(ask(table, "get", "meet")).values == (b"2",)
+    table.lost(B)
+    assert only(ask(table, "check", "meet")).number == 0
+    ask(table, "set", "g1/a", values=[b""])
+    ask(table, "set", "g2/a", values=[b""])
+    ask(table, "queue_push", "g1/q", values=[b""])
+    table.forget("g1/")
+    assert len(table) == 1
+
+
+def test_nonsense_is_an_answer_not_an_exception():
+    table = StoreTable()
+    assert "no operation" in only(ask(table, "explode")).problem
+    assert "cannot add" in only(ask(table, "add")).problem
+    ask(table, "set", "text", values=[b"abc"])
+    assert "cannot add" in only(ask(table, "add", "text", number=1)).problem
+    assert "cannot compare_set" in only(ask(table, "compare_set", "k", values=[b"x"])).problem
+    assert "cannot set" in only(ask(table, "set", "k")).problem
