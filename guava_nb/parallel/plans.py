@@ -17,6 +17,14 @@ from guava_nb.parallel.tensor_random import SplitRandomness
 __all__ = ["Plan", "Region", "Split", "apply_plan", "prove_plan", "split_modules"]
 
 
+_SPLIT: dict[str, type[nn.Module]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "vocab": nn.Embedding,
+    "attention": nn.MultiheadAttention,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """How one module is split.
@@ -90,12 +98,13 @@ def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
     made: dict[str, nn.Module] = {}
     shared: dict[int, nn.Parameter] = {}
     names = [name for name, _ in root.named_modules(remove_duplicate=False)]
-    seen: dict[int, nn.Module] = {}
+    parts: dict[nn.Module, nn.Module] = {}
     for name in names:
-        if name in plan.splits:
-            whole = root.get_submodule(name)
-            new = seen.get(id(whole)) or _part(whole, plan.splits[name], ranks)
-            seen[id(whole)] = made[name] = new
+        split = plan.splits.get(name)
+        # What no stage of a pipeline runs is kept there as bare parameters, and stays whole.
+        if split is not None and isinstance(whole := root.get_submodule(name), _SPLIT[split.kind]):
+            new = parts.get(whole) or _part(whole, split, ranks)
+            parts[whole] = made[name] = new
             _keep_ties(whole, new, shared)
             _replace(root, name, new)
     for name in names:

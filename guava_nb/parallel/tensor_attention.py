@@ -132,10 +132,12 @@ class SplitAttention(nn.Module):
     def _all_weights(self, weights: Tensor, average: bool) -> Tensor:
         if average:
             return total(weights.sum(dim=1), self.ranks) / self.num_heads
-        return gather(weights.movedim(1, -1), self.ranks, self.heads).movedim(-1, 1)
+        everybody = gather(weights.movedim(1, -1), self.ranks, self.heads)
+        return everybody.movedim(-1, 1)
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+        zeros: Tensor = torch.zeros_like(mask, dtype=like.dtype)
+        return zeros.masked_fill(mask, float("-inf"))
     return mask.to(like.dtype)
