@@ -131,7 +131,8 @@ class SplitAttention(nn.Module):
 
     def _all_weights(self, weights: Tensor, average: bool) -> Tensor:
         if average:
-            return total(weights.sum(dim=1), self.ranks) / self.num_heads
+            summed: Tensor = total(weights.sum(dim=1), self.ranks)
+            return summed / self.num_heads
         everybody = gather(weights.movedim(1, -1), self.ranks, self.heads)
         return everybody.movedim(-1, 1)
 
