@@ -106,7 +106,7 @@ class _Search:
     def _vocab(self, name: str) -> Split:
         module = self.modules[name]
         ranges = ranges_of(len(module.weight), self.ranks)  # type: ignore[arg-type]
-        return Split("vocab" if isinstance(module, nn.Embedding) else "column", ranges)
+        return Split("vocab" if isinstance(module, nn.Embedding) else "head", ranges)
 
     def _splits_heads(self, module: nn.MultiheadAttention) -> bool:
         return module.num_heads >= self.ranks and module.bias_k is None and not module.add_zero_attn

@@ -28,6 +28,7 @@ class SplitAttention(nn.Module):
     _qkv_same_embed_dim = False
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+    num_heads: int
 
     def __init__(self, whole: nn.MultiheadAttention, ranks: Ranks) -> None:
         super().__init__()

@@ -240,6 +240,7 @@ def spread(case: Scenario) -> dict[str, Any]:
         "norms": norms,
         "pieces": part.model_pieces(),
         "optimizer": part.optimizer_pieces(),
+        "again": [name for name, m in part.model.named_modules() if "_guava_checkpointed" in m.__dict__],
         "none": [name for name, p in part.named.items() if p not in part.optimizer.state],
         "local": {
             name: tuple(p.to_local().shape if hasattr(p, "to_local") else p.shape) for name, p in part.named.items()

@@ -115,7 +115,7 @@ def test_plans_that_cannot_be_are_refused(patterns: dict[str, str], text: str) -
 def test_blocks_are_what_repeats() -> None:
     assert list(repeated_blocks(Language())) == [f"blocks.{n}" for n in range(4)]
     assert list(repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))) == []
-    assert list(matching(Language(), ["blocks.1.*.q_proj", "embed"], "x")) == ["embed"]
+    assert list(matching(Language(), ["blocks.2.*.q_proj", "embed"], "x")) == ["embed", "blocks.2.attention.q_proj"]
     with pytest.raises(ConfigError, match="matches no module"):
         matching(Language(), ["nowhere"], "checkpoint_activations")
 
