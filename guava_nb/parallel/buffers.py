@@ -35,12 +35,13 @@ class BufferAverage:
         """Look at the buffers of a model whose replicas are the ranks of `group`."""
         self._model = model
         self._group = group
-        self._versions: list[int] = []
+        self._before: list[Tensor] = []
         self.mark()
 
     def mark(self) -> None:
         """Buffers as they are now are equal everywhere: at the start, after loading, after a step."""
-        self._versions = [buffer._version for buffer in self._model.buffers()]
+        # Copies, because torch's batch norm moves its statistics without a new version of the tensor.
+        self._before = [buffer.detach().clone() for buffer in self._model.buffers()]
 
     @torch.no_grad()
     def finish(self, rows: int) -> None:
@@ -48,8 +49,9 @@ class BufferAverage:
         buffers = list(self._model.buffers())
         if not buffers:
             return
-        moved = [float(b._version != v) for b, v in zip(buffers, self._versions, strict=True)]
-        facts = torch.tensor([*moved, float(rows)], dtype=torch.float64, device=buffers[0].device)
+        moved = [(now != before).any() for now, before in zip(buffers, self._before, strict=True)]
+        facts = torch.stack([*moved, moved[0].new_ones(())]).to(torch.float64)
+        facts[-1] = rows
         dist.all_reduce(facts, group=self._group)
         *anywhere, all_rows = facts.tolist()
         chosen = [buffer for buffer, count in zip(buffers, anywhere, strict=True) if count]

@@ -5,7 +5,10 @@ Everything that cannot be split right is refused here, before anything is traine
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -60,6 +63,8 @@ def parallelize(
     check_parallel(spec, mesh)
     check_model(model)
     order, plan = _look_at_whole(model, spec, make_optimizer)
+    if spec.tp > 1:
+        _agree(plan, device)
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
     if spec.pp > 1 or spec.mode == "pipeline":
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
@@ -68,7 +73,9 @@ def parallelize(
         return pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan)
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
-    partial = apply_plan(model, plan, mesh.group("tp")) if spec.tp > 1 else []
+    # FSDP2 hangs its hooks on a model's outputs, so there they must be tensors of the ordinary kind.
+    late = spec.zero_stage < 2 or spec.dp == 1
+    partial = apply_plan(model, plan, mesh.group("tp"), late) if spec.tp > 1 else []
     model.to(device)
     # 3. Activation checkpointing, inside what FSDP2 wraps, so that a block is gathered once for its recomputation.
     if spec.checkpoint_activations:
@@ -89,6 +96,22 @@ def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOpt
     _check_optimizer(optimizer, spec)
     plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
     return FullOrder.of(model, optimizer), plan
+
+
+def _agree(plan: Plan, device: torch.device) -> None:
+    """Make sure that every rank found the same plan: unlike splits would wait for each other or add up nonsense.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    number = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "little")
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] != -extremes[1]:
+        raise ConfigError(
+            "the workers found unlike tensor plans for this model; they need equal models and equal shared cells, or a "
+            "tensor_plan that names the layers"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- validation

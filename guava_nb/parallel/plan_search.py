@@ -2,8 +2,8 @@
 
 A column layer followed by a row layer of the same module is the pair that saves most: activations between them are
 split and one sum ends it. Whether a forward bears that is proven by running it (proof.py); where it does not, or cannot
-be run alone, the same layers are split with whole activations around each, which is right for any forward and costs
-more traffic.
+be run alone, layers that are large are split with whole activations around each, which is right for any forward and
+costs more traffic.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Search:
     # ------------------------------------------------------------------------------------------------------ automatic
 
     def automatic(self) -> Plan:
-        plan = Plan({})
+        plan, spare = Plan({}), Plan({})
         for name, module in self.modules.items():
             if type(module) is nn.MultiheadAttention and self._splits_heads(module) and not self._is_tied(name):
                 plan |= Plan({name: Split("attention")})
@@ -73,8 +73,12 @@ class _Search:
             own = self._linears(name)
             for proposal in [_Proposal.heads_of(self, name, own), *_Proposal.pairs_of(self, name, own)]:
                 if proposal is not None and not (proposal.names & set(plan.splits)):
-                    plan |= self._settle(proposal)
-        return plan | self._rest(set(plan.splits))
+                    found, _ = self.prove(proposal)
+                    plan |= found.under(name) if found else Plan({})
+                    spare |= Plan({}) if found else proposal.joined().under(name)
+        plan |= self._rest(set(plan.splits))
+        # A small layer with whole activations around it costs more traffic than it saves, unless there is nothing else.
+        return plan if plan.splits else spare
 
     def _rest(self, taken: set[str]) -> Plan:
         splits: dict[str, Split] = {}
@@ -85,7 +89,8 @@ class _Search:
             if _is_vocab(module) and self._all_vocab(together, taken):
                 splits.update({other: self._vocab(other) for other in together})
             elif self._is_large(name, module):
-                splits[name] = Split("column", ranges_of(module.out_features, self.ranks))  # type: ignore[arg-type]
+                assert isinstance(module, nn.Linear)
+                splits[name] = Split("column", ranges_of(module.out_features, self.ranks))
         return Plan(splits)
 
     def _is_large(self, name: str, module: nn.Module) -> bool:
@@ -101,7 +106,7 @@ class _Search:
     def _vocab(self, name: str) -> Split:
         module = self.modules[name]
         ranges = ranges_of(len(module.weight), self.ranks)  # type: ignore[arg-type]
-        return Split("vocab" if isinstance(module, nn.Embedding) else "column", ranges)
+        return Split("vocab" if isinstance(module, nn.Embedding) else "head", ranges)
 
     def _splits_heads(self, module: nn.MultiheadAttention) -> bool:
         return module.num_heads >= self.ranks and module.bias_k is None and not module.add_zero_attn
@@ -116,11 +121,6 @@ class _Search:
             for child, m in self.modules[name].named_children()
             if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
         }
-
-    def _settle(self, proposal: _Proposal) -> Plan:
-        """Return the plan of one module that was proven, else the one that is always right."""
-        found, _ = self.prove(proposal)
-        return (found or proposal.joined()).under(proposal.parent)
 
     def prove(self, proposal: _Proposal) -> tuple[Plan | None, bool]:
         module = self.modules[proposal.parent]

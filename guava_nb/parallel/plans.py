@@ -17,12 +17,21 @@ from guava_nb.parallel.tensor_random import SplitRandomness
 __all__ = ["Plan", "Region", "Split", "apply_plan", "prove_plan", "split_modules"]
 
 
+_SPLIT: dict[str, type[nn.Module]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "head": nn.Linear,
+    "vocab": nn.Embedding,
+    "attention": nn.MultiheadAttention,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """How one module is split.
 
     Attributes:
-        kind: "column" and "row" of a Linear, "vocab" of an Embedding, "attention" of an nn.MultiheadAttention.
+        kind: "column", "row" and "head" of a Linear, "vocab" of an Embedding, "attention" of an nn.MultiheadAttention.
         ranges: of the split dim, for every rank; empty for "attention".
         joined: activations outside are whole: a column layer gathers its outputs, a row layer cuts its inputs.
     """
@@ -90,12 +99,13 @@ def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
     made: dict[str, nn.Module] = {}
     shared: dict[int, nn.Parameter] = {}
     names = [name for name, _ in root.named_modules(remove_duplicate=False)]
-    seen: dict[int, nn.Module] = {}
+    parts: dict[nn.Module, nn.Module] = {}
     for name in names:
-        if name in plan.splits:
-            whole = root.get_submodule(name)
-            new = seen.get(id(whole)) or _part(whole, plan.splits[name], ranks)
-            seen[id(whole)] = made[name] = new
+        split = plan.splits.get(name)
+        # What no stage of a pipeline runs is kept there as bare parameters, and stays whole.
+        if split is not None and isinstance(whole := root.get_submodule(name), _SPLIT[split.kind]):
+            new = parts.get(whole) or _part(whole, split, ranks)
+            parts[whole] = made[name] = new
             _keep_ties(whole, new, shared)
             _replace(root, name, new)
     for name in names:
@@ -107,7 +117,7 @@ def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
 
 def _part(whole: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
     new: nn.Module
-    if split.kind == "column":
+    if split.kind in ("column", "head"):
         assert isinstance(whole, nn.Linear)
         new = ColumnLinear(whole, ranks, split.ranges, split.joined)
     elif split.kind == "row":
@@ -144,18 +154,22 @@ def _share_randomness(region: Region, made: Mapping[str, nn.Module], rank: int) 
             layer.randomness = randomness
 
 
-def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> list[str]:
+def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: bool = False) -> list[str]:
     """Split a model, or a stage of it, over the ranks that share each layer.
 
     Args:
         model: changed in place; modules of a stage have the names that they have in the whole model.
         plan: of the whole model.
         group: the ranks.
+        late: heads gather their logits only if somebody looks at them.
 
     Returns:
         Full names of the whole parameters here whose gradients must be added up over the ranks.
     """
     split_modules(model, plan, GroupRanks(group))
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnLinear) and plan.splits[name].kind == "head":
+            module.gathers_late = late
     here = {name for name, _ in model.named_parameters()}
     return [name for name in plan.partial if name in here]
 

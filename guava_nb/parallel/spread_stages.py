@@ -47,10 +47,9 @@ def pipeline_part(
             "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
             "knows which stage would run it"
         )
-    # Patterns are checked on the whole model: a stage alone need not hold what a pattern means.
-    if spec.checkpoint_activations:
-        matching(model, spec.checkpoint_activations, "checkpoint_activations")
-    stages = _Stages(spec, mesh, plan)
+    # On the whole model, because in a stage alone a block may not repeat.
+    again = matching(model, spec.checkpoint_activations, "checkpoint_activations")
+    stages = _Stages(spec, mesh, plan, list(again))
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
     return PipelinePart(model, spec, place, criterion=criterion, make_optimizer=make_optimizer, hooks=stages.hooks())
 
@@ -58,8 +57,8 @@ def pipeline_part(
 class _Stages:
     """What tensor, data and activation settings do to the stages of one rank."""
 
-    def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan) -> None:
-        self._spec, self._mesh, self._plan = spec, mesh, plan
+    def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan, again: list[str]) -> None:
+        self._spec, self._mesh, self._plan, self._again = spec, mesh, plan, again
         self._layouts: dict[str, Layout] = {}
         self._partial: list[str] = []
         self._modules = nn.ModuleList()
@@ -94,8 +93,7 @@ class _Stages:
         return {name: self._layouts[name] for name in named}
 
     def _checkpoint(self, stage: nn.Module) -> None:
-        if self._spec.checkpoint_activations:
-            checkpoint_activations(stage, self._spec.checkpoint_activations, must_match=False)
+        checkpoint_activations(stage, self._again, must_match=False)
 
     def _spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
         if self._owns:

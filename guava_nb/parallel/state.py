@@ -272,8 +272,10 @@ def _options_for(member: Sequence[str], order: FullOrder, full: Mapping[str, Any
 
 
 def _local_entry(name: str, value: Any, parameter: Tensor, layout: Layout) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or tuple(value.shape) != layout.full:
+    if not isinstance(value, Tensor):
         return value
+    if value.ndim == 0 or tuple(value.shape) != layout.full:
+        return value.clone()  # torch's optimizers count steps in place, and the state is the caller's
     local = layout.cut(value).to(parameter.device)
     if not isinstance(parameter, DTensor):
         return local

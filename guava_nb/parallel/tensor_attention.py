@@ -28,6 +28,7 @@ class SplitAttention(nn.Module):
     _qkv_same_embed_dim = False
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+    num_heads: int
 
     def __init__(self, whole: nn.MultiheadAttention, ranks: Ranks) -> None:
         super().__init__()
@@ -131,11 +132,14 @@ class SplitAttention(nn.Module):
 
     def _all_weights(self, weights: Tensor, average: bool) -> Tensor:
         if average:
-            return total(weights.sum(dim=1), self.ranks) / self.num_heads
-        return gather(weights.movedim(1, -1), self.ranks, self.heads).movedim(-1, 1)
+            summed: Tensor = total(weights.sum(dim=1), self.ranks)
+            return summed / self.num_heads
+        everybody = gather(weights.movedim(1, -1), self.ranks, self.heads)
+        return everybody.movedim(-1, 1)
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+        zeros: Tensor = torch.zeros_like(mask, dtype=like.dtype)
+        return zeros.masked_fill(mask, float("-inf"))
     return mask.to(like.dtype)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from guava_nb.parallel.layout import Layout, even_bounds
 from guava_nb.parallel.tensor_ops import Ranks, enter, gather, scatter, total
 from guava_nb.parallel.tensor_random import SplitRandomness
+from guava_nb.parallel.vocab_loss import SplitLogits
 
 __all__ = ["ColumnLinear", "RowLinear", "VocabEmbedding", "part_of", "ranges_of"]
 
@@ -45,12 +46,16 @@ def _lengths(ranges: Ranges) -> list[int]:
 
 
 class ColumnLinear(nn.Module):
-    """A Linear of which each rank has some outputs; with `gathers` its output is whole again on every rank."""
+    """A Linear of which each rank has some outputs; with `gathers` its output is whole again on every rank.
+
+    With `gathers_late` it becomes whole when somebody looks at it, which a loss over a vocabulary need not.
+    """
 
     def __init__(self, linear: nn.Linear, ranks: Ranks, ranges: Ranges, gathers: bool) -> None:
         super().__init__()
         self.ranks = ranks
         self.gathers = gathers
+        self.gathers_late = False
         self.randomness: SplitRandomness | None = None
         self.lengths = _lengths(ranges)
         self.in_features, self.out_features = linear.in_features, self.lengths[ranks.rank]
@@ -67,6 +72,8 @@ class ColumnLinear(nn.Module):
         output = functional.linear(enter(input, self.ranks), self.weight, self.bias)
         if self.randomness is not None and self.training:
             self.randomness.enter(id(self), input.device)
+        if self.gathers_late:
+            return SplitLogits(output, self.lengths, self.ranks)
         return gather(output, self.ranks, self.lengths) if self.gathers else output
 
 

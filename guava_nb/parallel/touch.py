@@ -22,7 +22,8 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
         ctx.shapes = [(p.shape, p.dtype, p.device) for p in parameters]
-        return output.view_as(output)
+        # A view would do, but FSDP2 warns of views; this is rare and one activation.
+        return output.clone()
 
     @staticmethod
     @once_differentiable

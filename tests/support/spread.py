@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.config.mesh import Mesh
+from guava_nb.errors import ConfigError
 from guava_nb.parallel.layout import even_bounds
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
@@ -239,6 +240,7 @@ def spread(case: Scenario) -> dict[str, Any]:
         "norms": norms,
         "pieces": part.model_pieces(),
         "optimizer": part.optimizer_pieces(),
+        "again": [name for name, m in part.model.named_modules() if "_guava_checkpointed" in m.__dict__],
         "none": [name for name, p in part.named.items() if p not in part.optimizer.state],
         "local": {
             name: tuple(p.to_local().shape if hasattr(p, "to_local") else p.shape) for name, p in part.named.items()
@@ -274,3 +276,86 @@ def _step(case: Scenario, part: Any, axes: MeshAxes, step: int) -> tuple[float, 
     part.apply()
     part.drop_gradients()
     return loss_sum / count, norm
+
+
+# ------------------------------------------------------------------------------------------------------ special models
+
+
+class Choosy(nn.Module):
+    """Which of its layers it uses depends on the rows: a row whose first token is even takes the left one."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.inner = nn.ModuleList([Fork() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        even = x[:, :1, None] % 2 == 0
+        if bool(even.any()):
+            h = torch.where(even, h + self.left(h), h)
+        if not bool(even.all()):
+            h = torch.where(even, h, h + self.right(h))
+        for fork in self.inner:
+            h = fork(h, even)
+        return self.head(h)
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.odd, self.never = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, h: Tensor, even: Tensor) -> Tensor:
+        h = h + self.both(h)
+        return h if bool(even.all()) else torch.where(even, h, self.odd(h))
+
+
+class Counting(nn.Module):
+    """Batch statistics, and layers of two dtypes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(h + self.other(h.to(self.other.weight.dtype)).to(h.dtype))
+
+    def to(self, *args: Any, **kwargs: Any) -> nn.Module:
+        super().to(*args, **kwargs)
+        if torch.float64 in args:
+            self.other.to(torch.float32)
+        return self
+
+
+MODELS |= {"choosy": Choosy, "counting": Counting}
+
+
+def buffers(case: Scenario) -> dict[str, Tensor]:
+    """Train a little over the default group and return this rank's buffers."""
+    axes = MeshAxes.build(Mesh(case.spec.dp, 1, 1), CPU)
+    part = parallelize(
+        case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer
+    )
+    part.model.train()
+    for step in range(case.steps):
+        _step(case, part, axes, step)
+    return {name: buffer.clone() for name, buffer in part.model.named_buffers()}
+
+
+def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
+    """Return what parallelize says against a case."""
+    try:
+        axes = MeshAxes.build(Mesh(*sizes), CPU)
+        parallelize(
+            case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
