@@ -127,9 +127,9 @@ def parallel_spec(
 
 def _direct_replicas(config: DistributedConfig, num_workers: int, reach: Callable[[], bool]) -> bool:
     """Whether whole replicas form a process group; at the hub they can come and go within a step, and may be unlike."""
-    if num_workers < 2 or config.path == "relay" or config.optimizer_site == "orchestrator":
+    if num_workers < 2 or config.path == "relay":
         return False
-    return config.path == "direct" or reach()
+    return config.path == "direct" or (config.optimizer_site == "workers" and reach())
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -13,7 +13,15 @@ __all__ = ["Finding", "Route", "decide", "on_one_host", "unlike_devices"]
 #: Networks that strangers are not on: RFC 1918, link-local and unique local addresses, and the machine itself.
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
-    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "127.0.0.0/8", "fc00::/7", "::1/128")
+    for text in (
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "169.254.0.0/16",
+        "127.0.0.0/8",
+        "fc00::/7",
+        "::1/128",
+    )
 )
 
 
@@ -78,7 +86,10 @@ def unlike_devices(names: Sequence[str], hellos: Sequence[Hello]) -> str:
 
 
 def decide(
-    names: Mapping[int, str], listening: Mapping[int, ProbeListening], reports: Mapping[int, ProbeReport], one_host: bool
+    names: Mapping[int, str],
+    listening: Mapping[int, ProbeListening],
+    reports: Mapping[int, ProbeReport],
+    one_host: bool,
 ) -> Finding:
     """Choose an address of every member at which all others reach it, all of one family; private ones first.
 
