@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cli.result import check_report_path, result_view, write_report
-from guava_nb.config import DistributedConfig
+from guava_nb.config import MODES, DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.render.text import to_text
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DemoOptions", "add_command", "make_loaders", "options_from", "run_demo"]
 
-MODES = ("data",)
 MODEL = "guava_nb.cli.demo_model:DigitNet"
 JOIN_TIMEOUT_S = 120.0  # a worker process imports torch first, which takes seconds on a busy machine
 
@@ -50,7 +49,11 @@ class DemoOptions:
     def __post_init__(self) -> None:
         """Refuse what the configuration cannot know of."""
         if self.mode not in MODES:
-            raise ConfigError(f"--mode {self.mode} is not in this version; it has: {', '.join(MODES)}")
+            raise ConfigError(f"--mode {self.mode} is unknown; choose one of: {', '.join(MODES)}")
+        if self.mode == "hybrid" and (self.workers < 4 or self.workers % 2):
+            raise ConfigError(f"--mode hybrid makes pairs of stages and needs 4, 6, ... workers, not {self.workers}")
+        if self.mode not in ("data", "zero") and self.shares is not None:
+            raise ConfigError(f"--shares divides a batch among replicas, and {self.mode} mode has none to divide among")
         if self.shares is not None and len(self.shares) != self.workers:
             raise ConfigError(f"--shares names {len(self.shares)} shares for {self.workers} workers; give one for each")
         if self.shares is not None and min(self.shares) <= 0:
@@ -172,6 +175,9 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         flush=True,
     )
     with Orchestrator(config) as orchestrator:
+        orchestrator.set_mode(
+            options.mode, **({"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {})
+        )
         orchestrator.launch_workers(options.workers, device="cpu", threads=config.threads_per_worker)
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)

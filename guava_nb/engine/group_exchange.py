@@ -88,10 +88,10 @@ class GroupExchange:
         assert isinstance(message, Ready)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
-        member.samples += message.rows
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:
             return
+        member.samples += sum(flight.shards[message.shard][0].part_rows)
         for instruction in flight.machine.on_ready(rank, message):
             match instruction:
                 case Halt():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from guava_nb.config import MODES, SCHEDULES
 from guava_nb.notebook.options import Command, Option, choice, flag, integer, json_object, number, option, shares, word
 
-__all__ = ["COMMANDS", "MODES", "MODES_TO_COME"]
+__all__ = ["COMMANDS"]
 
-MODES = ("data",)
-MODES_TO_COME = ("pipeline", "tensor", "zero", "hybrid")
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _INTERVALS = ("step", "epoch", "validation")
 _SITES = ("workers", "orchestrator")
@@ -72,12 +71,56 @@ MODE = Command(
             "mode",
             nargs="?",
             metavar="MODE",
-            type=choice(*MODES, *MODES_TO_COME),
+            type=choice(*MODES),
             complete=MODES,
-            help="data: each worker has the whole model and a part of each batch",
+            help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
+            "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",
+        ),
+        option("--dp", metavar="N", type=integer(1), help="zero, hybrid: replicas that share the batch"),
+        option(
+            "--pp",
+            metavar="N",
+            type=integer(1),
+            help="pipeline, hybrid: stages (default in pipeline mode: all workers)",
+        ),
+        option(
+            "--tp",
+            metavar="N",
+            type=integer(1),
+            help="tensor, hybrid: workers that share each layer (tensor: all)",
+        ),
+        option(
+            "--zero",
+            metavar="1|2|3",
+            type=integer(0, 3),
+            help="1: optimizer state is shared out, 2: gradients too, 3: parameters too",
+        ),
+        option("--micro-batches", metavar="M", type=integer(1), help="pipeline: parts a batch is cut into (4)"),
+        _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
+        option(
+            "--stages-per-worker",
+            metavar="N",
+            type=integer(1),
+            help="pipeline: more than 1 with --schedule interleaved",
+        ),
+        option(
+            "--split",
+            metavar="NAMES",
+            help="pipeline: modules that begin a stage, with commas (balances by itself)",
+        ),
+        _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
+        option(
+            "--checkpoint-activations",
+            metavar="NAMES",
+            help='modules whose activations are computed again in backward, with commas; "*": every block that repeats',
+        ),
+        _one(
+            "--path",
+            ("auto", "relay", "direct"),
+            "relay: through the orchestrator; direct: between the workers",
         ),
     ),
-    "%guava_mode data",
+    "%guava_mode pipeline --micro-batches 8",
 )
 TRAIN = Command(
     "guava_train",

@@ -95,10 +95,8 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.MODE)
     def guava_mode(self, args: argparse.Namespace) -> None:
-        """Name the mode."""
-        if args.mode in commands.MODES_TO_COME:
-            raise UsageError(f"this version has data mode only; {args.mode} mode is not in it")
-        say("Mode data: every worker has the whole model and trains on its part of each batch.")
+        """Choose or name the mode."""
+        say(self.session.choose_mode(args))
 
     @line_magic
     @_command(commands.TRAIN)

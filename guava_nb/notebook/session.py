@@ -22,6 +22,7 @@ from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
+from guava_nb.notebook.modes import mode_arguments, mode_sentence, planned_config
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
@@ -75,6 +76,7 @@ class NotebookSession:
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
         self._cells: dict[str, str] = {}
+        self._mode: dict[str, Any] = {}
 
     # ------------------------------------------------------------------------------------------------ orchestrator
 
@@ -126,6 +128,26 @@ class NotebookSession:
         self._cells[name] = text
         return name
 
+    def choose_mode(self, args: argparse.Namespace) -> str:
+        """Choose the mode of the next runs, if the line names one; returns a sentence on the mode that holds now.
+
+        Raises:
+            UsageError: an option does not fit the mode.
+        """
+        chosen = mode_arguments(args)
+        if chosen:
+            self._mode = chosen
+        if not self.is_open:
+            planned = planned_config(DistributedConfig.load(), self._mode)
+            return f"{mode_sentence(planned, None)} It holds as soon as %guava_up opens a session."
+        self._apply_mode()
+        here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
+        return mode_sentence(self._orchestrator.config, here or None)
+
+    def _apply_mode(self) -> None:
+        if self._mode:
+            self._orchestrator.set_mode(**self._mode)
+
     def train(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Start a run; unless detached, block until it ended and raise its error if it failed. Returns the run."""
         orchestrator, names = self._need_session(), self._shell.user_ns
@@ -136,6 +158,7 @@ class NotebookSession:
             raise UsageError(f"--out {args.out}: not a name for a variable")
         self._check_shared(args)
         self._gather()
+        self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
         run = orchestrator.start_training(**arguments, detach=True)

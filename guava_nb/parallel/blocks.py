@@ -37,13 +37,14 @@ def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None
         _search(child, f"{prefix}{name}.", found)
 
 
-def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> dict[str, nn.Module]:
+def matching(model: nn.Module, patterns: Sequence[str], setting: str, must_match: bool = True) -> dict[str, nn.Module]:
     """Return the modules whose names match any of the patterns; "*" alone is every repeated block.
 
     Args:
         model: where to look.
         patterns: shell patterns over full module names, for instance "layers.*".
         setting: what they were given for, for the message.
+        must_match: whether a pattern that finds nothing is a mistake.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -56,7 +57,7 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> dict[st
             if pattern == "*"
             else {name: m for name, m in named.items() if name and fnmatchcase(name, pattern)}
         )
-        if not hits:
+        if not hits and must_match:
             names = ", ".join(name for name in list(named)[1:9])
             problem = "finds no repeated block" if pattern == "*" else "matches no module"
             raise ConfigError(f"{setting} {pattern!r} {problem}; modules here are {names}")

@@ -21,12 +21,13 @@ __all__ = ["checkpoint_activations"]
 _MARK = "_guava_checkpointed"
 
 
-def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def checkpoint_activations(model: nn.Module, patterns: Sequence[str], must_match: bool = True) -> list[str]:
     """Checkpoint the modules that match.
 
     Args:
         model: changed in place.
         patterns: shell patterns over module names; "*" alone is every repeated block.
+        must_match: False for a stage, which need not hold what a pattern means.
 
     Returns:
         The names of the modules; one inside another that was chosen too is left to the outer one.
@@ -34,12 +35,12 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> list[st
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    chosen = matching(model, patterns, "checkpoint_activations")
+    chosen = matching(model, patterns, "checkpoint_activations", must_match)
     outer = {n: m for n, m in chosen.items() if not any(n.startswith(f"{other}.") for other in chosen)}
     for module in {id(module): module for module in outer.values()}.values():
         if _MARK not in module.__dict__:
             module.__dict__[_MARK] = True
-            module.forward = _checkpointed(module.forward, module)  # type: ignore[method-assign]
+            module.forward = _checkpointed(module.forward, module)
     return list(outer)
 
 

@@ -23,7 +23,7 @@ from guava_nb.parallel.state import (
     pieces_of,
 )
 
-__all__ = ["Holding", "full_names_of", "hold"]
+__all__ = ["Holding", "full_names_of", "hold", "layouts_in"]
 
 
 def full_names_of(model: nn.Module) -> dict[str, str]:
@@ -125,7 +125,7 @@ def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axe
         axes: this rank's place.
     """
     tensors = {full_names[name]: tensor for name, tensor in _tensors(module).items()}
-    layouts = {full_names[name]: layout for name, layout in _layouts(module, axes).items()}
+    layouts = {full_names[name]: layout for name, layout in layouts_in(module, axes).items()}
     by_order = {key: number for number, key in enumerate(order.keys)}
     names = sorted(tensors, key=lambda name: by_order.get(name, len(by_order)))
     named: dict[str, nn.Parameter] = {}
@@ -138,7 +138,8 @@ def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axe
     return Holding(named, tensors, layouts, order, axes)
 
 
-def _layouts(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:
+def layouts_in(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:
+    """Return which part of its full tensor each tensor of a module is, by local name."""
     found: dict[str, Layout] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         own: Mapping[str, Layout] = part.__dict__.get("layouts", {})

@@ -52,7 +52,7 @@ class MeshAxes:
         if device.type == "cuda":
             # Otherwise DeviceMesh picks a device by rank, which is wrong where every machine has its own cuda:0.
             torch.cuda.set_device(device)
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
         return cls(sizes, devices, *(devices.get_local_rank(axis) for axis in AXES))
 

@@ -5,11 +5,6 @@ Everything that cannot be split right is refused here, before anything is traine
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -18,7 +13,7 @@ from torch.optim import Optimizer
 from guava_nb.errors import ConfigError
 from guava_nb.parallel import zero_one
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.data_axis import make_data_axis, sum_over_data
+from guava_nb.parallel.data_axis import make_data_axis
 from guava_nb.parallel.holding import full_names_of, hold
 from guava_nb.parallel.loss import Criterion, MakeOptimizer, Objective
 from guava_nb.parallel.mesh import MeshAxes
@@ -30,7 +25,7 @@ from guava_nb.parallel.tensor_sums import TensorSums
 from guava_nb.parallel.whole import WholePart
 from guava_nb.protocol.messages import ParallelSpec
 
-__all__ = ["MODES", "StageSpreading", "check_model", "check_parallel", "parallelize"]
+__all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
 #: Optimizers that look at a whole parameter at once, so that a part of it would be updated differently.
@@ -67,10 +62,13 @@ def parallelize(
     order, plan = _look_at_whole(model, spec, make_optimizer)
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
     if spec.pp > 1 or spec.mode == "pipeline":
-        return _pipeline(model, spec, mesh, device, criterion, make_optimizer, StageSpreading(spec, mesh, plan, order))
+        # Only now: torch's pipelining is slow to import, and the other modes never need it.
+        from guava_nb.parallel.spread_stages import pipeline_part
+
+        return pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan)
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
-    partial = apply_plan(model, plan, mesh.group("tp"), names) if spec.tp > 1 else []
+    partial = apply_plan(model, plan, mesh.group("tp")) if spec.tp > 1 else []
     model.to(device)
     # 3. Activation checkpointing, inside what FSDP2 wraps, so that a block is gathered once for its recomputation.
     if spec.checkpoint_activations:
@@ -152,76 +150,3 @@ def _check_optimizer(optimizer: Optimizer, spec: ParallelSpec) -> None:
             f"{name} looks at whole parameters, and tp {spec.tp} with zero_stage {spec.zero_stage} gives every worker a "
             "part of them; use an element-wise optimizer such as AdamW, or zero_stage 1"
         )
-
-
-# ------------------------------------------------------------------------------------------------------------- stages
-
-
-@dataclass(frozen=True, slots=True)
-class StageSpreading:
-    """Steps 2 to 4 for the stages of a pipeline, as hooks.
-
-    Attributes:
-        spec: how to spread.
-        mesh: over the default process group.
-        plan: tensor plan of the whole model.
-        order: orders of the whole model.
-    """
-
-    spec: ParallelSpec
-    mesh: MeshAxes
-    plan: Plan
-    order: FullOrder
-
-    def wrap_stage(self, stage: nn.Module, full_names: Mapping[str, str]) -> nn.Module:
-        """Split a stage's layers over "tp"; whole parameters with partial gradients are named in `partial_of`."""
-        if self.spec.tp > 1:
-            stage.__dict__["partial_names"] = apply_plan(stage, self.plan, self.mesh.group("tp"), full_names)
-        return stage
-
-    def sum_over_data(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Sum gradients over the replicas."""
-        sum_over_data(named, self.mesh.group("dp"))
-
-    def checkpoint(self, module: nn.Module) -> None:
-        """Checkpoint the activations of a stage; a pattern that matches only modules of other stages is left out."""
-        if self.spec.checkpoint_activations:
-            checkpoint_activations(module, self.spec.checkpoint_activations)
-
-    def make_optimizer(self, make: MakeOptimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
-        """Make a stage's optimizer, cut to this replica's share with ZeRO 1."""
-        optimizer = make(named)
-        if self.spec.zero_stage == 1 and self.spec.dp > 1:
-            zero_one.own_share(optimizer, named, self.mesh.group("dp"))
-        return optimizer
-
-
-def _pipeline(
-    model: nn.Module,
-    spec: ParallelSpec,
-    mesh: MeshAxes,
-    device: torch.device,
-    criterion: Criterion | None,
-    make_optimizer: MakeOptimizer,
-    hooks: StageSpreading,
-) -> Part:
-    # Only now: torch's pipelining is slow to import, and the other modes never need it.
-    from guava_nb.parallel.pipeline import PipelinePart
-
-    if criterion is None:
-        raise ConfigError(
-            "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
-            "knows which stage would run it"
-        )
-    part: Any = PipelinePart(
-        model,
-        spec,
-        mesh,
-        device,
-        criterion=criterion,
-        make_optimizer=functools.partial(hooks.make_optimizer, make_optimizer),
-        wrap_stage=hooks.wrap_stage,
-        sum_over_data=hooks.sum_over_data,
-        checkpoint=hooks.checkpoint,
-    )
-    return cast(Part, part)

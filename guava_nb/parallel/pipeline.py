@@ -70,6 +70,7 @@ class PipelinePart(Part):
         self._spec, self._place, self._criterion = spec, place, criterion
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
+        self._rows = 0
         self._order = FullOrder.of(model, make_optimizer(dict(model.named_parameters())))
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
         self._stages = {
@@ -118,11 +119,12 @@ class PipelinePart(Part):
     def _make_optimizer(self, make: MakeOptimizer) -> Optimizer:
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
         optimizer = make(self.named or {"": nn.Parameter(torch.empty(0, device=self._place.device))})
+        optimizer = self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
             for group in optimizer.param_groups
         ]
-        return self._hooks.spread_optimizer(optimizer)
+        return optimizer
 
     # ----------------------------------------------------------------------------------------------------- training
 
@@ -158,6 +160,7 @@ class PipelinePart(Part):
             return found.value * (0.0 if stand_in else found.weight * factor)
 
         self._programs.run(inputs, parts, sizes, loss)
+        self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 
     def forget(self) -> None:
@@ -168,6 +171,8 @@ class PipelinePart(Part):
         """Complete the gradients of a step: copies of tied parameters, then replicas, are added up."""
         self._tied.sum_gradients()
         self._hooks.sum_over_data(self.named)
+        self._hooks.average_buffers(self._rows)
+        self._rows = 0
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
@@ -215,6 +220,7 @@ class PipelinePart(Part):
         """Remove all gradients."""
         for parameter in self.named.values():
             parameter.grad = None
+        self._rows = 0
         self._hooks.dropped()
 
     def culprit(self) -> str:
@@ -243,9 +249,12 @@ class PipelinePart(Part):
 
     def optimizer_pieces(self) -> dict[str, Any]:
         """Return this rank's share of the optimizer's state, see `parallel.state.assemble_optimizer`."""
-        return optimizer_pieces(
-            self.optimizer, self._names, self._members, self._layouts, self._order, self._speaks_for
-        )
+        replica = 0 if self._hooks.one_replica_owns else self._place.dp
+
+        def counts(name: str) -> bool:
+            return name in self._own and self._layouts[name].counted(replica, self._place.tp)
+
+        return optimizer_pieces(self.optimizer, self._names, self._members, self._layouts, self._order, counts)
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None = None) -> None:
         """Take this rank's part of a full state; without `optimizer` its state is left as it is.

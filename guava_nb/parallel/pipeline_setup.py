@@ -51,7 +51,11 @@ def _quiet() -> None:
     return None
 
 
-def _unspread(optimizer: Optimizer) -> Optimizer:
+def _unmoved(rows: int) -> None:
+    return None
+
+
+def _unspread(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
     return optimizer
 
 
@@ -69,7 +73,9 @@ class Hooks:
         checkpoint: arranges that activations of a stage are computed again in backward.
         layouts: tells of this rank's parameters and buffers which part of the full tensor they are.
         sum_over_data: adds up the gradients of these parameters over the replicas, once a step.
-        spread_optimizer: makes of the local optimizer the one that steps (ZeRO 1).
+        average_buffers: makes buffers equal on all replicas, of which this one saw so many rows in the step.
+        spread_optimizer: makes of the local optimizer and its parameters the one that steps (ZeRO 1).
+        one_replica_owns: the state of a parameter is on one replica, whichever it is (ZeRO 1).
         runs_stand_ins: a replica without rows runs its batches all the same, because peers gather in them.
         dropped: gradients were dropped, complete or not.
         loaded: parameters and buffers were replaced, alike on every replica.
@@ -79,7 +85,9 @@ class Hooks:
     checkpoint: Callable[[nn.Module], object] = _nothing
     layouts: Callable[[Mapping[str, Tensor]], Mapping[str, Layout]] = _whole
     sum_over_data: Callable[[Mapping[str, nn.Parameter]], None] = _nothing
-    spread_optimizer: Callable[[Optimizer], Optimizer] = _unspread
+    average_buffers: Callable[[int], None] = _unmoved
+    spread_optimizer: Callable[[Optimizer, Mapping[str, nn.Parameter]], Optimizer] = _unspread
+    one_replica_owns: bool = False
     runs_stand_ins: bool = False
     dropped: Callable[[], None] = _quiet
     loaded: Callable[[], None] = _quiet

@@ -70,10 +70,10 @@ class _Search:
             if type(module) is nn.MultiheadAttention and self._splits_heads(module) and not self._is_tied(name):
                 plan |= Plan({name: Split("attention")})
         for name in self.modules:
-            columns, rows = self._linears(name)
-            for proposal in [_Proposal.heads_of(self, name, columns), *_Proposal.pairs_of(self, name, rows)]:
+            own = self._linears(name)
+            for proposal in [_Proposal.heads_of(self, name, own), *_Proposal.pairs_of(self, name, own)]:
                 if proposal is not None and not (proposal.names & set(plan.splits)):
-                    plan |= self.settle(proposal)[0]
+                    plan |= self._settle(proposal)
         return plan | self._rest(set(plan.splits))
 
     def _rest(self, taken: set[str]) -> Plan:
@@ -110,18 +110,17 @@ class _Search:
         prefix = f"{name}."
         return name in self.tied or any(other.startswith(prefix) for other in self.tied)
 
-    def _linears(self, name: str) -> tuple[dict[str, nn.Linear], dict[str, nn.Linear]]:
-        own = {
+    def _linears(self, name: str) -> dict[str, nn.Linear]:
+        return {
             child: m
             for child, m in self.modules[name].named_children()
             if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
         }
-        return own, own
 
-    def settle(self, proposal: _Proposal) -> tuple[Plan, bool]:
-        """Return the plan of one module that was proven, else the one that is always right; and whether it ran."""
-        found, ran = self.prove(proposal)
-        return (found if found is not None else proposal.joined()).under(proposal.parent), ran
+    def _settle(self, proposal: _Proposal) -> Plan:
+        """Return the plan of one module that was proven, else the one that is always right."""
+        found, _ = self.prove(proposal)
+        return (found or proposal.joined()).under(proposal.parent)
 
     def prove(self, proposal: _Proposal) -> tuple[Plan | None, bool]:
         module = self.modules[proposal.parent]
@@ -204,7 +203,7 @@ class _Search:
         size, what = (module.out_features, "outputs") if kinds[name] == "colwise" else (module.in_features, "inputs")
         self._check_size(name, size, what)
         parent = name.rpartition(".")[0]
-        own = {c: m for c, m in self._linears(parent)[0].items() if kinds.get(f"{parent}.{c}".strip(".")) in KINDS[:2]}
+        own = {c: m for c, m in self._linears(parent).items() if kinds.get(f"{parent}.{c}".strip(".")) in KINDS[:2]}
         chosen = {c: kinds[f"{parent}.{c}".strip(".")] for c in own}
         for proposal in [_Proposal.heads_of(self, parent, own), *_Proposal.pairs_of(self, parent, own)]:
             if proposal is not None and name.rpartition(".")[2] in proposal.local and proposal.follows(chosen):
@@ -214,7 +213,7 @@ class _Search:
 
     def _user_proposal(self, proposal: _Proposal) -> Plan:
         found, ran = self.prove(proposal)
-        if found is None and not ran and proposal.trusted:
+        if found is None and not ran:
             # It cannot be tried alone, and the user says so; the first step checks that gradients agree.
             return proposal.plans[0].under(proposal.parent)
         return (found or proposal.joined()).under(proposal.parent)
@@ -226,11 +225,10 @@ class _Proposal:
 
     parent: str
     width: int
-    columns: dict[str, tuple[tuple[int, ...], int]]
+    columns: dict[str, int]
     row: tuple[str, int]
     plans: list[Plan]
     ranks: int
-    trusted: bool = False
 
     @property
     def local(self) -> set[str]:
@@ -250,7 +248,7 @@ class _Proposal:
 
     def joined(self) -> Plan:
         """The split that is right for every forward: whole activations around each layer."""
-        splits = {name: Split("column", ranges_of(out, self.ranks)) for name, (_, out) in self.columns.items()}
+        splits = {name: Split("column", ranges_of(out, self.ranks)) for name, out in self.columns.items()}
         name, size = self.row
         return Plan({**splits, name: Split("row", ranges_of(size, self.ranks))})
 
@@ -273,9 +271,9 @@ class _Proposal:
         ranges = ranges_of(down.in_features, search.ranks)
         splits = {n: Split("column", ranges, joined=False) for n in ups}
         plan = Plan({**splits, name: Split("row", ranges, joined=False)}, regions=(Region(tuple(ups), name),))
-        columns = {n: ((m.in_features,), m.out_features) for n, m in ups.items()}
+        columns = {n: m.out_features for n, m in ups.items()}
         width = next(iter(ups.values())).in_features
-        return _Proposal(parent, width, columns, (name, down.in_features), [plan], search.ranks, trusted=True)
+        return _Proposal(parent, width, columns, (name, down.in_features), [plan], search.ranks)
 
     @staticmethod
     def heads_of(search: _Search, parent: str, own: Mapping[str, nn.Linear]) -> _Proposal | None:
@@ -292,7 +290,7 @@ class _Proposal:
         inside = shape.columns(ins)
         if not inside:
             return None
-        columns = {n: ((m.in_features,), m.out_features) for n, m in ins.items()}
+        columns = {n: m.out_features for n, m in ins.items()}
         width = next(iter(ins.values())).in_features
         plans = [
             Plan(
@@ -307,7 +305,7 @@ class _Proposal:
             for ways in inside
         ]
         row = (names[-1], out.in_features)
-        return _Proposal(parent, width, columns, row, plans, search.ranks, trusted=True)
+        return _Proposal(parent, width, columns, row, plans, search.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +342,7 @@ class _Heads:
 
     def attributes(self, module: nn.Module) -> list[dict[str, tuple[int, ...]]]:
         """Every rank's number of heads; with the widths that follow from it, and without."""
-        counts = [end - start for ((start, end),) in ranges_of_heads(self.key_heads, self.ranks)]
+        counts = [end - start for ((start, end),) in ranges_of(self.key_heads, self.ranks)]
         own = {n: tuple(c * self.group for c in counts) for n in _HEADS if _number(module, (n,)) == self.heads}
         own |= {n: tuple(counts) for n in _KEY_HEADS if _number(module, (n,)) == self.key_heads}
         full = self.heads * self.size
@@ -352,10 +350,6 @@ class _Heads:
             n: tuple(c * self.group * self.size for c in counts) for n in _WIDTHS if _number(module, (n,)) == full
         }
         return [own | widths, own] if widths else [own]
-
-
-def ranges_of_heads(heads: int, ranks: int) -> list[list[tuple[int, int]]]:
-    return ranges_of(heads, ranks)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:

@@ -79,30 +79,28 @@ class Plan:
         )
 
 
-def split_modules(root: nn.Module, plan: Plan, ranks: Ranks, full_modules: Mapping[str, str] | None = None) -> None:
+def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
     """Replace modules in place.
 
     Args:
         root: the model, or a part of it.
         plan: names of it that are not in `root` are left out.
         ranks: who shares each layer.
-        full_modules: names of root's modules to names in the plan; None: they are the same.
     """
     made: dict[str, nn.Module] = {}
     shared: dict[int, nn.Parameter] = {}
-    names = {local: (full_modules or {}).get(local, local) for local, _ in root.named_modules(remove_duplicate=False)}
+    names = [name for name, _ in root.named_modules(remove_duplicate=False)]
     seen: dict[int, nn.Module] = {}
-    for local, full in names.items():
-        if full not in plan.splits:
-            continue
-        whole = root.get_submodule(local)
-        new = seen.get(id(whole)) or _part(whole, plan.splits[full], ranks)
-        seen[id(whole)] = made[full] = new
-        _keep_ties(whole, new, shared)
-        _replace(root, local, new)
-    for local, full in names.items():
-        for attribute, values in plan.attributes.get(full, {}).items():
-            setattr(root.get_submodule(local), attribute, values[ranks.rank])
+    for name in names:
+        if name in plan.splits:
+            whole = root.get_submodule(name)
+            new = seen.get(id(whole)) or _part(whole, plan.splits[name], ranks)
+            seen[id(whole)] = made[name] = new
+            _keep_ties(whole, new, shared)
+            _replace(root, name, new)
+    for name in names:
+        for attribute, values in plan.attributes.get(name, {}).items():
+            setattr(root.get_submodule(name), attribute, values[ranks.rank])
     for region in plan.regions:
         _share_randomness(region, made, ranks.rank)
 
@@ -146,33 +144,20 @@ def _share_randomness(region: Region, made: Mapping[str, nn.Module], rank: int) 
             layer.randomness = randomness
 
 
-def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, full_names: Mapping[str, str]) -> list[str]:
+def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> list[str]:
     """Split a model, or a stage of it, over the ranks that share each layer.
 
     Args:
-        model: changed in place.
+        model: changed in place; modules of a stage have the names that they have in the whole model.
         plan: of the whole model.
         group: the ranks.
-        full_names: local to full name of each parameter and buffer.
 
     Returns:
         Full names of the whole parameters here whose gradients must be added up over the ranks.
     """
-    split_modules(model, plan, GroupRanks(group), _full_modules(full_names))
-    here = set(full_names.values())
+    split_modules(model, plan, GroupRanks(group))
+    here = {name for name, _ in model.named_parameters()}
     return [name for name in plan.partial if name in here]
-
-
-def _full_modules(full_names: Mapping[str, str]) -> dict[str, str]:
-    """Read modules' full names off the tensors below them: both names end alike below the module."""
-    found: dict[str, str] = {}
-    for local, full in full_names.items():
-        parts, full_parts = local.split("."), full.split(".")
-        for depth in range(len(parts)):
-            below = len(parts) - depth
-            if parts[depth:] == full_parts[-below:]:
-                found.setdefault(".".join(parts[:depth]), ".".join(full_parts[:-below]))
-    return found
 
 
 def prove_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> Proof:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import repeated_blocks
@@ -80,13 +81,13 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
     """
     whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
     sharded = Sharded(model, Touch(), [], 1.0, mesh.get_group())
-    local_names = {id(p): name for name, p in model.named_parameters()}
-    for _, module in _targets(model, whole):
-        own = {
-            name: full_names[local_names[id(p)]]
-            for name, p in module.named_parameters()
-            if p not in whole and full_names[local_names[id(p)]] not in sharded.names
-        }
+    taken: set[str] = set()
+    for target, module in _targets(model, whole):
+        parameters = {n: p for n, p in module.named_parameters() if p not in whole and not isinstance(p, DTensor)}
+        # Sharding replaces parameters, so names tell which are taken; a tie has its first name everywhere.
+        local = {n: f"{target}.{n}".lstrip(".") for n in parameters}
+        own = {n: full_names[name] for n, name in local.items() if name not in taken}
+        taken |= set(local.values())
         if not own and module is not model:
             continue
         sharded.touch.watch(module, own)

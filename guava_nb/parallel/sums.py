@@ -9,7 +9,7 @@ A parameter may get a gradient on one replica and none on another. So each bucke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +55,7 @@ class GradientSum:
         self._next = 0
         self._streaming = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for bucket in self._buckets
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
         ]
@@ -79,7 +79,7 @@ class GradientSum:
         if not self._expected and any(self._fired.values()):
             self._expected = {name: max(1, count) for name, count in self._fired.items()}
 
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]  # torch's hook types differ between releases
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
         def fired(parameter: Tensor) -> None:
             self._fired[name] = self._fired.get(name, 0) + 1
             if self._streaming:

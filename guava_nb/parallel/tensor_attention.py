@@ -26,6 +26,8 @@ class SplitAttention(nn.Module):
     """
 
     _qkv_same_embed_dim = False
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
 
     def __init__(self, whole: nn.MultiheadAttention, ranks: Ranks) -> None:
         super().__init__()
@@ -48,8 +50,9 @@ class SplitAttention(nn.Module):
     def _take(self, name: str, parameter: Tensor | None, own: list[tuple[int, int]]) -> None:
         if isinstance(parameter, nn.Parameter):
             self.layouts[name] = Layout.ranges(tuple(parameter.shape), 0, own)
-            parameter = part_of(parameter, self.layouts[name])
-        self.register_parameter(name, parameter)
+            self.register_parameter(name, part_of(parameter, self.layouts[name]))
+        else:
+            self.register_parameter(name, None)
 
     def forward(
         self,
@@ -97,7 +100,8 @@ class SplitAttention(nn.Module):
         return q, k, v
 
     def _split_heads(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(2, (self.heads[self.ranks.rank], self.head_dim)).transpose(1, 2)
+        heads = self.heads[self.ranks.rank]
+        return tensor.view(*tensor.shape[:2], heads, self.head_dim).transpose(1, 2)
 
     def _mask(self, q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
         """Join both masks into one to be added to the scores: [batch or 1, heads or 1, targets, sources]."""
@@ -105,7 +109,7 @@ class SplitAttention(nn.Module):
         if mask is not None:
             joined = _additive(mask, q)
             if joined.dim() == 3:
-                everybody = joined.unflatten(0, (q.shape[0], self.num_heads))
+                everybody = joined.view(q.shape[0], self.num_heads, *joined.shape[1:])
                 joined = everybody[:, self.first_head : self.first_head + q.shape[1]]
             else:
                 joined = joined[None, None]

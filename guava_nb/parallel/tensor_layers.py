@@ -35,7 +35,7 @@ def ranges_of(length: int, ranks: int, unit: int = 1, repeats: int = 1) -> list[
     return [[(s * section + a * unit, s * section + b * unit) for s in range(repeats)] for a, b in cuts]
 
 
-def part_of(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
+def part_of(parameter: Tensor, layout: Layout) -> nn.Parameter:
     """Return this rank's part of a whole parameter."""
     return nn.Parameter(layout.cut(parameter.detach()), requires_grad=parameter.requires_grad)
 

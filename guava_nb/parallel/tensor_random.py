@@ -60,4 +60,4 @@ def _seed(device: torch.device, seed: int) -> None:
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
     else:
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)

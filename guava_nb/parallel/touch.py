@@ -25,7 +25,7 @@ class _Touch(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
         return (gradient, *zeros)
@@ -96,7 +96,7 @@ def _leaves(output: Any, inputs: Any) -> set[int]:
 def _touched(output: Any, unused: list[nn.Parameter]) -> Any:
     """Hang the unused parameters on the first floating-point tensor of the output."""
     if isinstance(output, Tensor):
-        return _Touch.apply(output, *unused) if output.is_floating_point() else output
+        return _Touch.apply(output, *unused) if output.is_floating_point() else output  # type: ignore[no-untyped-call]
     if isinstance(output, list | tuple):
         for number, entry in enumerate(output):
             if any(t.is_floating_point() for t in tensors_in(entry)):

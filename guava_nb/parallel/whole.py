@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from guava_nb.parallel.buffers import kept_buffers
 from guava_nb.parallel.data_axis import DataAxis
 from guava_nb.parallel.holding import Holding
 from guava_nb.parallel.loss import Measured, Objective, measured
+from guava_nb.parallel.modes import evaluating
 from guava_nb.parallel.state import Piece
 from guava_nb.parallel.tensor_sums import TensorSums
 
@@ -120,10 +120,10 @@ class WholePart:
         self._rows = 0
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
-        """Do a forward only."""
+        """Do a forward only, in evaluation mode."""
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
-        with torch.no_grad(), kept_buffers(self.model) if stand_in else nullcontext():
+        with torch.no_grad(), evaluating(self.model):
             loss = self._objective(self.model, batch, rows, True)
         # What FSDP2 gathered for this forward would be stale after the next load.
         self._data.release()

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
-from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
+from tests.support.parity_group import GroupPool, backends, group_pool
 from tests.support.spread import Scenario, plain, spread
 
 SPECS = {
@@ -25,6 +24,10 @@ SPECS = {
     "tensor": ParallelSpec(mode="tensor", tp=2),
     "hybrid": ParallelSpec(mode="hybrid", dp=2, tp=2),
     "hybrid zero 1": ParallelSpec(mode="hybrid", dp=2, tp=2, zero_stage=1),
+    "pipeline": ParallelSpec(mode="pipeline", pp=2, micro_batches=3),
+    "pipeline of replicas": ParallelSpec(mode="hybrid", dp=2, pp=2, micro_batches=2, schedule="gpipe"),
+    "pipeline of zero 1": ParallelSpec(mode="hybrid", dp=2, pp=2, micro_batches=2, zero_stage=1),
+    "pipeline of tensors": ParallelSpec(mode="hybrid", tp=2, pp=2, micro_batches=2),
     "hybrid zero 3": ParallelSpec(mode="hybrid", dp=2, tp=2, zero_stage=3),
 }
 

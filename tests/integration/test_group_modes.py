@@ -1,0 +1,229 @@
+"""Every mode that spreads a model, between real worker processes over TLS: parity, faults, checkpoints, validation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from guava_nb.engine.run import Run
+from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError
+from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
+
+#: The net of `processes` as a Sequential whose blocks have the traps: stages are cut between them.
+BLOCKS = (
+    CELL
+    + """
+
+class Block(nn.Module):
+    def __init__(self, rows, columns, dropout=0.0):
+        super().__init__()
+        self.linear = nn.Linear(rows, columns)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        global _calls
+        if self.training:
+            _calls += 1
+            trap("forward")
+        return self.drop(torch.relu(self.linear(x)))
+
+
+def Deep(width=16, dropout=0.0):
+    return nn.Sequential(Block(10, width), Block(width, width, dropout), Block(width, width), nn.Linear(width, 4))
+"""
+)
+
+
+class Plain(PlainTraining):
+    """The same net in plain PyTorch."""
+
+    def __init__(self, folder: Path, batches: Any, clip: float | None = None, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(folder, batches)
+        namespace: dict[str, Any] = {"__name__": "oracle"}
+        exec(BLOCKS.format(folder=str(folder)), namespace)
+        torch.manual_seed(0)
+        self.model = namespace["Deep"]().to(dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.clip = clip
+        if clip is not None:
+            self.optimizer.register_step_pre_hook(
+                lambda *_: torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip) and None
+            )
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        folder = tmp_path_factory.mktemp("modes")
+        made = Session(folder, num_workers=2, heartbeat_s=0.5, silence_s=4.0, hash_every_steps=1, path="relay")
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def train(session: Session, mode: str, batches: Any, epochs: int = 2, **options: Any) -> Run:
+    settings = options.pop("settings", {})
+    session.orch.set_mode(mode, path="relay", **settings)
+    session.orch.share(BLOCKS.format(folder=str(session.folder)), "net")
+    session.orch.register_model("Deep", options.pop("model_args", None))
+    given = {
+        "criterion": "CrossEntropyLoss",
+        "optimizer": "AdamW",
+        "optimizer_args": {"lr": 0.01},
+        "fresh": True,
+        "progress": False,
+        **options,
+    }
+    return session.orch.start_training(batches, num_epochs=epochs, **given)
+
+
+def undisturbed(session: Session, run: Run, plain: PlainTraining) -> None:
+    session.assert_undisturbed(run, plain)
+
+
+MODES = [
+    ("zero", 2, {"zero_stage": 1}),
+    ("zero", 2, {"zero_stage": 2}),
+    ("zero", 3, {"zero_stage": 3}),
+    ("tensor", 2, {}),
+    ("pipeline", 2, {"pipeline_schedule": "gpipe"}),
+    ("pipeline", 3, {"pipeline_schedule": "1f1b", "micro_batches": 3}),
+    ("pipeline", 2, {"pipeline_schedule": "interleaved", "stages_per_worker": 2}),
+    ("pipeline", 2, {"micro_batches": 1, "pipeline_split": "2"}),
+    ("hybrid", 4, {"dp": 2, "pp": 2}),
+    ("hybrid", 4, {"dp": 2, "tp": 2}),
+    ("hybrid", 4, {"dp": 2, "pp": 2, "zero_stage": 1}),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mode", "workers", "settings"), MODES, ids=lambda value: str(value).replace(" ", ""))
+def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, settings: dict[str, Any]) -> None:
+    """101 rows in batches of 32: the last batch has 5, which no number of micro-batches or replicas here divides."""
+    session.ensure(workers)
+    plain = Plain(session.folder, loader(), clip=0.05).epochs(2)
+    run = train(session, mode, loader(), val_loader=DataLoader(data(), 30), settings=settings, max_grad_norm=0.05)
+    undisturbed(session, run, plain)
+    x, y = data().tensors
+    plain.model.eval()
+    with torch.no_grad():
+        outputs = plain.model(x)
+    truth = torch.nn.functional.cross_entropy(outputs, y).item()
+    accuracy = (outputs.argmax(1) == y).double().mean().item()
+    assert [v["samples"] for v in run.validations] == [101, 101]
+    assert run.validations[-1]["loss"] == pytest.approx(truth, abs=1e-12)
+    assert run.validations[-1]["accuracy"] == pytest.approx(accuracy)
+    # Once more after the run, on the group that stands.
+    assert session.orch.validate(DataLoader(data(), 17))["loss"] == pytest.approx(truth, abs=1e-12)
+    report = run.report()
+    assert report["mode"] == mode and report["wire"]["sample_bytes"] > 0
+    moved = "gradient_bytes" if mode == "zero" else "activation_bytes"
+    assert report["wire"][moved] > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 2}), ("pipeline", {}), ("tensor", {})])
+def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
+    session: Session, mode: str, settings: dict[str, Any]
+) -> None:
+    victim = session.ensure(2)[1]
+    victim.trap("forward", 9 if mode != "pipeline" else 16)
+    run = train(session, mode, loader(), epochs=3, detach=True, settings=settings)
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    eventually(lambda: run.status().state == "waiting", 15, "the others give the step up")
+    assert time.monotonic() - killed <= 15
+    assert victim.name in "\n".join(session.orch.status().notes)
+    session.workers.append(Worker(session, f"spare-{mode}", False))
+    undisturbed(session, run, Plain(session.folder, loader()).epochs(3))
+    assert run.generations >= 2
+
+
+@pytest.mark.timeout(120)
+def test_checkpoints_go_from_mode_to_mode(session: Session, tmp_path: Path) -> None:
+    session.ensure(2)
+    plain = Plain(session.folder, loader())
+    path = None
+    batches = loader()
+    for number, (mode, settings) in enumerate(
+        [("pipeline", {}), ("zero", {"zero_stage": 3}), ("data", {}), ("tensor", {}), ("zero", {"zero_stage": 1})]
+    ):
+        run = train(session, mode, loader(), epochs=number + 1, settings=settings, resume=path, fresh=path is None)
+        path = session.orch.save_checkpoint(tmp_path / f"{mode}-{number}.pt")
+        plain.epochs(1)
+        assert difference(run.model(), plain.model) <= 1e-9, mode
+        assert len(run.history) == 4
+    content = torch.load(path, weights_only=True)
+    fresh = Plain(session.folder, batches)
+    fresh.model.load_state_dict(content["model"])
+    fresh.optimizer.load_state_dict(content["optimizer"])
+    assert difference(fresh.model, plain.model) <= 1e-9
+
+
+@pytest.mark.timeout(90)
+def test_an_interrupt_stops_at_a_commit_and_the_next_run_goes_on(session: Session) -> None:
+    session.ensure(2)
+
+    class Stop:
+        def on_step(self, run: Run, record: dict[str, Any]) -> bool:
+            return bool(record["step"] == 6)
+
+    batches = DataLoader(data(), batch_size=32)
+    run = train(session, "pipeline", batches, epochs=50, callbacks=[Stop()])
+    assert run.state == "stopped" and 6 <= len(run.history) <= 8
+    plain = Plain(session.folder, batches).epochs(50, limit=len(run.history))
+    assert difference(run.model(), plain.model) <= 1e-9
+    again = train(session, "zero", batches, epochs=1, fresh=False, settings={"zero_stage": 2})
+    assert difference(again.model(), plain.epochs(1).model) <= 1e-9
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])
+def test_errors_of_user_code_and_nan_end_the_run_and_workers_stay(session: Session, mode: str) -> None:
+    workers = session.ensure(2)
+    workers[1].trap("forward", 5, "raise")
+    with pytest.raises(RemoteError, match=r"this batch is cursed"):
+        train(session, mode, loader())
+    workers[1].release()
+    bad = loader()
+    bad.dataset.tensors[0][40] = float("nan")
+    with pytest.raises(NotFinite, match=r"was not applied anywhere"):
+        train(session, mode, bad)
+    plain = Plain(session.folder, loader()).epochs(1)
+    undisturbed(session, train(session, mode, loader(), epochs=1), plain)
+    assert session.ready() == [w.name for w in workers]
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_spread_is_refused_before_training(session: Session) -> None:
+    session.ensure(2)
+    with pytest.raises(ConfigError, match=r"dp 2 x pp 2 x tp 1 needs 4 workers, 2 are here"):
+        train(session, "hybrid", loader(), settings={"dp": 2, "pp": 2})
+    with pytest.raises((ConfigError, PreparationError), match=r"9"):
+        train(session, "pipeline", loader(), settings={"pipeline_schedule": "interleaved", "stages_per_worker": 9})
+    with pytest.raises(ConfigError, match=r"optimizer_site"):
+        train(session, "tensor", loader(), optimizer_site="orchestrator")
+    undisturbed(session, train(session, "data", loader(), epochs=1), Plain(session.folder, loader()).epochs(1))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("mode", ["zero", "tensor", "pipeline"])
+def test_dropout_repeats_from_the_seed(session: Session, mode: str) -> None:
+    session.ensure(2)
+    losses = []
+    for seed in (3, 3, 4):
+        run = train(session, mode, DataLoader(data(), 25), epochs=1, seed=seed, model_args={"dropout": 0.5})
+        losses.append([record["loss"] for record in run.history])
+    assert losses[0] == losses[1] != losses[2]
