@@ -33,6 +33,7 @@ from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_ru
 from guava_nb.engine.output import OutputLog
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.progress import watch
+from guava_nb.engine.routes import cuda_reach
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
@@ -332,7 +333,9 @@ class Orchestrator:
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                parallel=parallel_spec(self.config, len(cluster.roster.ready()), self._tensor_plan),
+                parallel=parallel_spec(
+                    self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
+                ),
             )  # fmt: skip
             plan = TrainingPlan(
                 feed=Feed(train_loader),

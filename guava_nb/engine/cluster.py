@@ -16,6 +16,7 @@ from typing import Protocol
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
 from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.roster import Member, Roster, version_notes
+from guava_nb.engine.routes import Routes
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
@@ -58,6 +59,7 @@ class Cluster:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
         self.relay = Relay()
+        self.routes = Routes()
         self.output = output
         self.notice = on_notice
         self._sessions: dict[int, Session] = {}

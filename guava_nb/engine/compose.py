@@ -89,15 +89,24 @@ def optimizer_arguments(
 
 
 def parallel_spec(
-    config: DistributedConfig, num_workers: int, tensor_plan: Mapping[str, str] | None = None
+    config: DistributedConfig,
+    num_workers: int,
+    tensor_plan: Mapping[str, str] | None = None,
+    reach: Callable[[], bool] = lambda: False,
 ) -> ParallelSpec | None:
     """Return how a model is spread over the workers that are here; None: whole replicas that meet at the hub.
+
+    Args:
+        config: axes, zero stage and path.
+        num_workers: that are here.
+        tensor_plan: see `ParallelSpec`.
+        reach: asked in data mode with path "auto": would whole replicas be served better by a direct group?
 
     Raises:
         ConfigError: the axes do not multiply to the number of workers.
     """
     mesh, mode = config.mesh(num_workers), config.mode(num_workers)
-    if mode == "data":
+    if mode == "data" and not _direct_replicas(config, num_workers, reach):
         return None
     return ParallelSpec(
         mode=mode,
@@ -112,7 +121,15 @@ def parallel_spec(
         balance=config.pipeline_balance,
         tensor_plan=dict(tensor_plan or {}),
         checkpoint_activations=_names(config.checkpoint_activations),
+        path=config.path,
     )
+
+
+def _direct_replicas(config: DistributedConfig, num_workers: int, reach: Callable[[], bool]) -> bool:
+    """Whether whole replicas form a process group; at the hub they can come and go within a step, and may be unlike."""
+    if num_workers < 2 or config.path == "relay":
+        return False
+    return config.path == "direct" or (config.optimizer_site == "workers" and reach())
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.route import Route
 from guava_nb.engine.source import pip_name
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
@@ -43,6 +44,7 @@ class Ensemble:
         step: last committed step of the run, -1 before the first.
         generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
+        route: the way by which the replicas meet, and why.
     """
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
@@ -52,6 +54,7 @@ class Ensemble:
         self.cells = tuple(cells)
         self.master = master
         self.master_step = -1
+        self.route = Route("relay", "star", "whole replicas meet at the orchestrator")
         self.step = -1
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}

@@ -14,9 +14,21 @@ from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.job import Job
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.route import Route
+from guava_nb.engine.routes import Routes
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
 from guava_nb.hub.relay import Relay
-from guava_nb.protocol.messages import Cell, FetchState, FormGroup, GroupFormed, LoadState, Message, RunSpec, State
+from guava_nb.protocol.messages import (
+    Abort,
+    Cell,
+    FetchState,
+    FormGroup,
+    GroupFormed,
+    LoadState,
+    Message,
+    RunSpec,
+    State,
+)
 
 __all__ = ["GroupEnsemble", "GroupLost"]
 
@@ -24,6 +36,10 @@ __all__ = ["GroupEnsemble", "GroupLost"]
 SUSPECT_S = 8.0
 #: For all members to meet; they are connected, and spreading a large model comes after.
 FORM_TIMEOUT_S = 120.0
+#: The same on the direct path: the members have just been reached there.
+DIRECT_TIMEOUT_S = 20.0
+#: Direct groups that broke while all members stayed, after which a run keeps to the relay.
+MOST_DIRECT_BREAKS = 2
 #: Groups in a row that broke without a step between them while all members stayed: then it is not the weather.
 MOST_BREAKS = 3
 
@@ -38,7 +54,7 @@ class GroupEnsemble(Ensemble):
     Attributes:
         team: worker of each rank of the group that stands; empty when none does.
         generation: of that group.
-        path: "relay" or "direct".
+        route: the way of that group, and why.
     """
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
@@ -48,12 +64,15 @@ class GroupEnsemble(Ensemble):
         self._shape = spec.parallel
         self.team: tuple[int, ...] = ()
         self.generation = -1
-        self.path, self.backend = "relay", "guava"
+        self.route = Route("relay", "guava", "no group was formed yet")
+        self._relay_only = ""  # why this run keeps to the relay from now on
+        self._routes: Routes | None = None
         self._formed: dict[int, GroupFormed] = {}
         self._away: dict[int, float] = {}
         self._broken: str = ""
         self._broken_at = 0.0
-        self._breaks = 0
+        self._breaks = self._direct_breaks = 0
+        self._broke_after = -1
         self._relay: Relay | None = None
 
     @property
@@ -119,8 +138,10 @@ class GroupEnsemble(Ensemble):
             if rank in job.ready:
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
+                self._broken = ""  # that is why others report a break
                 raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
             elif now - self._away.setdefault(rank, now) > SUSPECT_S:
+                self._broken = ""
                 raise GroupLost(f"{job.cluster.name(rank)} is away for more than {SUSPECT_S:g} s")
         if self._broken and now > self._broken_at + SUSPECT_S:
             raise GroupLost(self._broken)
@@ -138,23 +159,34 @@ class GroupEnsemble(Ensemble):
         Raises:
             ClusterError: too many broke in a row without a step between them.
         """
-        self._breaks = self._breaks + 1 if self._broken else 0
-        reason, self.team, self._broken = self._broken, (), ""
+        again = self._broken and self.step == self._broke_after
+        self._breaks, self._broke_after = (self._breaks + 1 if again else int(bool(self._broken))), self.step
+        reason, team, self.team, self._broken = self._broken, self.team, (), ""
         if self._relay is not None:
             self._relay.forget(self.group_name)
+        if self.route.path == "direct":
+            self._note_direct_break(team, reason)
         self._away.clear()
         if self._breaks >= MOST_BREAKS:
             raise ClusterError(
-                f"{self._breaks} process groups in a row broke while all workers stayed ({reason}); the path is {self.path}. "
-                "Try %guava_mode ... --path relay, and look at %guava_log"
+                f"{self._breaks} process groups in a row broke while all workers stayed ({reason}); the path is "
+                f"{self.route.path}. Try %guava_mode ... --path relay, and look at %guava_log"
             )
+
+    def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
+        """Probe again before the next group; a network that lets probes pass and breaks groups is not tried for ever."""
+        if self._routes is not None:
+            self._routes.forget(team)
+        self._direct_breaks += 1 if reason else 0
+        if self._direct_breaks >= MOST_DIRECT_BREAKS:
+            self._relay_only = f"{self._direct_breaks} direct groups broke while all workers stayed ({reason})"
 
     # ------------------------------------------------------------------------------------------------------------ messages
 
     def attach(self, job: Job) -> None:
         """Handle this ensemble's messages in that job."""
         super().attach(job)
-        self._relay = job.cluster.relay
+        self._relay, self._routes = job.cluster.relay, job.cluster.routes
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
 
@@ -188,22 +220,61 @@ class GroupEnsemble(Ensemble):
         self._compare_hashes(job, members)
 
     def _form(self, job: Job, members: Sequence[int]) -> None:
-        roster = job.cluster.roster
+        """Form a group on the best way there is; where a direct one fails, on the relay."""
+        first = self.generation < 0
+        self.route = self._choose(job, members, first)
+        failed = self._try_to_form(job, members)
+        if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
+            self._fall_back(job, members, failed)
+            failed = self._try_to_form(job, members)
+        if failed:
+            self._refuse(job, failed)
+
+    def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
+        if self._relay_only:
+            return Route("relay", "guava", self._relay_only)
+        return job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
+
+    def _try_to_form(self, job: Job, members: Sequence[int]) -> dict[int, GroupFormed]:
+        """Give everybody an order and wait for the answers; returns those that say no."""
+        roster, route = job.cluster.roster, self.route
         roster.generation += 1
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
         for rank in members:
             self.at.pop(rank, None)
         names = tuple(job.cluster.name(rank) for rank in members)
-        name = self.group_name
+        direct = route.path == "direct"
+        addresses = tuple(route.seats[rank].address for rank in members) if direct else ()
         for number, rank in enumerate(members):
             order = FormGroup(
-                self.run_id, self.generation, name, number, names, self.path, self.backend, FORM_TIMEOUT_S
-            )
+                self.run_id, self.generation, self.group_name, number, names, route.path, route.backend,
+                DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S, route.seats[rank].interface if direct else "", addresses,
+            )  # fmt: skip
             job.cluster.send(rank, order)
-        self._pump(job, lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members))
+        answered = self._pump(
+            job,
+            lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members),
+            FORM_TIMEOUT_S if direct else None,
+        )
         failed = {rank: answer for rank, answer in self._formed.items() if not answer.ok}
-        if failed:
-            self._refuse(job, failed)
+        if not answered:
+            late = next(rank for rank in members if rank not in self._formed)
+            text = f"it did not take its place within {FORM_TIMEOUT_S:g} s"
+            failed[late] = GroupFormed(self.run_id, self.generation, False, text, broken=True)
+        return failed
+
+    def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
+        """Keep to the relay, and wake whoever still waits for the direct group."""
+        rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
+        job.cluster.routes.forget(members)
+        self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
+        job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
+        job.cluster.roster.generation += 1
+        reason = "the direct group is given up"
+        abort = Abort(self.run_id, job.cluster.roster.generation, self.step, reason)
+        job.cluster.send_all(members, abort)
+        job.cluster.relay.forget(self.group_name)
+        self.route = Route("relay", "guava", self._relay_only)
 
     def _refuse(self, job: Job, failed: Mapping[int, GroupFormed]) -> None:
         rank, answer = next(iter(failed.items()))

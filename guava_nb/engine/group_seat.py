@@ -5,8 +5,6 @@ The loop's thread sits in the group's operations; an abort comes on another thre
 
 from __future__ import annotations
 
-import datetime
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from guava_nb.backend import Endpoint, end_group, init_group, store_for
+from guava_nb.engine.direct_group import DirectGroup
 from guava_nb.errors import GroupBroken
 from guava_nb.protocol.messages import FormGroup
 
 __all__ = ["GroupSeat"]
-
-log = logging.getLogger(__name__)
 
 
 class GroupSeat:
@@ -36,6 +33,7 @@ class GroupSeat:
         self._endpoint, self._device = endpoint, device
         self._lock = threading.Lock()
         self._formed: FormGroup | None = None
+        self._direct: DirectGroup | None = None
         self._broken = ""  # why the present group is given up; "" while it stands
         self._applying = False
         self._generation = -1  # an abort up to here came
@@ -57,25 +55,31 @@ class GroupSeat:
                 self._endpoint, order.name, order.rank, len(order.members), order.members, timeout_s=order.timeout_s
             )
             return
-        dist.init_process_group(
-            order.backend,
-            store=store_for(self._endpoint, order.name),
-            rank=order.rank,
-            world_size=len(order.members),
-            timeout=datetime.timedelta(seconds=order.timeout_s),
-            device_id=self._device if order.backend == "nccl" else None,
-        )
+        direct = DirectGroup(order, store_for(self._endpoint, order.name), self._device)
+        with self._lock:
+            self._direct = direct
+        direct.join()
+
+    def complete(self) -> None:
+        """The model is spread over the group: no more groups are made of it.
+
+        Raises:
+            GroupBroken: it was given up meanwhile.
+        """
+        if self._direct is not None:
+            self._direct.complete()
+        if self._broken:  # an abort that came before may have missed the newest connections
+            raise GroupBroken(self._broken)
 
     def leave(self) -> None:
         """Give the present group up, if there is one; never waits for the others."""
         with self._lock:
             formed, self._formed = self._formed, None
-        if formed is None:
-            return
-        if formed.backend == "guava":
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.leave()
+        elif formed is not None:
             end_group()
-        elif dist.is_initialized():
-            _destroy()
 
     def abort(self, generation: int, reason: str) -> None:
         """Wake whoever is blocked in the group; called from any thread, and does not wait.
@@ -94,13 +98,12 @@ class GroupSeat:
 
     def _wake(self) -> None:
         with self._lock:
-            formed = self._formed
+            formed, direct = self._formed, self._direct
         if formed is None:
             return
-        if formed.backend == "guava":
-            self._endpoint.break_groups(self._broken)
-        else:
-            _abort_backend(self._device)
+        self._endpoint.break_groups(self._broken)  # the store too, where members of a direct group meet
+        if direct is not None:
+            direct.wake()
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -130,20 +133,3 @@ _MARKS = (
     "Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe", "NCCL", "Timed out waiting",
     "Application timeout",
 )  # fmt: skip
-
-
-def _abort_backend(device: torch.device) -> None:
-    try:
-        group = dist.group.WORLD
-        if group is not None:
-            group._get_backend(device).abort()
-    except (RuntimeError, AttributeError) as error:  # this torch's gloo cannot; its own time-out ends it
-        log.info("the group's operations could not be ended at once: %s", error)
-
-
-def _destroy() -> None:
-    try:
-        _abort_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
-        dist.destroy_process_group()
-    except (RuntimeError, ValueError) as error:
-        log.info("the old group could not be taken down well: %s", error)

@@ -67,7 +67,16 @@ def describe(device: torch.device, name: str = "", program: str = "spawned", acc
         cores=psutil.cpu_count(logical=True) or 1,
         memory_bytes=psutil.virtual_memory().total,
         accepts_source=accepts_source,
+        host_id=_host_id(),
     )
+
+
+def _host_id() -> str:
+    """Tell machines, and separate networks on one machine, apart: a cloned machine has its original's name."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    started = boot.read_text().strip() if boot.exists() else f"{psutil.boot_time():.0f}"
+    room = str(network.stat().st_ino) if network.exists() else ""
+    return f"{socket.gethostname()}/{started}/{room}"
 
 
 def _device_facts(device: torch.device) -> tuple[str, str, int | None]:

@@ -301,6 +301,7 @@ class WorkerLoop:
         try:
             seat.form(message)
             replica.spread(len(message.members))
+            seat.complete()
             answer = GroupFormed(message.run_id, message.generation, True)
         except USER_ERRORS as error:
             text, trace = error_text(error), trace_text(error)

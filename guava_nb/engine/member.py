@@ -11,6 +11,7 @@ from guava_nb.backend import Endpoint
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
+from guava_nb.engine.prober import Prober
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import (
@@ -64,6 +65,7 @@ class Membership:
         self._step = -1
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
+        self._prober = Prober(self._send)
         self.loop = WorkerLoop(
             self._send,
             device,
@@ -85,6 +87,7 @@ class Membership:
         try:
             self.loop.run()
         finally:
+            self._prober.close()
             closed = self._closed  # before our own close, which is one more end of the session
             self._session.close("the worker left")
         if closed is None:
@@ -107,6 +110,9 @@ class Membership:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
+                return
+            if self._prober.post(event.message):
+                event.done()
                 return
             if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first
                 self._seat.abort(event.message.generation, event.message.reason)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from guava_nb.engine.route import Route
 from guava_nb.engine.status import RunStatus, WireBytes
 from guava_nb.errors import ClusterError
 
@@ -44,6 +45,7 @@ class Run:
         self.duplicated_samples = 0
         self.workers: list[dict[str, Any]] = []
         self.parity: dict[str, float] | None = None
+        self._route: Callable[[], Route | None] = lambda: None
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -152,16 +154,18 @@ class Run:
                 ),
                 message=self._message,
                 wire=self.wire,
+                path=_path_text(self._route()),
             )
 
     def report(self) -> dict[str, Any]:
         """Return the figures of the run as one JSON-ready object."""
         wire = self.wire
-        step_s = _step_seconds(self.history)
+        step_s, route = _step_seconds(self.history), self._route()
         return {
             "run_id": self.run_id,
             "mode": self.mode,
             "sync": "step",
+            "path": None if route is None else route.record(),
             "state": self._state,
             "workers": self.workers,
             "steps": len(self.history),
@@ -197,6 +201,10 @@ class Run:
         """Tell where figures, the model and the brake are; called once by the orchestrator."""
         self._wire, self._interrupt, self._model = wire, interrupt, model
 
+    def goes_by(self, route: Callable[[], Route]) -> None:
+        """Tell how to ask for the way of the run's workers; called once by its job."""
+        self._route = route
+
     def begin(self) -> None:
         """Begin to prepare, on the run's own thread, which calls its callbacks."""
         self._thread = threading.get_ident()
@@ -230,12 +238,16 @@ class Run:
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake everyone who waits."""
-        wire = self._wire()
+        wire, route = self._wire(), self._route()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             self._wall_s = time.monotonic() - self._started
-            self._wire = lambda: wire
+            self._wire, self._route = (lambda: wire), (lambda: route)
         self._ended.set()
+
+
+def _path_text(route: Route | None) -> str:
+    return "" if route is None else f"{route.path} ({route.backend}): {route.reason}"
 
 
 def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[str, Any]]:

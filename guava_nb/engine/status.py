@@ -74,6 +74,7 @@ class RunStatus:
     learning_rate: float | None = None
     message: str = ""  # what it waits for, or why it ended
     wire: WireBytes = field(default_factory=WireBytes)
+    path: str = ""  # how the workers reach each other, and why
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class Hello(Message, frozen=True):
     memory_bytes: int | None
     accepts_source: bool = True
     speed_hint: float = 1.0
+    host_id: str = ""  # the same for processes that share one machine and its network
 
 
 class Accept(Message, frozen=True):
@@ -203,6 +204,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; empty finds a plan by itself.
         checkpoint_activations: patterns of module names whose activations are computed again in backward; "*" is every
             block that repeats.
+        path: "auto", "relay" or "direct": how the members of the process group reach each other.
     """
 
     mode: str = "data"
@@ -217,6 +219,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     balance: str = "parameters"
     tensor_plan: dict[str, str] = {}
     checkpoint_activations: tuple[str, ...] = ()
+    path: str = "auto"
 
 
 class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -292,6 +295,8 @@ class FormGroup(Message, frozen=True):
         path: "relay" through the hub, or "direct" between the workers.
         backend: torch.distributed's name: "guava", "gloo" or "nccl".
         timeout_s: for the meeting of all members.
+        interface: on the direct path the receiver's network interface, and
+        addresses: of all members, in order of rank: those that were proved to be reachable.
     """
 
     run_id: str
@@ -302,6 +307,8 @@ class FormGroup(Message, frozen=True):
     path: str
     backend: str
     timeout_s: float
+    interface: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 class GroupFormed(Message, frozen=True):
@@ -316,6 +323,75 @@ class GroupFormed(Message, frozen=True):
     problem: str = ""
     traceback: str = ""
     broken: bool = False
+
+
+class ProbeListen(Message, frozen=True):
+    """Orchestrator to worker: listen on free ports of your addresses, so that others can try to reach you.
+
+    Attributes:
+        probe_id: of this probe; all its records carry it.
+        secret: who dials must prove to hold it; drawn anew for every listener.
+        loopback: listen on the loopback too, since all members are on one host.
+        timeout_s: when to stop listening if nothing more is heard.
+    """
+
+    probe_id: int
+    secret: bytes
+    loopback: bool
+    timeout_s: float
+
+
+class ProbeAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker listens: an address of a network interface, and a port."""
+
+    interface: str
+    address: str
+    port: int
+
+
+class ProbeListening(Message, frozen=True):
+    """Worker to orchestrator: here I listen; or why I cannot."""
+
+    probe_id: int
+    addresses: tuple[ProbeAddress, ...]
+    problem: str = ""
+
+
+class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
+    """Another member, its listener's secret, and where it may be reached."""
+
+    member: int
+    secret: bytes
+    addresses: tuple[ProbeAddress, ...]
+
+
+class ProbeDial(Message, frozen=True):
+    """Orchestrator to worker: try to reach these members at all of their addresses, all at once."""
+
+    probe_id: int
+    targets: tuple[ProbeTarget, ...]
+    timeout_s: float
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Whether a member answered at an address; `problem` is empty if it did."""
+
+    member: int
+    address: str
+    problem: str = ""
+
+
+class ProbeReport(Message, frozen=True):
+    """Worker to orchestrator: who answered."""
+
+    probe_id: int
+    answers: tuple[ProbeAnswer, ...]
+
+
+class ProbeEnd(Message, frozen=True):
+    """Orchestrator to worker: stop listening."""
+
+    probe_id: int
 
 
 class LoadState(Message, frozen=True):
@@ -752,6 +828,11 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     35: EndRun,
     36: FormGroup,
     37: GroupFormed,
+    38: ProbeListen,
+    39: ProbeListening,
+    40: ProbeDial,
+    41: ProbeReport,
+    42: ProbeEnd,
     48: Log,
     49: Failure,
     50: CrashReport,

@@ -50,7 +50,7 @@ def session_view(status: Status) -> View:
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
-    facts += [("run", f"{run.state}, {_headline(run)}")] if run is not None else []
+    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run)] if run is not None else []
     notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
     return View("session", headline, None, (Table((), tuple(facts)), _workers(status.workers)), notes)
@@ -59,7 +59,7 @@ def session_view(status: Status) -> View:
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    tables = (Table((), (("wire", _wire(run)),)), _workers(_taking_part(workers)))
+    tables = (Table((), (("wire", _wire(run)), *_path(run))), _workers(_taking_part(workers)))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
@@ -72,7 +72,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts.append(("wire", _wire(run)))
+    facts += [("wire", _wire(run)), *_path(run)]
     tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
     return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
@@ -117,6 +117,10 @@ def _wire(run: RunStatus) -> str:
     named = [("samples", wire.sample_bytes), ("gradients", wire.gradient_bytes), ("parameters", wire.parameter_bytes)]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
     return ", ".join(parts) + (f" ({detail})" if detail else "")
+
+
+def _path(run: RunStatus) -> list[tuple[str, str]]:
+    return [("path", run.path)] if run.path else []
 
 
 def _taking_part(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:

@@ -11,7 +11,7 @@ import os
 import socket
 import weakref
 
-__all__ = ["close_in_children"]
+__all__ = ["close_in_children", "own_descriptors"]
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -19,6 +19,11 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 def close_in_children(sock: socket.socket) -> None:
     """Close the inherited copy of `sock` in every child that this process forks from now on."""
     _sockets.add(sock)
+
+
+def own_descriptors() -> set[int]:
+    """Return the descriptors of all sockets that `transport` has opened in this process."""
+    return {number for sock in list(_sockets) if (number := sock.fileno()) >= 0}
 
 
 def _close_copies() -> None:

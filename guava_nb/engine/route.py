@@ -1,0 +1,161 @@
+"""Which way the members of a process group reach each other, decided from what a probe found. No sockets, no clocks."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from guava_nb.protocol.messages import Hello, ProbeAddress, ProbeListening, ProbeReport
+
+__all__ = ["Finding", "Route", "decide", "on_one_host", "unlike_devices"]
+
+#: Networks that strangers are not on: RFC 1918, link-local and unique local addresses, and the machine itself.
+_PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "169.254.0.0/16",
+        "127.0.0.0/8",
+        "fc00::/7",
+        "::1/128",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of a process group.
+
+    Attributes:
+        path: "relay" or "direct".
+        backend: "star" (whole replicas, no process group), "guava", "gloo" or "nccl".
+        reason: why, as a phrase.
+        seats: on the direct path the interface and address of every member.
+    """
+
+    path: str
+    backend: str
+    reason: str
+    seats: Mapping[int, ProbeAddress] = field(default_factory=dict)
+
+    def record(self) -> dict[str, str]:
+        """Return what a report says of it."""
+        return {"path": self.path, "backend": self.backend, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a probe found: seats where everybody is reached, or why there are none.
+
+    Attributes:
+        seats: address of every member; empty where the direct path is not open.
+        obstacle: a phrase that names who is in the way; empty with seats.
+        private: whether strangers are kept out of all these addresses.
+        where: "on one host" or the kind of addresses, for people.
+    """
+
+    seats: Mapping[int, ProbeAddress]
+    obstacle: str = ""
+    private: bool = True
+    where: str = ""
+
+
+def on_one_host(hellos: Sequence[Hello]) -> bool:
+    """Whether workers share one machine and its network."""
+    return len({hello.host_id for hello in hellos}) == 1 and bool(hellos[0].host_id)
+
+
+def unlike_devices(names: Sequence[str], hellos: Sequence[Hello]) -> str:
+    """Return why no library can serve these devices directly, or ""."""
+    kinds = [hello.device.partition(":")[0] for hello in hellos]
+    for name, kind in zip(names, kinds, strict=True):
+        if kind != kinds[0]:
+            return f"{names[0]} has {kinds[0]} and {name} has {kind}, and gloo or NCCL serve like devices only"
+    if kinds[0] not in ("cpu", "cuda"):
+        return f"{names[0]} has {kinds[0]}, which neither gloo nor NCCL serves"
+    seen: dict[str, str] = {}
+    for name, hello in zip(names, hellos, strict=True):
+        if kinds[0] == "cuda" and hello.device_uuid:
+            if hello.device_uuid in seen:
+                return f"{seen[hello.device_uuid]} and {name} share one GPU, which NCCL does not serve"
+            seen[hello.device_uuid] = name
+    return ""
+
+
+def decide(
+    names: Mapping[int, str],
+    listening: Mapping[int, ProbeListening],
+    reports: Mapping[int, ProbeReport],
+    one_host: bool,
+) -> Finding:
+    """Choose an address of every member at which all others reach it, all of one family; private ones first.
+
+    Args:
+        names: of all members.
+        listening: where each listens, as far as it answered.
+        reports: whom each reached, as far as it answered.
+    """
+    for rank, name in names.items():
+        if rank not in listening or rank not in reports:
+            return Finding({}, f"{name} did not answer the probe in time")
+        if listening[rank].problem:
+            return Finding({}, f"{name} cannot be probed: {listening[rank].problem}")
+    reached = {
+        (rank, answer.member, answer.address): answer.problem
+        for rank, report in reports.items()
+        for answer in report.answers
+    }
+    for version in (4, 6):
+        seats = {rank: _seat(rank, version, names, listening[rank].addresses, reached) for rank in names}
+        if all(seats.values()):
+            chosen = {rank: seat for rank, seat in seats.items() if seat is not None}
+            private = all(_private(seat.address) for seat in chosen.values())
+            where = "on one host" if one_host else f"on {'private' if private else 'public'} addresses"
+            return Finding(chosen, "", private or one_host, where)
+    return Finding({}, _obstacle(names, listening, reached))
+
+
+def _seat(
+    rank: int,
+    version: int,
+    names: Mapping[int, str],
+    addresses: Sequence[ProbeAddress],
+    reached: Mapping[tuple[int, int, str], str],
+) -> ProbeAddress | None:
+    """The best address at which all others reach a member: loopback, private, public."""
+    good = [
+        where
+        for where in addresses
+        if ipaddress.ip_address(where.address).version == version
+        and all(reached.get((other, rank, where.address), "not tried") == "" for other in names if other != rank)
+    ]
+    return min(good, key=lambda where: _openness(where.address), default=None)
+
+
+def _obstacle(
+    names: Mapping[int, str],
+    listening: Mapping[int, ProbeListening],
+    reached: Mapping[tuple[int, int, str], str],
+) -> str:
+    """Name the first pair that does not reach each other, at the address that was the most likely to work."""
+    for rank, name in names.items():
+        wheres = sorted(listening[rank].addresses, key=lambda where: -_openness(where.address))
+        for other in names:
+            problems = {where.address: reached.get((other, rank, where.address), "not tried") for where in wheres}
+            if other != rank and all(problems.values()):
+                tried = ", ".join(f"{address}: {problem}" for address, problem in problems.items())
+                return f"{names[other]} cannot reach {name} at {tried}" if tried else f"{name} has no address to dial"
+    return "no member has one address at which all the others reach it"
+
+
+def _openness(address: str) -> int:
+    parsed = ipaddress.ip_address(address)
+    return 0 if parsed.is_loopback else 1 if _private(address) else 2
+
+
+def _private(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return any(parsed.version == network.version and parsed in network for network in _PRIVATE)
