@@ -87,7 +87,7 @@ class _Search:
                 continue
             together = self.tied.get(name, {name})
             if _is_vocab(module) and self._all_vocab(together, taken):
-                splits.update({other: self._vocab(other) for other in together})
+                splits.update({other: self._vocab(other) for other in sorted(together)})
             elif self._is_large(name, module):
                 assert isinstance(module, nn.Linear)
                 splits[name] = Split("column", ranges_of(module.out_features, self.ranks))
