@@ -175,9 +175,8 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         flush=True,
     )
     with Orchestrator(config) as orchestrator:
-        orchestrator.set_mode(
-            options.mode, **({"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {})
-        )
+        axes: dict[str, Any] = {"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {}
+        orchestrator.set_mode(options.mode, **axes)
         orchestrator.launch_workers(options.workers, device="cpu", threads=config.threads_per_worker)
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)
