@@ -48,10 +48,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
         mode_settings(args.mode, **{_NAMES[n]: given[n] for n in ("dp", "pp", "tp", "zero") if n in given})
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    # A choice is made anew each time: what an earlier line said of the pipeline does not linger.
-    defaults = {"micro_batches": 4, "pipeline_schedule": "1f1b", "stages_per_worker": 1, "pipeline_split": "",
-                "checkpoint_activations": "", "path": "auto"}  # fmt: skip
-    return {"mode": args.mode, **defaults, **{_NAMES[name]: value for name, value in given.items()}}
+    return {"mode": args.mode, **{_NAMES[name]: value for name, value in given.items()}}
 
 
 def planned_config(config: DistributedConfig, chosen: dict[str, Any]) -> DistributedConfig:
@@ -60,7 +57,7 @@ def planned_config(config: DistributedConfig, chosen: dict[str, Any]) -> Distrib
         return config
     rest = {name: value for name, value in chosen.items() if name not in ("mode", "tensor_plan")}
     axes = {name: rest.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in rest}
-    return config.replace(**mode_settings(chosen["mode"], **axes), **rest)
+    return config.replace(**{**mode_settings(chosen["mode"], **axes), **rest})
 
 
 def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
