@@ -22,7 +22,7 @@ from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
-from guava_nb.notebook.modes import mode_arguments, mode_sentence, planned_config
+from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
@@ -138,8 +138,10 @@ class NotebookSession:
         if chosen:
             self._mode = chosen
         if not self.is_open:
-            planned = planned_config(DistributedConfig.load(), self._mode)
-            return f"{mode_sentence(planned, None)} It holds as soon as %guava_up opens a session."
+            mode = self._mode.get("mode") or DistributedConfig.load().mode()
+            return (
+                f"Mode {mode}; %guava_up opens a session, and %guava_train shares the work among the workers it finds."
+            )
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
         return mode_sentence(self._orchestrator.config, here or None)
