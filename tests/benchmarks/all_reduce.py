@@ -161,9 +161,8 @@ def run(codes: list[str], nbytes: int, rounds: int, small: bool = True) -> dict[
 
 def run_links(code_text: str, nbytes: int) -> dict[str, float]:
     """The same over slow links: each worker behind an emulator of its own."""
-    from tests.support.slowlink import SlowLink
-
     from guava_nb.protocol.joincode import JoinCode
+    from tests.support.slowlink import SlowLink
 
     code = JoinCode.decode(code_text)
     rate = LINK_MBIT * 1e6 / 8
