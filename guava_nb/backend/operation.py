@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from guava_nb.errors import CollectiveError, GuavaError
-from guava_nb.protocol.messages import CallSpec
+from guava_nb.protocol.messages import CallSpec, Parcel
 
-__all__ = ["CHUNK_BYTES", "Bytes", "Operation", "Part", "Slot"]
+__all__ = ["CHUNK_BYTES", "Bytes", "Inbound", "Operation", "Part", "Receive", "Slot"]
 
 #: Payload of one message. Small enough that upload, sum and download overlap, one frame of the wire.
 CHUNK_BYTES = 1 << 20
@@ -187,3 +187,26 @@ class Operation:
         if self._gate.acquire(timeout=-1 if timeout_s is None else timeout_s):
             self._gate.release()
         return self.done
+
+
+@dataclass
+class Inbound:
+    """A tensor on its way from another rank."""
+
+    source: int
+    tag: int
+    number: int
+    total: int
+    pieces: list[tuple[Parcel, memoryview | bytes]] = field(default_factory=list)
+    receive: Operation | None = None
+    received: int = 0
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that no tensor has come for."""
+
+    operation: Operation
+    source: int  # -1: any
+    tag: int
+    slot: Slot

@@ -24,7 +24,7 @@ from guava_nb.backend.embedded import EmbeddedHub, host_of
 from guava_nb.backend.endpoint import Endpoint
 from guava_nb.backend.group import GuavaGroup
 from guava_nb.backend.store import GuavaStore, store_for
-from guava_nb.errors import CollectiveError, ConfigError, GuavaError, LinkClosed
+from guava_nb.errors import CollectiveError, CollectiveTimeout, ConfigError, GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import Event, MessageArrived, SessionClosed
 from guava_nb.link.options import LinkOptions
@@ -233,13 +233,38 @@ def _member_name(rank: int) -> str:
 
 
 def _meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> str:
-    """Agree on a name that no earlier run has used: rank 0 draws it, and lends it for as long as it lives."""
-    key = f"rendezvous/{job}/{world_size}"
+    """Agree on a name that no earlier run has used.
+
+    Every rank queues a token for rank 0, which answers each of them with the name it has drawn. So nobody takes the
+    name of an earlier run for that of this one; tokens whose session is over (a run that failed half-way) are passed by.
+    """
+    place = f"rendezvous/{job}/{world_size}"
     if rank:
-        return endpoint.ask("get", [key], timeout_s=timeout_s).values[0].decode()
+        token = secrets.token_hex(8)
+        endpoint.ask("lend", [f"{place}/alive/{token}"], [b""])
+        endpoint.ask("queue_push", [f"{place}/{rank}"], [token.encode()])
+        answer = f"{place}/name/{token}"
+        name = endpoint.ask("get", [answer], timeout_s=timeout_s).values[0].decode()
+        endpoint.ask("delete", [answer])
+        return name
     name = f"{job}/{secrets.token_hex(6)}"
-    endpoint.ask("lend", [key], [name.encode()])
+    for other in range(1, world_size):
+        token = _next_alive(endpoint, place, other, timeout_s)
+        endpoint.ask("set", [f"{place}/name/{token}"], [name.encode()])
     return name
+
+
+def _next_alive(endpoint: Endpoint, place: str, rank: int, timeout_s: float) -> str:
+    while True:
+        try:
+            popped = endpoint.ask("queue_pop", [f"{place}/{rank}"], number=1, timeout_s=timeout_s)
+        except CollectiveTimeout as problem:
+            raise CollectiveTimeout(
+                f"rank {rank} did not come to the hub within {timeout_s:g} s: start it"
+            ) from problem
+        token = popped.values[0].decode()
+        if endpoint.ask("check", [f"{place}/alive/{token}"]).number:
+            return token
 
 
 def _exchange_names(store: Store, rank: int, world_size: int, member: str) -> tuple[str, ...]:
@@ -262,6 +287,8 @@ def _join_through(store: Store, rank: int, size: int, timeout_s: float) -> World
             hub.close()
         raise
     members = _exchange_names(GuavaStore(dialled.endpoint, "world/"), rank, size, member)
+    if hub is not None:  # everyone has dialled: the next group made through this store must not find an old code
+        store.delete_key("guava/code")
 
     def close() -> None:
         dialled.close()

@@ -44,7 +44,9 @@ def sent() -> Sent:
 
 @pytest.fixture
 def circle(sent: Sent) -> Circle:
-    return Circle("g", 0, ["a", "b", "c"], sent)
+    made = Circle("g", 0, ["a", "b", "c"], sent)
+    made.open()
+    return made
 
 
 def operation(*sources: int, size: int = 2, timeout_s: float = 60.0) -> Operation:
@@ -235,6 +237,15 @@ def test_an_endpoint_routes_and_wakes(sent: Sent) -> None:
     assert "the hub fell silent" in str(circle.start(operation(1)).error)
     with pytest.raises(GroupBroken, match="the hub fell silent"):
         endpoint.ask("get", ["k"])
+
+
+def test_what_waited_at_the_hub_may_come_before_open_returns() -> None:
+    def send(message, buffers) -> None:
+        if isinstance(message, OpenGroup):
+            endpoint.post(*parcel(1, 1, b"ab"), int)
+
+    endpoint = Endpoint(send, "a")
+    assert bytes(receive(endpoint.open_group("g", 0, ["a", "b"]), 1)[1].data) == b"ab"
 
 
 def test_an_answer_of_the_store_comes_back(sent: Sent) -> None:
