@@ -41,7 +41,7 @@ class DirectGroup:
         device: where tensors live.
     """
 
-    def __init__(self, order: FormGroup, store: dist.Store, device: torch.device) -> None:
+    def __init__(self, order: FormGroup, store: c10d.Store, device: torch.device) -> None:
         """Do nothing yet."""
         self._order, self._store, self._device = order, store, device
         self._before = foreign.connections(order.addresses)
