@@ -45,7 +45,9 @@ def Deep(width=16, dropout=0.0):
 class Plain(PlainTraining):
     """The same net in plain PyTorch."""
 
-    def __init__(self, folder: Path, batches: Any, clip: float | None = None, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, folder: Path, batches: Any, clip: float | None = None, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__(folder, batches)
         namespace: dict[str, Any] = {"__name__": "oracle"}
         exec(BLOCKS.format(folder=str(folder)), namespace)

@@ -31,7 +31,9 @@ def test_gloo_cannot_start_where_guava_trains(tmp_path: Path) -> None:
         hub.start([*PROGRAMS, "store", str(tmp_path)], tmp_path / "store.log")
         port = eventually(lambda: (tmp_path / "port").exists() and (tmp_path / "port").read_text(), 40, "the store")
         ranks = [
-            island.start([*PROGRAMS, "gloo", island.hub, port, str(rank), island.interface], tmp_path / f"gloo{rank}.log")
+            island.start(
+                [*PROGRAMS, "gloo", island.hub, port, str(rank), island.interface], tmp_path / f"gloo{rank}.log"
+            )
             for rank, island in enumerate(others)
         ]
         for rank in ranks:

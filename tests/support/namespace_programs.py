@@ -33,19 +33,28 @@ def orchestrate(folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     results = []
     with Orchestrator(num_workers=2, master_ip="0.0.0.0", precision="fp64") as orch:
         code = folder / "code.part"
-        code.write_text(json.dumps([orch.join_code.with_address(f"10.77.{k}.1", orch.join_code.port).encode() for k in (0, 1)]))
+        code.write_text(
+            json.dumps([orch.join_code.with_address(f"10.77.{k}.1", orch.join_code.port).encode() for k in (0, 1)])
+        )
         code.rename(folder / "code.json")
         orch.wait_for_workers(timeout=60)
         orch.register_model("guava_nb.cli.demo_model:DigitNet")
         for mode, settings in jobs:
             orch.set_mode(mode, **settings)
             run = orch.start_training(
-                DataLoader(train, 128), num_epochs=1, optimizer="Adam", optimizer_args={"lr": 5e-3}, progress=False, fresh=True
+                DataLoader(train, 128),
+                num_epochs=1,
+                optimizer="Adam",
+                optimizer_args={"lr": 5e-3},
+                progress=False,
+                fresh=True,
             )
             ours = run.model().state_dict()
             gap = max(float((ours[name] - value).abs().max()) for name, value in plain.state_dict().items())
             loss_gap = max(abs(a - b["loss"]) for a, b in zip(losses, run.history, strict=True))
-            results.append({"mode": mode, "gap": max(gap, loss_gap), "path": run.report()["path"], "notes": orch.status().notes})
+            results.append(
+                {"mode": mode, "gap": max(gap, loss_gap), "path": run.report()["path"], "notes": orch.status().notes}
+            )
     (folder / "results.json").write_text(json.dumps(results))
 
 
