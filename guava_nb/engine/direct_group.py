@@ -14,7 +14,6 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.protocol.messages import FormGroup
@@ -42,7 +41,7 @@ class DirectGroup:
         device: where tensors live.
     """
 
-    def __init__(self, order: FormGroup, store: Store, device: torch.device) -> None:
+    def __init__(self, order: FormGroup, store: c10d.Store, device: torch.device) -> None:
         """Do nothing yet."""
         self._order, self._store, self._device = order, store, device
         self._before = foreign.connections(order.addresses)
