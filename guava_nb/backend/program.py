@@ -168,9 +168,7 @@ class ProgramGroup:
                 return
             store = store_for(endpoint, f"{name}/")
             self._stores.append(store)
-            self._torchs_init(
-                place.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            self._torchs_init(place.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
         finally:
             self._forming = False
 

@@ -229,9 +229,7 @@ def member_name(rank: int) -> str:
     return f"{socket.gethostname()}:{rank}"
 
 
-def dial_through(
-    store: dist.Store, rank: int, timeout_s: float, dialled_as: str
-) -> tuple[Dialled, Callable[[], None]]:
+def dial_through(store: dist.Store, rank: int, timeout_s: float, dialled_as: str) -> tuple[Dialled, Callable[[], None]]:
     """Rank 0 listens and tells the others through a store of theirs; everyone dials.
 
     Args:

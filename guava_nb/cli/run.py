@@ -51,7 +51,9 @@ def add_command(commands: Any) -> None:
         default="auto",
         help="auto is guava, which needs only the hub; gloo and nccl need machines that reach each other",
     )
-    parser.add_argument("--job", default="program", metavar="NAME", help="for several programs at one hub (%(default)s)")
+    parser.add_argument(
+        "--job", default="program", metavar="NAME", help="for several programs at one hub (%(default)s)"
+    )
     parser.add_argument(
         "--wait", type=float, default=WAIT_S, metavar="S", help="seconds to wait for the other ranks (%(default)g)"
     )
