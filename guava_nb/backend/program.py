@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from guava_nb.backend.group import GuavaGroup
 from guava_nb.backend.meeting import Meeting, check_place, introduce, meet
@@ -145,7 +146,7 @@ class ProgramGroup:
     def _meet(self) -> Meeting:
         rank, size, wait_s = self.place.rank, self.place.world_size, self.place.wait_s
         if self.place.code is None:
-            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=wait_s)))
+            store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=wait_s)))
             self._stores.append(store)
             self._dialled, self._close_hub = dial_through(store, rank, wait_s, member_name(rank))
             self._meeting = introduce(self._dialled.endpoint, self.place.job, rank, size, wait_s)

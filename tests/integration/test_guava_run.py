@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from guava_nb import Orchestrator
+from guava_nb.cli.main import main
 from tests.support.processes import ROOT, eventually
 
 PROGRAMS = ROOT / "tests" / "support" / "programs"
@@ -45,6 +48,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -69,8 +73,8 @@ class Started:
         return status
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # torchrun's children are of its session
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(5)
         assert self.process.stdout is not None
@@ -94,7 +98,7 @@ def words(rank: int, size: int, *program: str) -> list[str]:
     return ["-m", "guava_nb", "run", "--rank", str(rank), "--world-size", str(size), *program]
 
 
-def run_two(start, hub: Orchestrator, *program: str) -> list[Started]:  # noqa: ANN001
+def run_two(start, hub: Orchestrator, *program: str) -> list[Started]:
     code = hub.join_code.encode()
     both = [start(words(rank, 2, *program), code) for rank in (0, 1)]
     for one in both:
@@ -115,7 +119,7 @@ def assert_equal(first: Path, second: Path) -> None:
 PLAIN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def test_a_tutorial_script_trains_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:  # noqa: ANN001
+def test_a_tutorial_script_trains_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:
     script = str(PROGRAMS / "ddp.py")
     alone = start([script, "--save", str(tmp_path / "one.pt")], **PLAIN)
     assert alone.end() == 0, alone.output
@@ -129,7 +133,7 @@ def test_a_tutorial_script_trains_as_in_one_process(start, hub: Orchestrator, tm
 
 
 @needs_accelerate
-def test_an_accelerate_script_trains_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:  # noqa: ANN001
+def test_an_accelerate_script_trains_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:
     script = str(PROGRAMS / "accelerated.py")
     alone = start([script, "--save", str(tmp_path / "one.pt")])
     assert alone.end() == 0, alone.output
@@ -140,11 +144,11 @@ def test_an_accelerate_script_trains_as_in_one_process(start, hub: Orchestrator,
 
 @needs_accelerate
 @pytest.mark.parametrize("module", ["test_sync", "test_script"])
-def test_the_scripts_that_accelerate_ships(module: str, start, hub: Orchestrator) -> None:  # noqa: ANN001
+def test_the_scripts_that_accelerate_ships(module: str, start, hub: Orchestrator) -> None:
     run_two(start, hub, "-m", f"accelerate.test_utils.scripts.{module}")
 
 
-def test_a_killed_rank_ends_the_other_with_its_name(start, hub: Orchestrator) -> None:  # noqa: ANN001
+def test_a_killed_rank_ends_the_other_with_its_name(start, hub: Orchestrator) -> None:
     code = hub.join_code.encode()
     first, second = (start(words(rank, 2, str(PROGRAMS / "waits.py")), code) for rank in (0, 1))
     eventually(lambda: "pid" in first.output and "pid" in second.output, LAUNCH_S, "both are in their loop")
@@ -153,7 +157,7 @@ def test_a_killed_rank_ends_the_other_with_its_name(start, hub: Orchestrator) ->
     assert "GroupBroken" in first.output and "rank 1 (" in first.output.splitlines()[-1]
 
 
-def test_an_interrupt_ends_it_and_the_others(start, hub: Orchestrator) -> None:  # noqa: ANN001
+def test_an_interrupt_ends_it_and_the_others(start, hub: Orchestrator) -> None:
     code = hub.join_code.encode()
     first, second = (start(words(rank, 2, str(PROGRAMS / "waits.py")), code) for rank in (0, 1))
     eventually(lambda: "pid" in first.output and "pid" in second.output, LAUNCH_S, "both are in their loop")
@@ -164,7 +168,7 @@ def test_an_interrupt_ends_it_and_the_others(start, hub: Orchestrator) -> None: 
     assert "its program was interrupted" in second.output.splitlines()[-1]
 
 
-def test_a_rank_that_does_not_come_is_named(start, hub: Orchestrator) -> None:  # noqa: ANN001
+def test_a_rank_that_does_not_come_is_named(start, hub: Orchestrator) -> None:
     code = hub.join_code.encode()
     missing = [
         start(
@@ -178,7 +182,7 @@ def test_a_rank_that_does_not_come_is_named(start, hub: Orchestrator) -> None:  
         assert last.startswith(f"guava: CollectiveTimeout: rank {other} of 2 did not come within 1 s")
 
 
-def test_ranks_that_disagree_are_told(start, hub: Orchestrator) -> None:  # noqa: ANN001
+def test_ranks_that_disagree_are_told(start, hub: Orchestrator) -> None:
     code = hub.join_code.encode()
     both = [start(words(rank, size, __file__), code) for rank, size in ((0, 2), (1, 3))]
     for one in both:
@@ -186,9 +190,44 @@ def test_ranks_that_disagree_are_told(start, hub: Orchestrator) -> None:  # noqa
         assert "give all the same world size" in one.output.splitlines()[-1]
 
 
-def test_under_torchrun_no_code_is_needed(start, tmp_path: Path) -> None:  # noqa: ANN001
+@pytest.mark.parametrize(
+    ("line", "status", "sentence"),
+    [
+        (["--rank", "0", "--world-size", "2", "nowhere.py"], 2, "there is no program 'nowhere.py'"),
+        (["--rank", "0", "--world-size", "2", "-m", "no.where"], 2, "there is no module 'no.where'"),
+        (["--rank", "2", "--world-size", "2", __file__], 2, "there is no rank 2 among 2 processes"),
+        (["--rank", "0", "--world-size", "0", __file__], 2, "the world size is 0"),
+        (["--world-size", "2", __file__], 2, "--rank is missing"),
+        (["--rank", "0", "--world-size", "2", "--join", "guava1:abc", __file__], 2, "JoinCodeError"),
+    ],
+)
+def test_wrong_lines_are_one_clear_line(
+    line: list[str],
+    status: int,
+    sentence: str,
+    hub: Orchestrator,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GUAVA_JOIN_CODE", hub.join_code.encode())
+    assert main(["run", *line]) == status
+    (shown,) = capfd.readouterr().err.splitlines()
+    assert sentence in shown
+
+
+def test_a_code_with_another_secret_is_refused(hub: Orchestrator, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong = dataclasses.replace(hub.join_code, secret=bytes(16)).encode()
+    assert main(["run", "--join", wrong, "--rank", "0", "--world-size", "2", __file__]) == 1
+    (shown,) = capfd.readouterr().err.splitlines()
+    assert shown.startswith("guava: AuthenticationError")
+    assert wrong not in shown
+
+
+def test_under_torchrun_no_code_is_needed(start, tmp_path: Path) -> None:
     script, saved = str(PROGRAMS / "ddp.py"), str(tmp_path / "two.pt")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "guava_nb"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "guava_nb"]
     both = start([*launcher, "run", script, "--save", saved])
     assert both.end(150) == 0, both.output
     assert "epoch 1: loss" in both.output
