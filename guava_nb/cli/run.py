@@ -153,7 +153,8 @@ def run_program(program: str, arguments: list[str], module: bool = False) -> Out
     except KeyboardInterrupt:
         return Outcome(EXIT_INTERRUPTED, "its program was interrupted")
     except BaseException as error:
-        sys.excepthook(type(error), error, _from_program(error.__traceback__))
+        error.__traceback__ = _from_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         return Outcome(1, f"its program ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return Outcome(0)
 
