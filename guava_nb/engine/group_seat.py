@@ -82,7 +82,9 @@ class GroupSeat:
         elif formed is not None:
             end_group()
         if not dist.is_initialized():
-            c10d._world.group_count = 0  # a failed init has counted, and torch names subgroups by number: all must agree
+            c10d._world.group_count = (
+                0  # a failed init has counted, and torch names subgroups by number: all must agree
+            )
 
     def abort(self, generation: int, reason: str) -> None:
         """Wake whoever is blocked in the group; called from any thread, and does not wait.
