@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
@@ -87,7 +88,7 @@ class ProgramGroup:
         self._formed = 0
         self._claimed = self._forming = False
         self._torchs_init = dist.init_process_group
-        self._stores: list[dist.Store] = []  # torch holds only their C++ half
+        self._stores: list[Store] = []  # torch holds only their C++ half
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> ProgramGroup:

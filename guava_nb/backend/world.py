@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from guava_nb.backend.embedded import EmbeddedHub, host_of
 from guava_nb.backend.endpoint import Endpoint
@@ -113,7 +114,7 @@ def register() -> None:
     """Make `"guava"` a backend and `guava://` a rendezvous of torch.distributed; may be called again."""
     if not hasattr(dist.Backend, "GUAVA"):
         dist.Backend.register_backend("guava", _create, extended_api=True, devices=["cpu", "cuda"])
-        dist.register_rendezvous_handler("guava", rendezvous)
+        register_rendezvous_handler("guava", rendezvous)  # type: ignore[no-untyped-call]
 
 
 def _create(options: Any, backend_options: Any) -> GuavaGroup:
