@@ -46,6 +46,8 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.protocol.joincode import JoinCode
 
     faulthandler.enable(all_threads=False)  # ours would bury the one that crashed
+    if hasattr(faulthandler, "register"):  # asked from outside where it hangs, it prints every thread's stack
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     stdout, lock = sys.stdout, threading.Lock()
 
     def report(state: str, step: int, detail: str) -> None:

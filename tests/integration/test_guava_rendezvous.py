@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import Hub
+from tests.support.hub_ranks import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
 
