@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from guava_nb.backend.operation import Inbound, Operation, Part, Receive, Slot
+from guava_nb.backend.operation import Inbound, Operation, Part, Receive, Run, Slot
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, GuavaError
 from guava_nb.protocol.messages import (
     Expire,
@@ -69,13 +69,15 @@ class Circle:
 
     # --------------------------------------------------------------------------------------------------- collectives
 
-    def start(self, operation: Operation, run: Callable[[Callable[[], None]], None] | None = None) -> Operation:
+    def start(self, operation: Operation, run: Run | None = None) -> Operation:
         """Begin a collective; it is finished by the reader thread.
 
         Args:
             operation: what to do.
             run: calls its argument as soon as the bytes that go out are ready; None: they are.
         """
+        if run is not None:
+            operation.hold()  # what the others send may all be here before this rank's own bytes are
         with self._lock:
             self.sequence += 1
             operation.sequence = self.sequence
@@ -91,9 +93,19 @@ class Circle:
         if run is None:
             self._send_pieces(operation)
         else:
-            run(lambda: self._send_pieces(operation))
+            run(lambda failure: self._late(operation, failure, lambda: self._send_pieces(operation)))
         self._settle(operation, problem)
         return operation
+
+    def _late(self, operation: Operation, failure: Exception | None, send: Callable[[], None]) -> None:
+        """The bytes that go out have come from their device, or never will."""
+        if failure is not None:
+            self._settle(operation, f"the bytes could not be brought from the device: {failure}")
+        elif not operation.done:
+            send()
+            with self._lock:
+                operation.release()
+            self._settle(operation)
 
     def _send_pieces(self, operation: Operation) -> None:
         sequence, call, reduce = operation.sequence, operation.spec, operation.reduce
@@ -129,9 +141,7 @@ class Circle:
 
     # ----------------------------------------------------------------------------------------------- send and receive
 
-    def send(
-        self, operation: Operation, part: Part, dtype: str, tag: int, run: Callable[[Callable[[], None]], None] | None
-    ) -> Operation:
+    def send(self, operation: Operation, part: Part, dtype: str, tag: int, run: Run | None) -> Operation:
         """Send a tensor to one rank; done when its memory may be used again."""
         target = part.target
         with self._lock:
@@ -146,7 +156,9 @@ class Circle:
         elif run is None:
             self._send_parcels(part, dtype, tag, number, operation.confirm)
         else:
-            run(lambda: self._send_parcels(part, dtype, tag, number, operation.confirm))
+            operation.hold()
+            parcels = (part, dtype, tag, number, operation.confirm)
+            run(lambda failure: self._late(operation, failure, lambda: self._send_parcels(*parcels)))
         if not operation.done and operation.complete:
             operation.end()
         return operation

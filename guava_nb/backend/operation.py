@@ -17,12 +17,15 @@ import numpy.typing as npt
 from guava_nb.errors import CollectiveError, GuavaError
 from guava_nb.protocol.messages import CallSpec, Parcel
 
-__all__ = ["CHUNK_BYTES", "Bytes", "Inbound", "Operation", "Part", "Receive", "Slot"]
+__all__ = ["CHUNK_BYTES", "Bytes", "Inbound", "Operation", "Part", "Receive", "Run", "Slot"]
 
 #: Payload of one message. Small enough that upload, sum and download overlap, one frame of the wire.
 CHUNK_BYTES = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
+
+#: Calls its argument once the bytes that go out are there: with None, or with what went wrong.
+Run = Callable[[Callable[[Exception | None], object]], None]
 
 
 @dataclass
@@ -130,6 +133,14 @@ class Operation:
         """The caller's own memory goes out: it is not over before the hub has all of it."""
         self.confirm = True
         self._open_slots += 1
+
+    def hold(self) -> None:
+        """It is not over before `release`: its own bytes are still on their way from a device."""
+        self._open_slots += 1
+
+    def release(self) -> None:
+        """Its own bytes are out."""
+        self._open_slots -= 1
 
     def fill(self, source: int, offset: int, total: int, dtype: str, payload: memoryview | bytes) -> str:
         """Take a piece from a source; returns "" or what is wrong with it."""
