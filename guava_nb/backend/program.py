@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
@@ -139,6 +140,10 @@ class ProgramGroup:
             "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(self._meeting.local_rank)),
             "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(self._meeting.local_size)),
         }
+        if (
+            not torch.cuda.is_available()
+        ):  # else Hugging Face accelerate takes a machine without GPU for a single process
+            ours["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _ANY_PORT}
         return ours if self.place.code is None else {**ours, **address}
 

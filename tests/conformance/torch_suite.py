@@ -26,7 +26,7 @@ FAST = (
     "test_all_reduce_coalesced_sum",
     "test_all_gather_object_default_pg",
     "test_barrier_timeout_global",
-    "test_broadcast_object_list",
+    "test_scatter_object_list",
     "test_gather",
     "test_send_recv_any_source",
     "test_sparse_all_reduce_sum",
