@@ -184,7 +184,7 @@ class Dialled:
     def close(self) -> None:
         """Say goodbye."""
         if self._session is not None:
-            self._session.close("the process group was destroyed")
+            self._session.close("this process is done with its process groups")
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
