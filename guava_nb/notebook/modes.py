@@ -69,13 +69,20 @@ def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
         mode, mesh = config.mode(num_workers), config.mesh(num_workers)
     except ConfigError as error:
         return f"This mode cannot be made of the workers that are here: {error}."
-    sharded = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
+    sharded = {
+        1: "optimizer state is",
+        2: "optimizer state and gradients are",
+        3: "optimizer state, gradients and parameters are",
+    }
+    parts = (
+        "1 micro-batch that flows" if config.micro_batches == 1 else f"{config.micro_batches} micro-batches that flow"
+    )
     texts = {
         "data": "every worker has the whole model and trains on its part of each batch",
         "pipeline": f"the model is cut into {mesh.stages * config.stages_per_worker} stages on {mesh.stages} workers, each batch "
-        f"into {config.micro_batches} micro-batches that flow through them ({config.pipeline_schedule})",
+        f"into {parts} through them ({config.pipeline_schedule})",
         "tensor": f"every layer that can be divided is shared by {mesh.tensor} workers, who all work on the whole batch",
-        "zero": f"every worker trains on its part of each batch, {sharded.get(config.zero_stage, '')} are shared out among "
+        "zero": f"every worker trains on its part of each batch, {sharded.get(config.zero_stage, '')} shared out among "
         f"{mesh.data} workers (ZeRO {config.zero_stage})",
         "hybrid": f"{mesh}: {mesh.data} replicas, each of {mesh.stages} pipeline stages, each stage's layers shared by "
         f"{mesh.tensor}"
