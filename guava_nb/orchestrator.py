@@ -382,7 +382,7 @@ class Orchestrator:
             ConfigError: something does not fit; nothing was changed.
         """
         axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        self.config = self.config.replace(**mode_settings(mode, **axes), **settings)
+        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:

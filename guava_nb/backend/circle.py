@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from guava_nb.backend.operation import Operation, Part, Slot
+from guava_nb.backend.operation import Inbound, Operation, Part, Receive, Run, Slot
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, GuavaError
 from guava_nb.protocol.messages import (
     Expire,
@@ -34,29 +33,6 @@ _HUB_ANSWER_S = 10.0  # for the names of the missing, once time is up
 Send = Callable[[Message, Sequence[memoryview]], None]
 
 
-@dataclass
-class _Inbound:
-    """A tensor on its way from another rank."""
-
-    source: int
-    tag: int
-    number: int
-    total: int
-    pieces: list[tuple[Parcel, memoryview | bytes]] = field(default_factory=list)
-    receive: Operation | None = None
-    received: int = 0
-
-
-@dataclass(eq=False)
-class _Receive:
-    """A receive that no tensor has come for."""
-
-    operation: Operation
-    source: int  # -1: any
-    tag: int
-    slot: Slot
-
-
 class Circle:
     """One group on one rank.
 
@@ -68,7 +44,7 @@ class Circle:
     """
 
     def __init__(self, name: str, rank: int, members: Sequence[str], send: Send) -> None:
-        """Open the group at the hub; nobody else needs to be there yet."""
+        """Prepare; `open` tells the hub."""
         self.name, self.rank, self.members, self._send = name, rank, tuple(members), send
         self.size = len(self.members)
         self.sequence = 0
@@ -77,12 +53,15 @@ class Circle:
         self._early: dict[int, list[tuple[Piece, memoryview | bytes]]] = {}
         self._sends: dict[tuple[int, int], Operation] = {}  # target and number, until the hub has them
         self._numbers: dict[int, int] = {}  # per target, of the last tensor sent
-        self._inbound: dict[tuple[int, int], _Inbound] = {}  # source and number, in the order of arrival
-        self._receives: list[_Receive] = []
+        self._inbound: dict[tuple[int, int], Inbound] = {}  # source and number, in the order of arrival
+        self._receives: list[Receive] = []
         self._left: set[int] = set()
         self._broken: GuavaError | None = None
         self._overdue: GuavaError | None = None  # failure of a collective that was over here before it failed
-        self._send(OpenGroup(name, rank, self.size, self.members[rank]), ())
+
+    def open(self) -> None:
+        """Open the group at the hub, which at once sends what waits there; nobody else needs to be there yet."""
+        self._send(OpenGroup(self.name, self.rank, self.size, self.members[self.rank]), ())
 
     def who(self, rank: int) -> str:
         """Name a rank for a sentence."""
@@ -90,13 +69,15 @@ class Circle:
 
     # --------------------------------------------------------------------------------------------------- collectives
 
-    def start(self, operation: Operation, run: Callable[[Callable[[], None]], None] | None = None) -> Operation:
+    def start(self, operation: Operation, run: Run | None = None) -> Operation:
         """Begin a collective; it is finished by the reader thread.
 
         Args:
             operation: what to do.
             run: calls its argument as soon as the bytes that go out are ready; None: they are.
         """
+        if run is not None:
+            operation.hold()  # what the others send may all be here before this rank's own bytes are
         with self._lock:
             self.sequence += 1
             operation.sequence = self.sequence
@@ -112,9 +93,19 @@ class Circle:
         if run is None:
             self._send_pieces(operation)
         else:
-            run(lambda: self._send_pieces(operation))
+            run(lambda failure: self._late(operation, failure, lambda: self._send_pieces(operation)))
         self._settle(operation, problem)
         return operation
+
+    def _late(self, operation: Operation, failure: Exception | None, send: Callable[[], None]) -> None:
+        """The bytes that go out have come from their device, or never will."""
+        if failure is not None:
+            self._settle(operation, f"the bytes could not be brought from the device: {failure}")
+        elif not operation.done:
+            send()
+            with self._lock:
+                operation.release()
+            self._settle(operation)
 
     def _send_pieces(self, operation: Operation) -> None:
         sequence, call, reduce = operation.sequence, operation.spec, operation.reduce
@@ -150,9 +141,7 @@ class Circle:
 
     # ----------------------------------------------------------------------------------------------- send and receive
 
-    def send(
-        self, operation: Operation, part: Part, dtype: str, tag: int, run: Callable[[Callable[[], None]], None] | None
-    ) -> Operation:
+    def send(self, operation: Operation, part: Part, dtype: str, tag: int, run: Run | None) -> Operation:
         """Send a tensor to one rank; done when its memory may be used again."""
         target = part.target
         with self._lock:
@@ -167,7 +156,9 @@ class Circle:
         elif run is None:
             self._send_parcels(part, dtype, tag, number, operation.confirm)
         else:
-            run(lambda: self._send_parcels(part, dtype, tag, number, operation.confirm))
+            operation.hold()
+            parcels = (part, dtype, tag, number, operation.confirm)
+            run(lambda failure: self._late(operation, failure, lambda: self._send_parcels(*parcels)))
         if not operation.done and operation.complete:
             operation.end()
         return operation
@@ -182,7 +173,7 @@ class Circle:
 
     def receive(self, operation: Operation, source: int, tag: int, slot: Slot) -> Operation:
         """Receive a tensor from a rank, or from any (-1)."""
-        wanted = _Receive(operation, source, tag, slot)
+        wanted = Receive(operation, source, tag, slot)
         operation.add_slot(source, slot)
         problem = ""
         with self._lock:
@@ -207,13 +198,13 @@ class Circle:
     def _nobody_left(self, source: int) -> bool:
         return source in self._left if source >= 0 else len(self._left) >= self.size - 1 > 0
 
-    def _first_inbound(self, wanted: _Receive) -> _Inbound | None:
+    def _first_inbound(self, wanted: Receive) -> Inbound | None:
         for inbound in self._inbound.values():
             if inbound.receive is None and inbound.tag == wanted.tag and wanted.source in (-1, inbound.source):
                 return inbound
         return None
 
-    def _match(self, wanted: _Receive, inbound: _Inbound) -> str:
+    def _match(self, wanted: Receive, inbound: Inbound) -> str:
         """Lock held: this tensor is for that receive."""
         operation = inbound.receive = wanted.operation
         operation.slots = {inbound.source: wanted.slot}
@@ -226,7 +217,7 @@ class Circle:
             del self._inbound[inbound.source, inbound.number]
         return problem
 
-    def _take(self, inbound: _Inbound, parcel: Parcel, payload: memoryview | bytes) -> str:
+    def _take(self, inbound: Inbound, parcel: Parcel, payload: memoryview | bytes) -> str:
         assert inbound.receive is not None
         problem = inbound.receive.fill(parcel.source, parcel.offset, parcel.total, parcel.tensor.dtype, payload)
         return f"receive from {self.who(parcel.source)}: {problem}" if problem else ""
@@ -265,7 +256,7 @@ class Circle:
         with self._lock:
             inbound = self._inbound.get(key)
             if inbound is None:
-                inbound = self._inbound[key] = _Inbound(parcel.source, parcel.tag, parcel.number, parcel.total)
+                inbound = self._inbound[key] = Inbound(parcel.source, parcel.tag, parcel.number, parcel.total)
                 wanted = next(
                     (r for r in self._receives if r.tag == parcel.tag and r.source in (-1, parcel.source)), None
                 )

@@ -12,10 +12,13 @@ from guava_nb.errors import ConfigError
 from guava_nb.hub.relay import Relay
 from guava_nb.link.events import Event, MessageArrived
 from guava_nb.link.listener import Listener
+from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["EmbeddedHub", "host_of"]
 
+#: A rank that was killed is told from one whose connection broke by staying away for so long.
+_OPTIONS = LinkOptions(grace_s=8.0)
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
 
@@ -44,11 +47,11 @@ class EmbeddedHub:
         self.relay = Relay()
         tls = host != "127.0.0.1"
         try:
-            self._listener = Listener(None, self._on_event, host=host, tls=tls)
+            self._listener = Listener(_OPTIONS, self._on_event, host=host, tls=tls)
             self._listener.start()
         except ConfigError:
             # The host's name belongs to a router or a container's outside: listen everywhere.
-            self._listener = Listener(None, self._on_event, host="", tls=tls)
+            self._listener = Listener(_OPTIONS, self._on_event, host="", tls=tls)
             self._listener.start()
         self.code: JoinCode = self._listener.join_code(host)
 

@@ -116,6 +116,9 @@ class Endpoint:
             if name in self._circles:
                 raise CollectiveError(f"group {name!r} is open in this process; destroy it before it is made again")
             circle = self._circles[name] = Circle(name, rank, members, self._send)
+        circle.open()  # not before it is known here: the answer may come before this returns
+        if self._closed is not None:  # it closed meanwhile, and may not have seen this one
+            circle.end(GroupBroken(f"the session with the hub is over: {self._closed}"))
         return circle
 
     def close_group(self, circle: Circle) -> None:
@@ -175,6 +178,7 @@ class Endpoint:
         question, request_id = _Question(), next(self._numbers)
         with self._lock:
             self._questions[request_id] = question
+        self._check_open()  # whoever closes it sees either this question or none
         self._send(StoreAsk(request_id, op, tuple(keys), tuple(values), number), ())
         if not question.answered.wait(timeout_s):
             with self._lock:

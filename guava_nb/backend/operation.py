@@ -15,14 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from guava_nb.errors import CollectiveError, GuavaError
-from guava_nb.protocol.messages import CallSpec
+from guava_nb.protocol.messages import CallSpec, Parcel
 
-__all__ = ["CHUNK_BYTES", "Bytes", "Operation", "Part", "Slot"]
+__all__ = ["CHUNK_BYTES", "Bytes", "Inbound", "Operation", "Part", "Receive", "Run", "Slot"]
 
 #: Payload of one message. Small enough that upload, sum and download overlap, one frame of the wire.
 CHUNK_BYTES = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
+
+#: Calls its argument once the bytes that go out are there: with None, or with what went wrong.
+Run = Callable[[Callable[[Exception | None], object]], None]
 
 
 @dataclass
@@ -131,6 +134,14 @@ class Operation:
         self.confirm = True
         self._open_slots += 1
 
+    def hold(self) -> None:
+        """It is not over before `release`: its own bytes are still on their way from a device."""
+        self._open_slots += 1
+
+    def release(self) -> None:
+        """Its own bytes are out."""
+        self._open_slots -= 1
+
     def fill(self, source: int, offset: int, total: int, dtype: str, payload: memoryview | bytes) -> str:
         """Take a piece from a source; returns "" or what is wrong with it."""
         slot = self.slots.get(source)
@@ -187,3 +198,26 @@ class Operation:
         if self._gate.acquire(timeout=-1 if timeout_s is None else timeout_s):
             self._gate.release()
         return self.done
+
+
+@dataclass
+class Inbound:
+    """A tensor on its way from another rank."""
+
+    source: int
+    tag: int
+    number: int
+    total: int
+    pieces: list[tuple[Parcel, memoryview | bytes]] = field(default_factory=list)
+    receive: Operation | None = None
+    received: int = 0
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that no tensor has come for."""
+
+    operation: Operation
+    source: int  # -1: any
+    tag: int
+    slot: Slot

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from guava_nb.backend.operation import Bytes
+from guava_nb.backend.operation import Bytes, Run
 from guava_nb.errors import CollectiveError
 from guava_nb.hub.arithmetic import dtype_name
 
@@ -150,7 +150,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
         return stream
 
 
-def runner_for(staged: Iterable[Staged]) -> Callable[[Callable[[], None]], None] | None:
+def runner_for(staged: Iterable[Staged]) -> Run | None:
     """What calls a function once all these bytes are there; None when they are."""
     events = [one.copied for one in staged if one.copied is not None]
     if not events:
@@ -158,23 +158,30 @@ def runner_for(staged: Iterable[Staged]) -> Callable[[Callable[[], None]], None]
     return lambda send: _waiter().put((events, send))
 
 
+_Job = tuple[list["torch.cuda.Event"], Callable[[Exception | None], object]]
+
+
 class _CopyWaiter:
     """One thread that waits for copies from devices, in the order in which they were asked for."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[list[torch.cuda.Event], Callable[[], None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="guava-copies", daemon=True).start()
 
-    def put(self, job: tuple[list[torch.cuda.Event], Callable[[], None]]) -> None:
+    def put(self, job: _Job) -> None:
         """Queue a function behind the copies it waits for."""
         self._jobs.put(job)
 
     def _run(self) -> None:
         while True:
             events, send = self._jobs.get()
-            for event in events:
-                event.synchronize()
-            send()
+            failure: Exception | None = None
+            try:
+                for event in events:
+                    event.synchronize()
+            except RuntimeError as problem:  # an illegal access of some kernel, say: whoever waits must hear of it
+                failure = problem
+            send(failure)
 
 
 _the_waiter: _CopyWaiter | None = None

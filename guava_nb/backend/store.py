@@ -30,10 +30,13 @@ class GuavaStore(Store):
     def __init__(self, endpoint: Endpoint, prefix: str) -> None:
         super().__init__()
         self.endpoint, self.prefix = endpoint, prefix
+        self._clones: list[GuavaStore] = []  # torch (NCCL, say) holds only their C++ half
 
     def clone(self) -> GuavaStore:
-        """The same keys by another object."""
-        return GuavaStore(self.endpoint, self.prefix)
+        """The same keys by another object, which lives as long as this one."""
+        made = GuavaStore(self.endpoint, self.prefix)
+        self._clones.append(made)
+        return made
 
     def _keys(self, *keys: str) -> list[str]:
         return [self.prefix + key for key in keys]

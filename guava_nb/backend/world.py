@@ -8,7 +8,6 @@ tells the others through that store where. Subgroups find the session of their d
 from __future__ import annotations
 
 import atexit
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +22,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from guava_nb.backend.embedded import EmbeddedHub, host_of
 from guava_nb.backend.endpoint import Endpoint
 from guava_nb.backend.group import GuavaGroup
-from guava_nb.backend.store import GuavaStore, store_for
+from guava_nb.backend.meeting import introduce, meet
+from guava_nb.backend.store import store_for
 from guava_nb.errors import CollectiveError, ConfigError, GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import Event, MessageArrived, SessionClosed
@@ -32,7 +32,7 @@ from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Message, channel_of
 
-__all__ = ["Dialled", "World", "end_group", "init_group", "register", "rendezvous"]
+__all__ = ["Dialled", "World", "dial_through", "end_group", "init_group", "member_name", "register", "rendezvous"]
 
 
 @dataclass
@@ -181,10 +181,10 @@ class Dialled:
         elif isinstance(event, SessionClosed):
             self.endpoint.closed(event.cause)
 
-    def close(self) -> None:
-        """Say goodbye."""
+    def close(self, reason: str = "the process group was destroyed") -> None:
+        """Say goodbye, with a reason that the other ranks are told if their group still stands."""
         if self._session is not None:
-            self._session.close("the process group was destroyed")
+            self._session.close(reason)
 
 
 def rendezvous(url: str, timeout: timedelta | None = None, **options: Any) -> Any:
@@ -204,17 +204,15 @@ def rendezvous(url: str, timeout: timedelta | None = None, **options: Any) -> An
             "guava:// needs a rank and a world size: pass rank= and world_size= to init_process_group"
         ) from problem
     timeout_s = (timeout or timedelta(seconds=300)).total_seconds()
-    member = _member_name(rank)
-    dialled = Dialled(JoinCode.decode(code_text), member)
+    dialled = Dialled(JoinCode.decode(code_text), member_name(rank))
     try:
-        name = _meet(dialled.endpoint, query.get("job", "program"), rank, world_size, timeout_s)
-        store = store_for(dialled.endpoint, f"{name}/")
+        meeting = meet(dialled.endpoint, query.get("job", "program"), rank, world_size, timeout_s)
+        store = store_for(dialled.endpoint, f"{meeting.name}/")
         store.set_timeout(timedelta(seconds=timeout_s))
-        members = _exchange_names(store, rank, world_size, member)
     except BaseException:
         dialled.close()
         raise
-    world = World(dialled.endpoint, name, members, _once(dialled.close), [store])
+    world = World(dialled.endpoint, meeting.name, meeting.members, _once(dialled.close), [store])
     _set_current(world)
     yield store, rank, world_size
 
@@ -226,49 +224,55 @@ def _split_url(url: str) -> tuple[str, dict[str, str]]:
     return rest.strip("/"), dict(parse_qsl(query))
 
 
-def _member_name(rank: int) -> str:
+def member_name(rank: int) -> str:
+    """Name this process for the other ranks."""
     import socket
 
     return f"{socket.gethostname()}:{rank}"
 
 
-def _meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> str:
-    """Agree on a name that no earlier run has used: rank 0 draws it, and lends it for as long as it lives."""
-    key = f"rendezvous/{job}/{world_size}"
-    if rank:
-        return endpoint.ask("get", [key], timeout_s=timeout_s).values[0].decode()
-    name = f"{job}/{secrets.token_hex(6)}"
-    endpoint.ask("lend", [key], [name.encode()])
-    return name
+def dial_through(store: Store, rank: int, timeout_s: float, dialled_as: str) -> tuple[Dialled, Callable[[], None]]:
+    """Rank 0 listens and tells the others through a store of theirs; everyone dials.
 
+    Args:
+        store: that all ranks have.
+        rank: of this process.
+        timeout_s: the longest that rank 0 stays for the others when it is done.
+        dialled_as: this process's name for the others.
 
-def _exchange_names(store: Store, rank: int, world_size: int, member: str) -> tuple[str, ...]:
-    store.set(f"member/{rank}", member)
-    return tuple(store.get(f"member/{other}").decode() for other in range(world_size))
-
-
-def _join_through(store: Store, rank: int, size: int, timeout_s: float) -> World:
-    """Rank 0 listens and tells the others through their own store; everyone dials."""
+    Returns:
+        The session, and what ends it (and the hub, on rank 0).
+    """
     hub: EmbeddedHub | None = None
     if rank == 0:
         hub = EmbeddedHub(host_of(store))
         store.set("guava/code", hub.code.encode())
-    member = _member_name(rank)
     try:
         code = JoinCode.decode(bytes(store.get("guava/code")).decode())
-        dialled = Dialled(hub.local_code if hub is not None else code, member)
+        dialled = Dialled(hub.local_code if hub is not None else code, dialled_as)
     except BaseException:
         if hub is not None:
             hub.close()
         raise
-    members = _exchange_names(GuavaStore(dialled.endpoint, "world/"), rank, size, member)
 
     def close() -> None:
         dialled.close()
         if hub is not None:
             hub.close_when_left(min(timeout_s, _LINGER_S))
 
-    return World(dialled.endpoint, "world", members, _once(close))
+    return dialled, close
+
+
+def _join_through(store: Store, rank: int, size: int, timeout_s: float) -> World:
+    dialled, close = dial_through(store, rank, timeout_s, member_name(rank))
+    try:
+        meeting = introduce(dialled.endpoint, "world", rank, size, timeout_s)
+    except BaseException:
+        close()
+        raise
+    if rank == 0:  # everyone has dialled: the next group made through this store must not find an old code
+        store.delete_key("guava/code")
+    return World(dialled.endpoint, "world", meeting.members, _once(close))
 
 
 _LINGER_S = 30.0  # how long rank 0 stays for the others once it is done

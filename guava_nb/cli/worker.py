@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from guava_nb.engine.launcher import WorkerHandle
     from guava_nb.protocol.joincode import JoinCode
 
-__all__ = ["add_command", "devices_for", "follow", "read_code"]
+__all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
 
 VARIABLE = "GUAVA_JOIN_CODE"
 POLL_S = 0.5
@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the session ends; 0 when every worker left as it should."""
-    code = read_code(args.code, os.environ, _ask)
+    code = read_code(args.code, os.environ, ask_for_code)
     print(NOTICE, file=sys.stderr)
     from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
 
@@ -138,7 +138,8 @@ def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> 
     return status.state
 
 
-def _ask() -> str:
+def ask_for_code() -> str:
+    """Ask the person at the terminal without echo; "" where there is none."""
     if not sys.stdin.isatty():
         return ""
     return getpass.getpass("Join code (not shown): ")

@@ -12,11 +12,22 @@ __all__ = ["MODES", "SCHEDULES", "mode_name", "mode_settings"]
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
+#: What a mode is chosen with where nothing else is said: an earlier choice's pipeline does not linger.
+_DEFAULTS = {
+    "micro_batches": 4,
+    "pipeline_schedule": "1f1b",
+    "stages_per_worker": 1,
+    "pipeline_split": "",
+    "pipeline_balance": "parameters",
+    "checkpoint_activations": "",
+    "path": "auto",
+}
+
 
 def mode_settings(
     mode: str, dp: int | None = None, pp: int | None = None, tp: int | None = None, zero_stage: int | None = None
 ) -> dict[str, Any]:
-    """Return the fields of `DistributedConfig` that a mode stands for.
+    """Return the fields of `DistributedConfig` that a mode stands for; all that belong to modes, so that none lingers.
 
     Args:
         mode: one of `MODES`.
@@ -40,6 +51,7 @@ def mode_settings(
     if mode == "zero" and not stage:
         raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
     return {
+        **_DEFAULTS,
         "data_parallel": mode in ("data", "zero", "hybrid"),
         "model_parallel": False,
         "pipeline_parallel": mode == "pipeline" or (mode == "hybrid" and pp is not None and pp > 1),

@@ -34,8 +34,6 @@ def main() -> int:
 
 
 def _work(order: dict[str, Any]) -> int:
-    import faulthandler
-
     import torch
 
     from guava_nb.config import DistributedConfig
@@ -45,7 +43,7 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.errors import GuavaError
     from guava_nb.protocol.joincode import JoinCode
 
-    faulthandler.enable(all_threads=False)  # ours would bury the one that crashed
+    _print_stacks_when_asked()
     stdout, lock = sys.stdout, threading.Lock()
 
     def report(state: str, step: int, detail: str) -> None:
@@ -74,6 +72,14 @@ def _work(order: dict[str, Any]) -> int:
                 finish()
     report("left", -1, reason)
     return EXIT_OK
+
+
+def _print_stacks_when_asked() -> None:
+    import faulthandler
+
+    faulthandler.enable(all_threads=False)  # after a crash; our own threads would bury the one that crashed
+    if hasattr(faulthandler, "register"):  # kill -USR1: where does it hang?
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _tee(member: object) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
 from guava_nb.engine.output import OutputLog, telling_line
+from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.routes import Routes
 from guava_nb.engine.versions import local_versions
@@ -62,6 +63,7 @@ class Cluster:
         self.routes = Routes()
         self.output = output
         self.notice = on_notice
+        self._programs = Programs(on_notice)
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
@@ -75,6 +77,8 @@ class Cluster:
 
     def on_event(self, event: Event) -> None:
         """Take a session's event; called from reader threads."""
+        if isinstance(event, MessageArrived) and event.session.session_id not in self._ranks:
+            self._programs.on_message(event.session, event.message)
         if self.relay.on_event(event):
             return
         if isinstance(event, MessageArrived) and not isinstance(event.message, (Hello, Log, Leave, Goodbye, Refused)):
@@ -103,6 +107,8 @@ class Cluster:
             rank = self._ranks.get(event.session.session_id)
             if rank is not None:
                 self._on_session_change(rank, event)
+            else:
+                self._programs.on_change(event)
 
     def _on_message(self, event: MessageArrived) -> None:
         message, rank = event.message, self._ranks.get(event.session.session_id)
@@ -262,6 +268,7 @@ class Cluster:
 
     def close(self) -> None:
         """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
+        self._programs.close()
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)

@@ -14,7 +14,6 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.protocol.messages import FormGroup
@@ -42,7 +41,7 @@ class DirectGroup:
         device: where tensors live.
     """
 
-    def __init__(self, order: FormGroup, store: Store, device: torch.device) -> None:
+    def __init__(self, order: FormGroup, store: c10d.Store, device: torch.device) -> None:
         """Do nothing yet."""
         self._order, self._store, self._device = order, store, device
         self._before = foreign.connections(order.addresses)
@@ -61,13 +60,15 @@ class DirectGroup:
         if self._order.backend == "nccl":
             # NCCL's watchdog would end the whole process when a peer is lost; here the group ends, not the worker.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+            # Instead of device_id=: with one, subgroups are split off the first group's communicator, which crashes in
+            # the second group of a process.
+            torch.cuda.set_device(self._device)
         dist.init_process_group(
             self._order.backend,
             store=self._store,
             rank=self._order.rank,
             world_size=len(self._order.members),
             timeout=datetime.timedelta(seconds=self._order.timeout_s),
-            device_id=self._device if self._order.backend == "nccl" else None,
         )
         c10d._set_pg_timeout(datetime.timedelta(seconds=OPERATION_TIMEOUT_S), dist.group.WORLD)
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.backend import Endpoint, end_group, init_group, store_for
 from guava_nb.engine.direct_group import DirectGroup
-from guava_nb.errors import GroupBroken
+from guava_nb.errors import CollectiveTimeout, GroupBroken
 from guava_nb.protocol.messages import FormGroup
 
 __all__ = ["GroupSeat"]
@@ -80,6 +81,10 @@ class GroupSeat:
             direct.leave()
         elif formed is not None:
             end_group()
+        if not dist.is_initialized():
+            c10d._world.group_count = (
+                0  # a failed init has counted, and torch names subgroups by number: all must agree
+            )
 
     def abort(self, generation: int, reason: str) -> None:
         """Wake whoever is blocked in the group; called from any thread, and does not wait.
@@ -122,7 +127,7 @@ class GroupSeat:
         """Whether an error of the step comes from the group, not from the user's code."""
         if self._formed is None:
             return False
-        if self._broken or isinstance(error, GroupBroken | dist.DistError):
+        if self._broken or isinstance(error, GroupBroken | CollectiveTimeout | dist.DistError):
             return True
         text = str(error)
         return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)

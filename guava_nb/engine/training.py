@@ -134,7 +134,10 @@ class TrainingJob(TeamJob):
     def _start(self) -> None:
         self.run.begin()
         self.cluster.count_anew()
-        self.give_state(set(self.ready))
+        try:
+            self.give_state(set(self.ready))
+        except GroupLost as error:  # before the first step: whoever is left may be enough
+            self._recover(error)
 
     def _until_done(self) -> None:
         while True:

@@ -150,5 +150,5 @@ def _truncated(total: np.ndarray[Any, np.dtype[Any]], count: int) -> np.ndarray[
     """Divide 64-bit integers towards zero; a float would lose their low bits."""
     quotient = total // np.array(count, total.dtype)
     remainder = total - quotient * np.array(count, total.dtype)
-    corrected: np.ndarray[Any, np.dtype[Any]] = quotient + ((total < 0) & (remainder != 0)).astype(total.dtype)
-    return corrected
+    rounded: np.ndarray[Any, np.dtype[Any]] = quotient + ((total < 0) & (remainder != 0)).astype(total.dtype)
+    return rounded

@@ -38,6 +38,7 @@ class StoreTable:
             "set": self._set,
             "multi_set": self._set,
             "lend": self._set,
+            "claim": self._claim,
             "get": self._get,
             "multi_get": self._get,
             "wait": self._wait,
@@ -63,8 +64,11 @@ class StoreTable:
         if ask.op == "cancel":
             self._drop(lambda waiter: waiter.client == client and waiter.ask.request_id == ask.number)
             return []
-        if ask.op == "lend":
+        if ask.op == "lend" or (ask.op == "claim" and ask.keys[0] not in self._values):
             self._lent.update(dict.fromkeys(ask.keys, client))
+        elif ask.op == "set":  # and is lent no more
+            for key in ask.keys:
+                self._lent.pop(key, None)
         handler = self._handlers.get(ask.op)
         if handler is None:
             return [(client, StoreReply(ask.request_id, problem=f"the store has no operation {ask.op[:40]!r}"))]
@@ -98,6 +102,10 @@ class StoreTable:
     def _set(self, ask: StoreAsk) -> StoreReply:
         self._values.update(zip(ask.keys, ask.values, strict=True))
         return StoreReply(ask.request_id)
+
+    def _claim(self, ask: StoreAsk) -> StoreReply:
+        """Lend the key if it is free; gives the value that holds then."""
+        return StoreReply(ask.request_id, (self._values.setdefault(ask.keys[0], ask.values[0]),))
 
     def _get(self, ask: StoreAsk) -> StoreReply | None:
         if any(key not in self._values for key in ask.keys):

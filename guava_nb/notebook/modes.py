@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.errors import ConfigError
 
-__all__ = ["mode_arguments", "mode_sentence", "planned_config"]
+__all__ = ["mode_arguments", "mode_sentence"]
 
 #: Option of the line to the name that the orchestrator knows.
 _NAMES = {
@@ -48,19 +48,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
         mode_settings(args.mode, **{_NAMES[n]: given[n] for n in ("dp", "pp", "tp", "zero") if n in given})
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    # A choice is made anew each time: what an earlier line said of the pipeline does not linger.
-    defaults = {"micro_batches": 4, "pipeline_schedule": "1f1b", "stages_per_worker": 1, "pipeline_split": "",
-                "checkpoint_activations": "", "path": "auto"}  # fmt: skip
-    return {"mode": args.mode, **defaults, **{_NAMES[name]: value for name, value in given.items()}}
-
-
-def planned_config(config: DistributedConfig, chosen: dict[str, Any]) -> DistributedConfig:
-    """Return what a configuration becomes with a chosen mode, as `Orchestrator.set_mode` does it."""
-    if not chosen:
-        return config
-    rest = {name: value for name, value in chosen.items() if name not in ("mode", "tensor_plan")}
-    axes = {name: rest.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in rest}
-    return config.replace(**mode_settings(chosen["mode"], **axes), **rest)
+    return {"mode": args.mode, **{_NAMES[name]: value for name, value in given.items()}}
 
 
 def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
@@ -69,23 +57,23 @@ def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
         mode, mesh = config.mode(num_workers), config.mesh(num_workers)
     except ConfigError as error:
         return f"This mode cannot be made of the workers that are here: {error}."
-    sharded = {
-        1: "optimizer state is",
-        2: "optimizer state and gradients are",
-        3: "optimizer state, gradients and parameters are",
-    }
+    sharded = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
+    stages, workers = _count(mesh.stages * config.stages_per_worker, "stage"), _count(mesh.size, "worker")
     parts = (
-        "1 micro-batch that flows" if config.micro_batches == 1 else f"{config.micro_batches} micro-batches that flow"
+        f"{config.micro_batches} micro-batches that flow" if config.micro_batches > 1 else "1 micro-batch that flows"
     )
+    zero = f"{sharded.get(config.zero_stage, 'nothing')} shared out among the replicas (ZeRO {config.zero_stage})"
     texts = {
         "data": "every worker has the whole model and trains on its part of each batch",
-        "pipeline": f"the model is cut into {mesh.stages * config.stages_per_worker} stages on {mesh.stages} workers, each batch "
-        f"into {parts} through them ({config.pipeline_schedule})",
-        "tensor": f"every layer that can be divided is shared by {mesh.tensor} workers, who all work on the whole batch",
-        "zero": f"every worker trains on its part of each batch, {sharded.get(config.zero_stage, '')} shared out among "
-        f"{mesh.data} workers (ZeRO {config.zero_stage})",
-        "hybrid": f"{mesh}: {mesh.data} replicas, each of {mesh.stages} pipeline stages, each stage's layers shared by "
-        f"{mesh.tensor}"
-        + (f"; {sharded[config.zero_stage]} shared out (ZeRO {config.zero_stage})" if config.zero_stage else ""),
+        "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} "
+        f"through them ({config.pipeline_schedule})",
+        "tensor": f"every layer that can be divided is shared by {workers}, who all work on the whole batch",
+        "zero": f"{workers}, each with its part of every batch; {zero}",
+        "hybrid": f"{mesh}: {_count(mesh.data, 'replica')} of {stages}, each stage's layers shared by {mesh.tensor}"
+        + (f"; {zero}" if config.zero_stage else ""),
     }
     return f"Mode {mode}: {texts[mode]}."
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

@@ -20,10 +20,11 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
-from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.errors import ClusterError, GuavaError
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
-from guava_nb.notebook.modes import mode_arguments, mode_sentence, planned_config
+from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
+from guava_nb.notebook.opening import orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -91,7 +92,7 @@ class NotebookSession:
         Returns:
             Sentences on what was not done as asked.
         """
-        settings = _orchestrator_settings(args)
+        settings = orchestrator_settings(args)
         notes = self._refused_settings(settings) if self.is_open else []
         if not self.is_open:
             orchestrator = self._new_orchestrator(**settings)
@@ -138,8 +139,10 @@ class NotebookSession:
         if chosen:
             self._mode = chosen
         if not self.is_open:
-            planned = planned_config(DistributedConfig.load(), self._mode)
-            return f"{mode_sentence(planned, None)} It holds as soon as %guava_up opens a session."
+            mode = self._mode.get("mode") or DistributedConfig.load().mode()
+            return (
+                f"Mode {mode}; %guava_up opens a session, and %guava_train shares the work among the workers it finds."
+            )
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
         return mode_sentence(self._orchestrator.config, here or None)
@@ -375,21 +378,6 @@ class NotebookSession:
         status: RunStatus = run.status()
         if status.state == "failed":
             run.result()
-
-
-def _orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given on the line; defaults, environment and files are the configuration's business."""
-    local = args.local or 0
-    expected = args.workers if args.workers is not None else (local or None)
-    if args.workers is not None and local > args.workers:
-        raise ConfigError(
-            f"--local {local} starts more workers than --workers {args.workers} expects: give --workers {local}, or leave it out"
-        )
-    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
-    settings = {name: value for name, value in given.items() if value is not None}
-    if args.no_tls:
-        settings["tls"] = False
-    return settings
 
 
 def _interrupt_run(run: Any, count: int = 1) -> str:

@@ -80,13 +80,14 @@ class Touch:
 def _leaves(output: Any, inputs: Any) -> set[int]:
     """Return the ids of the leaves that `output` depends on, not looking behind `inputs`."""
     nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    seen = {id(tensor.grad_fn) for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+    # The nodes themselves, not their ids: Python's side of a node that nobody holds goes, and its id goes to another.
+    seen = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
     found = set()
     while nodes:
         node = nodes.pop()
-        if id(node) in seen:
+        if node in seen:
             continue
-        seen.add(id(node))
+        seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.add(id(leaf))

@@ -615,8 +615,9 @@ class StoreAsk(Message, frozen=True):
     Attributes:
         request_id: the reply carries it; counted by the asking session.
         op: "set", "get", "wait", "add", "compare_set", "check", "delete", "num_keys", "list_keys", "append",
-            "multi_get", "multi_set", "lend" (set until this session ends), "queue_push", "queue_pop", "queue_len",
-            "forget" (every key that begins so), or "cancel" (nobody waits for request `number` any more).
+            "multi_get", "multi_set", "lend" (set until this session ends), "claim" (lend if it is free; gives what
+            holds then), "queue_push", "queue_pop", "queue_len", "forget" (every key that begins so), or "cancel"
+            (nobody waits for request `number` any more).
         keys: what it is about; "num_keys" and "list_keys" take a prefix.
         values: one per key, or for "compare_set" the expected and the wanted value.
         number: what "add" adds; for "queue_pop" 0 does not wait.

@@ -89,7 +89,7 @@ def move_bare(rank: int, sock: socket.socket, view: memoryview) -> None:
     sock.sendall(b"k")
 
 
-def work(rank: int, code: str, bare_port: int, nbytes: int, rounds: int, small: bool, pipe: Any) -> None:
+def work(name: str, rank: int, code: str, bare_port: int, nbytes: int, rounds: int, small: bool, pipe: Any) -> None:
     """One worker's process."""
     import torch
     import torch.distributed as dist
@@ -100,7 +100,7 @@ def work(rank: int, code: str, bare_port: int, nbytes: int, rounds: int, small: 
 
     torch.set_num_threads(1)
     dialled = Dialled(JoinCode.decode(code), f"w{rank}")
-    init_group(dialled.endpoint, f"bench-{code[-8:]}", rank, RANKS, [f"w{r}" for r in range(RANKS)], 120.0)
+    init_group(dialled.endpoint, name, rank, RANKS, [f"w{r}" for r in range(RANKS)], 120.0)
     gloo = dist.new_group(backend="gloo") if small else None
     tensor = torch.ones(nbytes // 4)
     tiny = torch.ones(1)
@@ -144,10 +144,10 @@ def run(codes: list[str], nbytes: int, rounds: int, small: bool = True) -> dict[
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    pipes, workers = [], []
+    pipes, workers, name = [], [], f"bench-{port}-{small}"
     for rank, code in enumerate(codes):
         ours, theirs = context.Pipe()
-        args = (rank, code, port, nbytes, rounds, small, theirs)
+        args = (name, rank, code, port, nbytes, rounds, small, theirs)
         workers.append(context.Process(target=work, args=args, daemon=True))
         workers[-1].start()
         pipes.append(ours)
@@ -161,9 +161,8 @@ def run(codes: list[str], nbytes: int, rounds: int, small: bool = True) -> dict[
 
 def run_links(code_text: str, nbytes: int) -> dict[str, float]:
     """The same over slow links: each worker behind an emulator of its own."""
-    from tests.support.slowlink import SlowLink
-
     from guava_nb.protocol.joincode import JoinCode
+    from tests.support.slowlink import SlowLink
 
     code = JoinCode.decode(code_text)
     rate = LINK_MBIT * 1e6 / 8

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.support.hub_ranks import Ranks
 
@@ -97,3 +98,9 @@ def test_the_hub_can_break_a_group_and_the_same_processes_form_the_next(ranks: R
 def test_a_group_can_be_broken_from_this_side(ranks: Ranks) -> None:
     ranks.run("local_break", "guava")
     ranks.forget()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("case", ["cuda_moves", "cuda_streams", "cuda_data_parallel"])
+def test_cuda_tensors(ranks: Ranks, case: str) -> None:
+    ranks.run(case, "guava")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guava_nb.config import DistributedConfig
+from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -122,6 +122,12 @@ class FakeOrchestrator:
         if "!pip" in source:
             raise SourceError(f"cell {name}, line 1: notebook syntax cannot run on a worker")
         self.cells[str(name)] = source
+
+    def set_mode(self, mode: str, **settings: Any) -> None:
+        self.calls.append(("mode", (mode, dict(settings))))
+        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
+        settings.pop("tensor_plan", None)
+        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
 
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))

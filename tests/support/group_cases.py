@@ -532,3 +532,71 @@ def store_operations(here: Here) -> None:
     assert prefixed.get(mine) == b"p" and store.get(f"under/{mine}") == b"p"
     dist.barrier()
     assert store.num_keys() >= 3 * here.size
+
+
+# --------------------------------------------------------------------------------------------------------------- CUDA
+
+
+def cuda_moves(here: Here) -> None:
+    """Every way a CUDA tensor can go, large and small, strided too."""
+    device = torch.device("cuda", here.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    total = sum(range(here.size))
+    for numel in (1, 5, 700_001):
+        tensor = torch.full((numel,), float(here.rank), device=device)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, float(total)))
+        tensor = torch.full((numel,), float(here.rank), device=device)
+        dist.broadcast(tensor, 1)
+        assert torch.equal(tensor, torch.ones_like(tensor))
+        flat = torch.empty(here.size * numel, device=device)
+        dist.all_gather_into_tensor(flat, torch.full((numel,), float(here.rank), device=device))
+        assert torch.equal(flat, torch.arange(here.size, device=device).float().repeat_interleave(numel))
+        part = torch.empty(numel, device=device)
+        dist.reduce_scatter_tensor(part, flat)
+        assert torch.equal(part, torch.full_like(part, float(here.rank * here.size)))
+        mixed = torch.empty_like(flat)
+        dist.all_to_all_single(mixed, flat + 10 * here.rank)
+        assert mixed[::numel].tolist() == [10.0 * k + here.rank for k in range(here.size)]
+        following, before = (here.rank + 1) % here.size, (here.rank - 1) % here.size
+        work = dist.isend(torch.full((numel,), float(here.rank), device=device), following)
+        incoming = torch.empty(numel, device=device)
+        dist.recv(incoming, before)
+        work.wait()
+        assert torch.equal(incoming, torch.full_like(incoming, float(before)))
+    strided = torch.full((6, 4), float(here.rank), device=device, dtype=torch.bfloat16)
+    dist.all_reduce(strided.t()[1:3])
+    assert strided[:, 1:3].unique().tolist() == [float(total)] and strided[:, 0].unique().tolist() == [here.rank]
+
+
+def cuda_streams(here: Here) -> None:
+    """The call waits for kernels before it, kernels after `wait` see its result, whatever stream the caller is on."""
+    device = torch.device("cuda", here.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    for stream in (torch.cuda.default_stream(device), torch.cuda.Stream(device)):
+        with torch.cuda.stream(stream):
+            tensor = torch.zeros(300_000, device=device)
+            for _ in range(20):
+                torch.cuda._sleep(1_000_000)
+                tensor.fill_(here.rank + 1.0)
+                work = dist.all_reduce(tensor, async_op=True)
+                work.wait()
+                doubled = tensor * 2
+                tensor.zero_()
+            assert torch.equal(doubled, torch.full_like(doubled, 2.0 * sum(range(1, here.size + 1))))
+
+
+def cuda_data_parallel(here: Here) -> None:
+    device = torch.device("cuda", here.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    rows, steps = 12, 5
+    model = nn.parallel.DistributedDataParallel(_net().to(device), device_ids=[device.index])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    share = rows // here.size
+    for step in range(steps):
+        x, y = (part[here.rank * share : (here.rank + 1) * share].to(device) for part in _batch(step, rows))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    for ours, plain in zip(model.module.parameters(), _plain(steps, rows).parameters(), strict=True):
+        assert torch.allclose(ours.cpu(), plain, atol=1e-9, rtol=0)

@@ -234,6 +234,8 @@ class Session:
             self.workers.remove(worker)
         for worker in self.workers:
             worker.release()
+        while len(self.workers) > count:
+            self.workers.pop().close()
         while len(self.workers) < count:
             self._number += 1
             self.workers.append(Worker(self, f"w{self._number}", self._relayed))

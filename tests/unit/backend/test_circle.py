@@ -44,7 +44,9 @@ def sent() -> Sent:
 
 @pytest.fixture
 def circle(sent: Sent) -> Circle:
-    return Circle("g", 0, ["a", "b", "c"], sent)
+    made = Circle("g", 0, ["a", "b", "c"], sent)
+    made.open()
+    return made
 
 
 def operation(*sources: int, size: int = 2, timeout_s: float = 60.0) -> Operation:
@@ -237,6 +239,15 @@ def test_an_endpoint_routes_and_wakes(sent: Sent) -> None:
         endpoint.ask("get", ["k"])
 
 
+def test_what_waited_at_the_hub_may_come_before_open_returns() -> None:
+    def send(message, buffers) -> None:
+        if isinstance(message, OpenGroup):
+            endpoint.post(*parcel(1, 1, b"ab"), int)
+
+    endpoint = Endpoint(send, "a")
+    assert bytes(receive(endpoint.open_group("g", 0, ["a", "b"]), 1)[1].data) == b"ab"
+
+
 def test_an_answer_of_the_store_comes_back(sent: Sent) -> None:
     endpoint = Endpoint(lambda message, buffers: answer(message), "a")
 
@@ -249,3 +260,38 @@ def test_an_answer_of_the_store_comes_back(sent: Sent) -> None:
     assert endpoint.ask("get", ["k"]).values == (b"v",)
     with pytest.raises(CollectiveError, match="no"):
         endpoint.ask("set", ["k"], [b""])
+
+
+def test_a_collective_is_not_over_before_its_own_bytes_are_out(circle: Circle, sent: Sent) -> None:
+    """Bytes that come from a device are late: the other ranks' may all be here first."""
+    ready = []
+    made = operation(1, 2)
+    made.parts = [Part(-1, np.array([7, 8], np.uint8), 1)]
+    circle.post(*piece(1, 1, b"ab"))
+    circle.start(made, ready.append)
+    circle.post(*piece(1, 2, b"cd"))
+    assert not made.done and sent.of(Piece) == []
+    ready[0](None)
+    assert made.done and made.error is None
+    assert [data for message, data in sent if isinstance(message, Piece)] == [b"\x07\x08"]
+
+
+def test_bytes_that_never_come_from_their_device_end_the_call(circle: Circle, sent: Sent) -> None:
+    ready = []
+    made = circle.start(operation(1, 2), ready.append)
+    ready[0](RuntimeError("an illegal memory access"))
+    assert made.done and "could not be brought from the device: an illegal memory access" in str(made.error)
+    ended = circle.start(operation(1, 2), ready.append)
+    circle.end(GroupBroken("b was lost"))
+    before = len(sent)
+    ready[1](None)
+    assert ended.done and len(sent) == before
+
+
+def test_a_send_from_a_device_is_over_when_its_bytes_are_out(circle: Circle, sent: Sent) -> None:
+    ready = []
+    made = Operation("send", None, 60.0)
+    circle.send(made, Part(1, np.array([1], np.uint8), 1), "uint8", 0, ready.append)
+    assert not made.done and sent.of(Parcel) == []
+    ready[0](None)
+    assert made.done and len(sent.of(Parcel)) == 1

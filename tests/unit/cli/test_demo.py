@@ -50,7 +50,9 @@ def test_defaults_and_every_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--mode pipeline", "--mode pipeline is not in this version; it has: data"),
+        ("--mode pipelin", "--mode pipelin is unknown; choose one of: data, pipeline"),
+        ("--mode hybrid --workers 3", "--mode hybrid makes pairs of stages and needs 4, 6, ... workers, not 3"),
+        ("--mode tensor --shares 1,2", "--shares divides a batch among replicas"),
         ("--shares 2,1,1", "--shares names 3 shares for 2 workers"),
         ("--shares 2,x", "must be numbers with commas"),
         ("--shares 1,0", "must be greater than 0"),
@@ -137,6 +139,9 @@ class PlainOrchestrator:
     def __exit__(self, *_: object) -> None:
         self.calls.append("close")
 
+    def set_mode(self, mode: str, **axes: int) -> None:
+        self.calls.append(f"mode {mode}")
+
     def launch_workers(self, count: int, device: str, threads: int) -> None:
         self.calls.append(f"launch {count} {device}")
 
@@ -200,7 +205,7 @@ def plain_orchestrator(monkeypatch: pytest.MonkeyPatch, fake_digits: None) -> ty
 def test_run_demo_asks_the_orchestrator_for_the_right_things(plain_orchestrator: type[PlainOrchestrator]) -> None:
     report = run_demo(DemoOptions(workers=3, epochs=2, shares=(2, 1, 1), learning_rate=0.01, seed=5, tls=False))
     (made,) = plain_orchestrator.made
-    assert made.calls == ["open", "launch 3 cpu", "wait 3", demo.MODEL, "close"]
+    assert made.calls == ["open", "mode data", "launch 3 cpu", "wait 3", demo.MODEL, "close"]
     assert made.arguments["shares"] == (2, 1, 1)
     assert (made.arguments["optimizer"], made.arguments["optimizer_args"]) == ("Adam", {"lr": 0.01})
     config = made.config

@@ -59,7 +59,9 @@ def test_wrong_lines_leave_with_2(words: list[str], capsys: pytest.CaptureFixtur
     assert "usage: guava" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["-h"], ["demo", "-h"], ["worker", "-h"], ["doctor", "-h"], ["--version"]])
+@pytest.mark.parametrize(
+    "words", [["-h"], ["demo", "-h"], ["worker", "-h"], ["run", "-h"], ["doctor", "-h"], ["--version"]]
+)
 def test_help_and_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(words)
@@ -68,8 +70,8 @@ def test_help_and_version(words: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_command_has_a_function() -> None:
-    for command in ("demo", "worker", "doctor"):
-        args = build_parser().parse_args([command])
+    for line in (["demo"], ["worker"], ["run", "script.py"], ["doctor"]):
+        args = build_parser().parse_args(line)
         assert isinstance(args, argparse.Namespace)
         assert callable(args.run)
 

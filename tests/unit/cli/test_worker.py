@@ -69,7 +69,7 @@ def test_without_a_terminal_nobody_is_asked(
 def test_the_prompt_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(worker.getpass, "getpass", lambda prompt: "typed" if "not shown" in prompt else "")
-    assert worker._ask() == "typed"
+    assert worker.ask_for_code() == "typed"
 
 
 def test_devices(_rooms: dict[str, types.ModuleType]) -> None:

@@ -66,7 +66,9 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         config = Config()
         config.HistoryManager.enabled = False
-        yield InteractiveShell.instance(config=config)
+        made = InteractiveShell.instance(config=config)
+        made.user_module.__spec__ = None  # it stays `__main__` for the session, and multiprocessing asks for this
+        yield made
         InteractiveShell.clear_instance()
 
 

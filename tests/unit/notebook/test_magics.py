@@ -381,8 +381,41 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
 def test_mode(notebook: Any) -> None:
     assert "Mode data" in notebook.run("%guava_mode data").text
     assert "Mode data" in notebook.run("%guava_mode").text
-    assert "data mode only" in notebook.run("%guava_mode pipeline").text
+    assert "Mode pipeline; %guava_up opens" in notebook.run("%guava_mode pipeline --micro-batches 8").text
     assert "did you mean pipeline?" in notebook.run("%guava_mode pipelin").text
+
+
+def test_a_mode_is_said_with_its_numbers_and_reaches_the_orchestrator(notebook: Any) -> None:
+    notebook.run("%guava_mode zero --zero 3")
+    notebook.run("%guava_up --local 4")
+    assert (
+        "4 workers, each with its part of every batch; optimizer state, gradients and parameters"
+        in notebook.run("%guava_mode").text
+    )
+    shown = notebook.run("%guava_mode pipeline --micro-batches 8 --schedule gpipe")
+    assert "cut into 4 stages on 4 workers, each batch into 8 micro-batches" in shown.text and "gpipe" in shown.text
+    assert "into 1 micro-batch that flows" in notebook.run("%guava_mode pipeline --micro-batches 1").text
+    assert "dp 2 x pp 2 x tp 1" in notebook.run("%guava_mode hybrid --dp 2 --pp 2").text
+    assert "dp 3 x pp 1 x tp 1 needs 3 workers, 4 are here" in notebook.run("%guava_mode hybrid --dp 3").text
+    notebook.run('%guava_mode tensor --plan {"head":"colwise"}')
+    mode, settings = [what for name, what in notebook.orchestrator.calls if name == "mode"][-1]
+    assert (mode, settings["tensor_plan"]) == ("tensor", {"head": "colwise"})
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--dp 2", "--dp needs the mode before it"),
+        ("tensor --micro-batches 2", "--micro-batches means nothing in tensor mode"),
+        ("zero --plan {}", "--plan means nothing in zero mode"),
+        ("pipeline --tp 2", "pipeline mode has no axis tp"),
+        ("data --zero 1", "data mode has no ZeRO stage"),
+        ("zero --zero 0", "zero mode needs stage 1, 2 or 3"),
+        ("pipeline --schedule 1fb", "did you mean 1f1b?"),
+    ],
+)
+def test_a_mode_that_makes_no_sense_is_one_line(notebook: Any, line: str, told: str) -> None:
+    assert told in notebook.run(f"%guava_mode {line}").text
 
 
 def test_log(notebook: Any) -> None:
@@ -544,7 +577,7 @@ def test_unload_closes_everything_and_takes_the_magics_away(notebook: Any) -> No
         ("%guava_train --prec", ["--precision"]),
         ("%guava_train --precision b", ["bf16"]),
         ("%guava_train --data load", ["loader", "loaders"]),
-        ("%guava_mode ", ["data"]),
+        ("%guava_mode p", ["pipeline"]),
         ("%%guava_share --n", ["--name"]),
         ("%guava_worker x --device cu", ["cuda", "cuda:0"]),
         ("%guava_log worker-", ["worker-0", "worker-1"]),

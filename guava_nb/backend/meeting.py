@@ -1,0 +1,189 @@
+"""How the ranks of a program find each other at a hub: by a job's name, in the hub's store.
+
+Rank 0 draws a name that no earlier run has used; the others learn it from the store. What is written here is lent: it
+goes with the session of the rank that wrote it, so a rank that was started again finds its place free.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from guava_nb.backend.endpoint import Endpoint
+from guava_nb.errors import CollectiveTimeout, ConfigError
+
+__all__ = ["Meeting", "check_place", "introduce", "meet"]
+
+_PREDECESSOR_S = 12.0  # a rank that was killed holds its place until the hub knows that it is gone
+_POLL_S = 0.2
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """What a rank says of itself.
+
+    Attributes:
+        member: its name in sentences.
+        box: the same for processes that see the same devices.
+        world_size: how many ranks it expects.
+        token: drawn by it; two processes that claim one place differ in it.
+        group: name of the run, drawn by rank 0.
+    """
+
+    member: str
+    box: str
+    world_size: int
+    token: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that have found each other.
+
+    Attributes:
+        name: prefix of their groups and keys; never used before at this hub.
+        rank: of this process.
+        members: names of all ranks, in order.
+        boxes: for each rank, what it shares with ranks that see the same devices.
+    """
+
+    name: str
+    rank: int
+    members: tuple[str, ...]
+    boxes: tuple[str, ...]
+
+    @property
+    def local_rank(self) -> int:
+        """How many earlier ranks see the same devices."""
+        return self.boxes[: self.rank].count(self.boxes[self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks see the same devices."""
+        return self.boxes.count(self.boxes[self.rank])
+
+
+def check_place(rank: int, world_size: int) -> None:
+    """Refuse numbers that are no place in a group.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    if world_size < 1:
+        raise ConfigError(f"the world size is {world_size}; it is the number of processes, 1 or more")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"there is no rank {rank} among {world_size} processes; ranks go from 0 to {world_size - 1}")
+
+
+def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> Meeting:
+    """Wait until all ranks of a job are at the hub.
+
+    Args:
+        endpoint: of the session.
+        job: keeps programs apart that use one hub at the same time.
+        rank: of this process.
+        world_size: number of ranks.
+        timeout_s: for all of it.
+
+    Raises:
+        ConfigError: the place is taken, or the ranks do not agree on their number.
+        CollectiveTimeout: some ranks did not come in time; it names them.
+    """
+    check_place(rank, world_size)
+    until = time.monotonic() + timeout_s
+    key = f"rendezvous/{job}"
+    if rank == 0:
+        mine = _card(endpoint.member, world_size, f"{job}/{secrets.token_hex(6)}")
+        _claim(endpoint, key, mine, f"rank 0 of job {job!r}")
+        return introduce(endpoint, mine.group, rank, world_size, timeout_s)
+    try:
+        first = _read(endpoint.ask("get", [key], timeout_s=timeout_s).values[0])
+    except CollectiveTimeout as late:
+        raise CollectiveTimeout(_missing_text([0], world_size, timeout_s)) from late
+    if first.world_size != world_size:
+        mine = _card(endpoint.member, world_size)
+        # Rank 0 may look only when this session is over: what is set, not claimed, stays.
+        endpoint.ask("set", [f"{first.group}/member/{rank}"], [msgspec.json.encode(mine)])
+        _check_sizes(rank, mine, [first])
+    left_s = max(0.0, until - time.monotonic())
+    return introduce(endpoint, first.group, rank, world_size, left_s, timeout_s)
+
+
+def introduce(
+    endpoint: Endpoint, name: str, rank: int, world_size: int, timeout_s: float, waited_s: float | None = None
+) -> Meeting:
+    """Tell the others who this rank is, and wait until all have done so.
+
+    Args:
+        name: of the run, known to all ranks.
+        waited_s: what an error calls the time-out, where a part of it is over already.
+
+    Raises:
+        ConfigError, CollectiveTimeout: as `meet`.
+    """
+    mine = _card(endpoint.member, world_size)
+    _claim(endpoint, f"{name}/member/{rank}", mine, f"rank {rank} of {world_size}")
+    keys = [f"{name}/member/{other}" for other in range(world_size)]
+    try:
+        cards = [_read(value) for value in endpoint.ask("multi_get", keys, timeout_s=timeout_s).values]
+    except CollectiveTimeout as late:
+        here = {key.decode() for key in endpoint.ask("list_keys", [f"{name}/member/"]).values}
+        missing = [other for other, key in enumerate(keys) if key not in here]
+        raise CollectiveTimeout(_missing_text(missing, world_size, waited_s or timeout_s)) from late
+    _check_sizes(rank, mine, cards)
+    return Meeting(name, rank, tuple(card.member for card in cards), tuple(card.box for card in cards))
+
+
+def _check_sizes(rank: int, mine: _Card, cards: list[_Card]) -> None:
+    for other, card in enumerate(cards):
+        if card.world_size != mine.world_size:
+            raise ConfigError(
+                f"rank {other} ({card.member}) was started as one of {card.world_size} processes and rank {rank} "
+                f"({mine.member}) as one of {mine.world_size}: give all the same world size"
+            )
+
+
+def _missing_text(missing: list[int], world_size: int, timeout_s: float) -> str:
+    who = ", ".join(f"rank {rank}" for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"{who or 'a rank'} of {world_size} did not come within {timeout_s:g} s: start the program there too, with the "
+        "same join code and world size"
+    )
+
+
+def _claim(endpoint: Endpoint, key: str, mine: _Card, what: str) -> None:
+    """Take a place, waiting a little for a predecessor that is dead and not yet known to be."""
+    value, until, pause = msgspec.json.encode(mine), time.monotonic() + _PREDECESSOR_S, threading.Event()
+    while True:
+        holder = _read(endpoint.ask("claim", [key], [value]).values[0])
+        if holder.token == mine.token:
+            return
+        if time.monotonic() >= until:
+            raise ConfigError(
+                f"{what} is taken by {holder.member}: give each process a rank of its own, and each program that uses "
+                "the hub at the same time a job name of its own"
+            )
+        pause.wait(_POLL_S)
+
+
+def _card(member: str, world_size: int, group: str = "") -> _Card:
+    return _Card(member, _box(), world_size, secrets.token_hex(8), group)
+
+
+def _read(value: bytes) -> _Card:
+    return msgspec.json.decode(value, type=_Card)
+
+
+def _box() -> str:
+    """The same in two processes that number the same devices the same way, and else not."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else f"{uuid.getnode():x}"
+    return f"{platform.node()} {machine} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"

@@ -1,0 +1,204 @@
+"""`guava run`: runs an unchanged torch.distributed program in this process; its process group goes through a hub."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.cli.worker import VARIABLE, ask_for_code, read_code
+from guava_nb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from guava_nb.backend.program import Place
+
+__all__ = ["Outcome", "add_command", "place_from", "run_program"]
+
+BACKENDS = ("auto", "guava", "gloo", "nccl")
+WAIT_S = 300.0
+EXIT_INTERRUPTED = 130
+
+EPILOG = f"""\
+The program is started once per rank, as torchrun would start it: it finds RANK, WORLD_SIZE and LOCAL_RANK in its
+environment, and whatever init_process_group(...) it calls gets a group that needs nothing but the hub. The hub is any
+open session (%guava_up, or Orchestrator.open()); its join code may also stand in {VARIABLE}, where no process list shows
+it. Under torchrun no code is needed: rank 0 has the hub.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Declare the subcommand and its options."""
+    parser = commands.add_parser(
+        "run", help="run a torch.distributed program over a session", description=__doc__, epilog=EPILOG
+    )
+    parser.add_argument("--join", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument("--rank", type=int, metavar="R", help="number of this process, from 0 ($RANK)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of processes ($WORLD_SIZE)")
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="auto is guava, which needs only the hub; gloo and nccl need machines that reach each other",
+    )
+    parser.add_argument(
+        "--job", default="program", metavar="NAME", help="for several programs at one hub (%(default)s)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_S, metavar="S", help="seconds to wait for the other ranks (%(default)g)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", metavar="script.py", help="the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Meet the other ranks, run the program, leave; the exit status is the program's."""
+    _check_program(args.program, args.module)
+    place = place_from(args, os.environ)
+    from guava_nb.backend.program import ProgramGroup
+
+    with ProgramGroup(place, _say) as group:
+        os.environ.update(group.environment())
+        with _interrupts(group.interrupt):
+            outcome = run_program(args.program, args.arguments, args.module)
+        group.close(outcome.failure)
+    if outcome.status == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    return outcome.status
+
+
+def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> Place:
+    """Read which rank this is from the line or the environment.
+
+    Raises:
+        ConfigError: it is not told, or there is no such rank.
+    """
+    rank = _number("--rank", args.rank, "RANK", environ)
+    size = _number("--world-size", args.world_size, "WORLD_SIZE", environ)
+    if args.wait <= 0:
+        raise ConfigError(f"--wait must be above 0 seconds, not {args.wait:g}")
+    launched = args.join is None and VARIABLE not in environ and "MASTER_ADDR" in environ
+    code = None if launched else read_code(args.join, environ, ask_for_code)
+    from guava_nb.backend.program import Place  # imports torch, which takes seconds: a wrong line is told before
+
+    return Place(rank, size, code, args.job, "guava" if args.backend == "auto" else args.backend, args.wait)
+
+
+def _number(option: str, given: int | None, variable: str, environ: Mapping[str, str]) -> int:
+    if given is not None:
+        return given
+    text = environ.get(variable, "")
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{option} is missing: which process of how many is this? {variable} is not set either")
+    return int(text)
+
+
+def _check_program(program: str, module: bool) -> None:
+    if module:
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(program) is not None
+        except (ImportError, ValueError):
+            found = False
+        finally:
+            sys.path.pop(0)
+        if not found:
+            raise ConfigError(f"there is no module {program!r} in this environment")
+    elif not Path(program).exists():
+        raise ConfigError(f"there is no program {program!r} in {os.getcwd()}")
+
+
+# ------------------------------------------------------------------------------------------------------- the program
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        status: for the shell.
+        failure: in words, for the other ranks; "" when it came to its end.
+    """
+
+    status: int
+    failure: str = ""
+
+
+def run_program(program: str, arguments: list[str], module: bool = False) -> Outcome:
+    """Run a script or a module as `__main__` in this process, as python would.
+
+    Its traceback is shown as python would show it, without the frames that led to it.
+    """
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, os.getcwd() if module else str(Path(program).resolve().parent))
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as ended:
+        return _of_exit(ended.code)
+    except KeyboardInterrupt:
+        return Outcome(EXIT_INTERRUPTED, "its program was interrupted")
+    except BaseException as error:
+        error.__traceback__ = _from_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return Outcome(1, f"its program ended with {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return Outcome(0)
+
+
+def _of_exit(code: object) -> Outcome:
+    if code is None or code == 0:
+        return Outcome(0)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    return Outcome(code, f"its program ended with exit status {code}")
+
+
+def _from_program(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+    return trace
+
+
+@contextmanager
+def _interrupts(wake: Callable[[], None]) -> Iterator[None]:
+    """An interrupt in the block also wakes who waits inside torch, where Python's own handler is not reached.
+
+    A program that handles interrupts itself is left alone.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def watch() -> None:
+        while numbers := ours.recv(64):
+            if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                wake()
+
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="guava-interrupts", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.close()
+        watcher.join()
+        ours.close()
+
+
+def _say(line: str) -> None:
+    print(f"guava: {line}", file=sys.stderr, flush=True)

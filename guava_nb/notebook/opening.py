@@ -1,0 +1,25 @@
+"""%guava_up: from its line to the orchestrator's settings."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["orchestrator_settings"]
+
+
+def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given on the line; defaults, environment and files are the configuration's business."""
+    local = args.local or 0
+    expected = args.workers if args.workers is not None else (local or None)
+    if args.workers is not None and local > args.workers:
+        raise ConfigError(
+            f"--local {local} starts more workers than --workers {args.workers} expects: give --workers {local}, or leave it out"
+        )
+    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if args.no_tls:
+        settings["tls"] = False
+    return settings

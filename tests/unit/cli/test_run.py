@@ -1,0 +1,90 @@
+"""The run command without a hub: its line, its place, and how a program runs as `__main__`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from guava_nb.cli import run
+from guava_nb.cli.main import build_parser
+from guava_nb.cli.run import Outcome, place_from, run_program
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.joincode import JoinCode
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_the_programs_arguments_are_its_own() -> None:
+    args = build_parser().parse_args(["run", "--rank", "1", "train.py", "--rank", "7", "-m", "x"])
+    assert (args.rank, args.program, args.arguments, args.module) == (1, "train.py", ["--rank", "7", "-m", "x"], False)
+    args = build_parser().parse_args(["run", "-m", "pkg.train", "--lr", "1"])
+    assert (args.program, args.arguments, args.module) == ("pkg.train", ["--lr", "1"], True)
+
+
+def test_the_line_wins_over_the_environment() -> None:
+    code = JoinCode.new("127.0.0.1", 1234)
+    args = build_parser().parse_args(["run", "--rank", "1", "train.py"])
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "GUAVA_JOIN_CODE": code.encode(), "MASTER_ADDR": "x"}
+    place = place_from(args, environ)
+    assert (place.rank, place.world_size, place.code, place.backend) == (1, 2, code, "guava")
+    assert "GUAVA_JOIN_CODE" not in environ, "the secret must not stay for the program"
+
+
+def test_torchruns_environment_needs_no_code() -> None:
+    args = build_parser().parse_args(["run", "--backend", "gloo", "train.py"])
+    place = place_from(args, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    assert (place.rank, place.code, place.backend) == (1, None, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (["--world-size", "2"], "--rank is missing"),
+        (["--rank", "0"], "--world-size is missing"),
+        (["--rank", "2", "--world-size", "2"], "no rank 2 among 2"),
+        (["--rank", "0", "--world-size", "2", "--wait", "0"], "--wait must be above 0"),
+    ],
+)
+def test_what_is_no_place(line: list[str], sentence: str) -> None:
+    args = build_parser().parse_args(["run", *line, "train.py"])
+    with pytest.raises(ConfigError, match=sentence):
+        place_from(args, {"GUAVA_JOIN_CODE": JoinCode.new("127.0.0.1", 1234).encode()})
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ("", Outcome(0)),
+        ("import sys; sys.exit()", Outcome(0)),
+        ("import sys; sys.exit(7)", Outcome(7, "its program ended with exit status 7")),
+        ("import sys; sys.exit('no data')", Outcome(1, "its program ended with exit status 1")),
+        ("raise ValueError('a  b')", Outcome(1, "its program ended with ValueError: a b")),
+        ("raise KeyboardInterrupt", Outcome(130, "its program was interrupted")),
+    ],
+)
+def test_how_it_ended(body: str, outcome: Outcome, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    assert run_program(str(script), []) == outcome
+
+
+def test_it_runs_as_main_beside_its_own_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside.py").write_text("word = 'beside'")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, beside\nprint(__name__, beside.word, sys.argv[1:])")
+    assert run_program(str(script), ["--lr", "1"]).status == 0
+    assert capsys.readouterr().out == "__main__ beside ['--lr', '1']\n"
+
+
+def test_a_traceback_shows_the_program_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def f():\n    raise ValueError('x')\nf()")
+    run_program(str(script), [])
+    shown = capsys.readouterr().err
+    assert "script.py" in shown and "runpy" not in shown and Path(run.__file__).name + '"' not in shown
