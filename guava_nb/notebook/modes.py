@@ -59,11 +59,14 @@ def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
         return f"This mode cannot be made of the workers that are here: {error}."
     sharded = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
     stages, workers = _count(mesh.stages * config.stages_per_worker, "stage"), _count(mesh.size, "worker")
+    parts = (
+        f"{config.micro_batches} micro-batches that flow" if config.micro_batches > 1 else "1 micro-batch that flows"
+    )
     zero = f"{sharded.get(config.zero_stage, 'nothing')} shared out among the replicas (ZeRO {config.zero_stage})"
     texts = {
         "data": "every worker has the whole model and trains on its part of each batch",
-        "pipeline": f"the model is cut into {stages} on {workers}, each batch into {config.micro_batches} micro-batches that "
-        f"flow through them ({config.pipeline_schedule})",
+        "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} "
+        f"through them ({config.pipeline_schedule})",
         "tensor": f"every layer that can be divided is shared by {workers}, who all work on the whole batch",
         "zero": f"{workers}, each with its part of every batch; {zero}",
         "hybrid": f"{mesh}: {_count(mesh.data, 'replica')} of {stages}, each stage's layers shared by {mesh.tensor}"

@@ -114,7 +114,12 @@ def _loss_path(run: RunStatus) -> str:
 def _wire(run: RunStatus) -> str:
     wire = run.wire
     parts = [f"{show_bytes(wire.out_bytes)} out", f"{show_bytes(wire.in_bytes)} in"]
-    named = [("samples", wire.sample_bytes), ("gradients", wire.gradient_bytes), ("parameters", wire.parameter_bytes)]
+    named = [
+        ("samples", wire.sample_bytes),
+        ("gradients", wire.gradient_bytes),
+        ("activations", wire.activation_bytes),
+        ("parameters", wire.parameter_bytes),
+    ]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
     return ", ".join(parts) + (f" ({detail})" if detail else "")
 

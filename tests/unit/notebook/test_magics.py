@@ -394,6 +394,7 @@ def test_a_mode_is_said_with_its_numbers_and_reaches_the_orchestrator(notebook: 
     )
     shown = notebook.run("%guava_mode pipeline --micro-batches 8 --schedule gpipe")
     assert "cut into 4 stages on 4 workers, each batch into 8 micro-batches" in shown.text and "gpipe" in shown.text
+    assert "into 1 micro-batch that flows" in notebook.run("%guava_mode pipeline --micro-batches 1").text
     assert "dp 2 x pp 2 x tp 1" in notebook.run("%guava_mode hybrid --dp 2 --pp 2").text
     assert "dp 3 x pp 1 x tp 1 needs 3 workers, 4 are here" in notebook.run("%guava_mode hybrid --dp 3").text
     notebook.run('%guava_mode tensor --plan {"head":"colwise"}')

@@ -32,7 +32,7 @@ CODE = "guava1:c2VjcmV0LXNlY3JldC1zZWNyZXQ"
 WORKER = WorkerStatus("gpu <1>", 0, "working", "cuda:0", "T4 & co", "host", 0.5, 0.0123, None, None, 320, 1_000_000, 12)
 RUN = RunStatus(
     "r", "training", "data", 1, 3, 5, 69, 320, 12.3, 500.0, 0.25, ((1, 2.3), (5, 0.25)), ((5, 0.3, 0.91),), 1e-3,
-    "waits for <worker>", WireBytes(10_000_000, 1_000_000, 5_000_000, 100),
+    "waits for <worker>", WireBytes(10_000_000, 1_000_000, 5_000_000, 100, 2_000),
 )  # fmt: skip
 STATUS = Status("open", "127.0.0.1:4242", "data", 2, (WORKER,), RUN, ("model",), ("a note",))
 
@@ -84,7 +84,7 @@ def test_run_and_summary() -> None:
     assert run_view(RUN).headline == "epoch 1/3, step 5/69, loss 0.25, val loss 0.3 accuracy 0.91, 500 samples/s"
     text = to_text(summary_view(RUN, [WORKER]))
     assert "2.3 at the start, 0.25 at the end" in text
-    assert "10.0 MB out, 1.0 MB in (samples 5.0 MB, gradients 100 B)" in text
+    assert "10.0 MB out, 1.0 MB in (samples 5.0 MB, gradients 100 B, activations 2.0 kB)" in text
     fresh = RunStatus("r", "preparing", "data", 0, 3, 0, None, 0, 0.0)
     assert run_view(fresh).headline == "epoch 0/3, step 0"
     assert "not measured" in to_text(summary_view(fresh))
