@@ -290,14 +290,18 @@ class GuavaGroup(dist.ProcessGroup):
         opts = _options(None, opts) if isinstance(opts, timedelta) else _options(opts, timeout)
         return self._start(collectives.barrier(self._place(opts)))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for each other; who does not come in time is named: the first, or with `wait_all_ranks` all of them.
 
         Raises:
             CollectiveTimeout: some ranks did not come.
         """
-        seconds = timeout.total_seconds() if timeout else 0.0
-        place = Place(self._circle.rank, self._circle.size, seconds if seconds > 0 else self._timeout_s)
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if seconds is not None and seconds <= 0:
+            raise CollectiveTimeout(
+                f"Rank {self._circle.rank} timed out in monitoredBarrier: 0 s leave no time to wait"
+            )
+        place = Place(self._circle.rank, self._circle.size, self._timeout_s if seconds is None else seconds)
         work = self._start(collectives.barrier(place, "monitored_barrier"))
         try:
             work.wait()

@@ -30,7 +30,9 @@ _DECLARATIONS = {
 }
 
 
-def _monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+def _monitored_barrier(
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
     import torch.distributed as dist
 
     if group is dist.GroupMember.NON_GROUP_MEMBER:

@@ -66,9 +66,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InteractiveShell
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         config = Config()
         config.HistoryManager.enabled = False
-        made = InteractiveShell.instance(config=config)
-        made.user_module.__spec__ = None  # it stays `__main__` for the session, and multiprocessing asks for this
-        yield made
+        yield InteractiveShell.instance(config=config)
         InteractiveShell.clear_instance()
 
 
@@ -82,3 +80,5 @@ def notebook(
     shell.reset(new_session=True)
     yield Notebook(shell, capsys)
     unload(shell)
+    # Its module stays `__main__` until the session ends, and multiprocessing asks every main module for this.
+    shell.user_module.__spec__ = None
