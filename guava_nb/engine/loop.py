@@ -21,6 +21,7 @@ import torch
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
 from guava_nb.engine.batches import cut
+from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.telling import error_text, trace_text
@@ -57,9 +58,8 @@ from guava_nb.protocol.messages import (
     Tick,
 )
 
-if TYPE_CHECKING:  # loading torch.distributed costs a second, and the star needs none of it
+if TYPE_CHECKING:  # loading torch's parallel libraries costs a second, and the star needs none of them
     from guava_nb.engine.group_replica import GroupReplica
-    from guava_nb.engine.group_seat import GroupSeat
 
 __all__ = ["Arrival", "WorkerLoop"]
 

@@ -13,6 +13,7 @@ import torch
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
+from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.replica import Replica
 from guava_nb.errors import CheckpointError, ConfigError
@@ -38,8 +39,6 @@ def build_ensemble(
         master.load_state({"model": weights.state_dict()})
     if spec.parallel is None:
         return Ensemble(run_id, spec, cells, master)
-    from guava_nb.engine.group_ensemble import GroupEnsemble
-
     return GroupEnsemble(run_id, spec, cells, master)
 
 

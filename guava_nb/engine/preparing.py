@@ -29,9 +29,9 @@ def check_spec(spec: RunSpec) -> None:
     """
     if spec.sync_batchnorm:
         raise ConfigError(
-            "sync_batchnorm needs the workers to exchange statistics inside the forward, through a process group, and "
-            "the star exchange of data mode has none; leave it off (running statistics are averaged after each step), "
-            "or use GroupNorm or LayerNorm, which need no statistics of the batch"
+            "sync_batchnorm needs the workers to exchange statistics inside the forward, through a process group, which no "
+            "mode of this version does; leave it off (running statistics are averaged after each step), or use GroupNorm or "
+            "LayerNorm, which need no statistics of the batch"
         )
     if spec.precision not in _PRECISIONS:
         raise ConfigError(f"precision is {spec.precision!r}; choose one of {', '.join(_PRECISIONS)}")

@@ -136,7 +136,7 @@ class TrainingJob(TeamJob):
         self.cluster.count_anew()
         try:
             self.give_state(set(self.ready))
-        except GroupLost as error:  # before the first step: whoever is left may be enough
+        except (NobodyLeft, GroupLost) as error:  # before the first step: whoever is left may be enough
             self._recover(error)
 
     def _until_done(self) -> None:
@@ -294,10 +294,26 @@ class TrainingJob(TeamJob):
                 return
 
     def on_started_over(self) -> None:
-        """Say that the wait is over."""
+        """Go back to the snapshot with data and history, before anybody gets it: whoever does may be lost as well."""
         self.run.move("preparing", f"a worker came; going back to step {self.snapshot.step + 1}")
+        position = self.position = self.snapshot.position
+        position.rewind(self.plan.feed)
+        already = self.plan.start.samples if position.epoch == self.plan.start.epoch else 0
+        self.ledger.truncate(position.epoch, position.samples - already)
+        self.run.rewind(self.snapshot.step + 1 - self._first_step)
+        self._due.clear()
 
     def _recover(self, cause: Exception) -> None:
+        """Start over, and again if somebody is lost meanwhile."""
+        again: Exception | None = cause
+        while again is not None:
+            try:
+                self._start_again(again)
+                again = None
+            except (NobodyLeft, GroupLost) as lost:
+                again = lost
+
+    def _start_again(self, cause: Exception) -> None:
         """Those who hold the state cannot go on: wait for workers, and start over from what can be saved of it.
 
         Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
@@ -312,21 +328,15 @@ class TrainingJob(TeamJob):
             self.run.move("waiting", f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}")
         self.start_over(cause)
         self._exchange.give_up()
-        position = self.position = self.snapshot.position
-        position.rewind(self.plan.feed)
-        already = self.plan.start.samples if position.epoch == self.plan.start.epoch else 0
-        self.ledger.truncate(position.epoch, position.samples - already)
-        self.run.rewind(self.snapshot.step + 1 - self._first_step)
-        self._due.clear()
 
     def _give_up_group(self, reason: str) -> None:
         """Wake everyone who is blocked in the group, hear how far they are, and save what is there of the state."""
         self.cluster.notice(f"{reason}; step {self.ensemble.step + 2} is given up and a new group is formed")
         self.run.generations += 1
+        self._team = ()  # counted here, whoever is in the next one
         self._formed = False
         self._abort(reason, hear_all=True)
-        self._formed = False
-        if self.ensemble.rescue(self):
+        if self.ensemble.step > self.snapshot.step and self.ensemble.rescue(self):
             self.snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.master.state())
         self.ensemble.disband()
 

@@ -150,6 +150,23 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(clust
     assert_undisturbed(job.run, 3)
 
 
+def test_a_worker_lost_while_it_gets_the_snapshot_is_waited_for_again(cluster: Cluster) -> None:
+    def replace(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "spare", once_after(1, StateLoaded, replace_again)).start()
+
+    def replace_again(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "third").start()
+
+    start(cluster, [once_after(6, Committed, replace)])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    finish(job.run)
+    assert_undisturbed(job.run, 3)
+    assert [m.name for m in cluster.members() if m.alive] == ["third"]
+
+
 def test_samples_that_end_every_worker_are_named(cluster: Cluster) -> None:
     def killer(worker: DirectWorker, message: Message) -> None:
         if isinstance(message, Ready) and message.step == 2 and message.shard == 0:

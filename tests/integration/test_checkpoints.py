@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from guava_nb.engine.run import Run
 from guava_nb.errors import CheckpointError
 from tests.support.console import Console
-from tests.support.processes import CELL, PlainTraining, Session, data, difference, loader
+from tests.support.processes import CELL, PlainTraining, Session, data, difference, eventually, loader
 
 SCRIPT = """
 import os, torch
@@ -205,10 +205,7 @@ def test_interrupts_at_random_points_of_one_script(script: Console, folder: Path
 def test_a_step_that_does_not_end_is_given_up_after_the_grace(script: Console, folder: Path) -> None:
     script.run("workers[1].trap('backward', 3)")
     script.start("answer = outcome(session.train(in_order, epochs=400))")
-    deadline = time.monotonic() + 40
-    while not list(folder.glob("*.reached")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: list(folder.glob("*.reached")), 40, "the worker reaches its trap")
     script.interrupt()
     began = time.monotonic()
     state, losses, lost, duplicated, ready = script.finish(30)

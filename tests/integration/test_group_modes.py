@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
@@ -79,21 +80,8 @@ def train(session: Session, mode: str, batches: Any, epochs: int = 2, **options:
     if mode == "tensor" or "tp" in settings:  # the traps hide from the planner what the blocks do
         settings = {"tensor_plan": {"0.linear": "colwise", "1.linear": "rowwise"}, **settings}
     session.orch.set_mode(mode, path="relay", **settings)
-    session.orch.share(BLOCKS.format(folder=str(session.folder)), "net")
-    session.orch.register_model("Deep", options.pop("model_args", None))
-    given = {
-        "criterion": "CrossEntropyLoss",
-        "optimizer": "AdamW",
-        "optimizer_args": {"lr": 0.01},
-        "fresh": True,
-        "progress": False,
-        **options,
-    }
-    return session.orch.start_training(batches, num_epochs=epochs, **given)
-
-
-def undisturbed(session: Session, run: Run, plain: PlainTraining) -> None:
-    session.assert_undisturbed(run, plain)
+    cell = BLOCKS.format(folder=str(session.folder))
+    return session.train(batches, epochs, cell, **{"model": "Deep", "criterion": "CrossEntropyLoss", **options})
 
 
 MODES = [
@@ -118,7 +106,7 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     session.ensure(workers)
     plain = Plain(session.folder, loader(), clip=0.05).epochs(2)
     run = train(session, mode, loader(), val_loader=DataLoader(data(), 30), settings=settings, max_grad_norm=0.05)
-    undisturbed(session, run, plain)
+    session.assert_undisturbed(run, plain)
     x, y = data().tensors
     plain.model.eval()
     with torch.no_grad():
@@ -151,8 +139,32 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     assert time.monotonic() - killed <= 15
     assert victim.name in "\n".join(session.orch.status().notes)
     session.workers.append(Worker(session, f"spare-{mode}", False))
-    undisturbed(session, run, Plain(session.folder, loader()).epochs(3))
+    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
     assert run.generations >= 2
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second group breaks before it has the snapshot: data and history go back all the same."""
+    forms, calls = GroupEnsemble._try_to_form, []
+
+    def breaks_once(ensemble: GroupEnsemble, job: Any, members: Any) -> Any:
+        calls.append(members)
+        if len(calls) == 2:
+            raise GroupLost("a member was lost while the group formed")
+        return forms(ensemble, job, members)
+
+    monkeypatch.setattr(GroupEnsemble, "_try_to_form", breaks_once)
+    victim = session.ensure(2)[1]
+    victim.trap("forward", 7)
+    run = train(session, "zero", loader(), epochs=3, detach=True, settings={"zero_stage": 2})
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGKILL)
+    session.workers.append(Worker(session, "spare-twice", False))
+    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
+    assert len(calls) == 3 and run.generations == 3
 
 
 @pytest.mark.timeout(120)
@@ -206,7 +218,7 @@ def test_errors_of_user_code_and_nan_end_the_run_and_workers_stay(session: Sessi
     with pytest.raises(NotFinite, match=r"was not applied anywhere"):
         train(session, mode, bad)
     plain = Plain(session.folder, loader()).epochs(1)
-    undisturbed(session, train(session, mode, loader(), epochs=1), plain)
+    session.assert_undisturbed(train(session, mode, loader(), epochs=1), plain)
     assert session.ready() == [w.name for w in workers]
 
 
@@ -219,7 +231,7 @@ def test_what_cannot_be_spread_is_refused_before_training(session: Session) -> N
         train(session, "pipeline", loader(), settings={"pipeline_schedule": "interleaved", "stages_per_worker": 9})
     with pytest.raises(ConfigError, match=r"optimizer_site"):
         train(session, "tensor", loader(), optimizer_site="orchestrator")
-    undisturbed(session, train(session, "data", loader(), epochs=1), Plain(session.folder, loader()).epochs(1))
+    session.assert_undisturbed(train(session, "data", loader(), epochs=1), Plain(session.folder, loader()).epochs(1))
 
 
 @pytest.mark.timeout(90)

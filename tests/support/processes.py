@@ -252,7 +252,7 @@ class Session:
     def train(self, batches: Any, epochs: int = 2, cell: str | None = None, **options: Any) -> Run:
         """Train the trapped net from its beginning."""
         self.orch.share(CELL.format(folder=str(self.folder)) if cell is None else cell, "net")
-        self.orch.register_model("Net", options.pop("model_args", None))
+        self.orch.register_model(options.pop("model", "Net"), options.pop("model_args", None))
         given = {
             "criterion": "loss_fn",
             "optimizer": "AdamW",
