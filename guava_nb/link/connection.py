@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.framing import Arrived, Decoder, OutgoingMessage
+from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Buffer, Stream
@@ -219,6 +219,8 @@ class Connection:
         while True:
             fresh = self._lane.outbox.next_sendable(before=self._open[-1].channel if self._open else None)
             if fresh is not None:
+                if fresh.payload_bytes <= CHUNK_BYTES:
+                    return fresh.channel, next(fresh.frames())
                 self._open.append(_Frames(fresh))
             if not self._open:
                 return self._goodbye_frame()

@@ -236,7 +236,8 @@ class Session:
             if self._closing or self._state == "closed":
                 raise LinkClosed(f"the session was closed: {self.close_cause or 'closed here'}")
             connection = Connection(
-                stream, decoder, self.role, lane, self._options, self._arrived, partial(self._over, lane), early
+                *(stream, decoder, self.role, lane, self._options),
+                *(partial(self._arrived, lane), partial(self._over, lane), early),
             )
             try:
                 self._install(lane, connection, peer.received)
@@ -298,11 +299,10 @@ class Session:
                 connection.queue(ack)
         self._connections.append(connection)
 
-    def _arrived(self, connection: Connection, arrived: Arrived) -> None:
+    def _arrived(self, lane: Lane, connection: Connection, arrived: Arrived) -> None:
         with self._events:
-            lane = next((lane for lane in self._lanes.values() if lane.connection is connection), None)
-            if lane is None:
-                return
+            if lane.connection is not connection:
+                return  # a newer one took over
             with lane.lock:
                 if not lane.inbox.accept(arrived):
                     return

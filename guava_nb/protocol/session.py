@@ -42,8 +42,7 @@ class _SendQueue:
         self.waiting_bytes += message.total_bytes
 
     def may_send(self, window_bytes: int) -> bool:
-        if not self.waiting:
-            return False
+        """Whether the window has room for the first that waits; there is one."""
         return not self.sent or self.unacked_bytes + self.waiting[0].total_bytes <= window_bytes
 
     def take(self) -> OutgoingMessage:
@@ -54,24 +53,32 @@ class _SendQueue:
         self.sent_up_to = max(self.sent_up_to, message.sequence)
         return message
 
-    def forget_consumed(self, sequence: int) -> None:
+    def forget_consumed(self, sequence: int) -> int:
+        """Returns the bytes that need not be sent any more."""
+        spared_bytes = 0
         while self.sent and self.sent[0][0] <= sequence:
             self.unacked_bytes -= self.sent.popleft()[1]
         # A message put back by `resume` may turn out to have arrived over the old connection after all.
         while self.waiting and self.waiting[0].sequence <= sequence:
-            self.waiting_bytes -= self.waiting.popleft().total_bytes
+            spared_bytes += self.waiting.popleft().total_bytes
+        self.waiting_bytes -= spared_bytes
+        return spared_bytes
 
-    def put_back(self, received: int) -> None:
+    def put_back(self, received: int) -> int:
+        """Returns the bytes that wait again."""
+        again_bytes = 0
         self.held = received
         # What an Ack over the other connection named meanwhile is not among `sent` any more.
         while self.sent and self.sent[-1][0] > received:
             _, size, message = self.sent.pop()
             assert message is not None
-            self.unacked_bytes -= size
             self.waiting.appendleft(message)
-            self.waiting_bytes += size
+            again_bytes += size
+        self.unacked_bytes -= again_bytes
+        self.waiting_bytes += again_bytes
         # The peer holds the rest: their bytes stay in the window, their buffers can go.
         self.sent = deque((sequence, size, None) for sequence, size, _ in self.sent)
+        return again_bytes
 
 
 class Outbox:
@@ -86,6 +93,7 @@ class Outbox:
         """Start empty, every sequence at 1; `window_bytes` as the attribute, in bytes."""
         self.window_bytes = window_bytes
         self._queues: dict[int, _SendQueue] = {channel: _SendQueue() for channel in Channel}
+        self._waiting_bytes = 0  # of all queues: asked for with every message, so it is kept instead of summed
 
     def enqueue(self, message: Message, channel: Channel, buffers: Sequence[memoryview] = ()) -> OutgoingMessage:
         """Give the message its sequence and queue it.
@@ -104,6 +112,7 @@ class Outbox:
         outgoing = OutgoingMessage(message, channel, queue.last + 1, buffers)
         queue.last += 1
         queue.wait(outgoing)
+        self._waiting_bytes += outgoing.total_bytes
         return outgoing
 
     def next_sendable(self, before: Channel | None = None) -> OutgoingMessage | None:
@@ -114,11 +123,15 @@ class Outbox:
         Args:
             before: only consider channels more urgent than this one, as between two frames of a long message.
         """
+        if not self._waiting_bytes:
+            return None
         for channel, queue in self._queues.items():
             if before is not None and channel >= before:
                 return None
-            if queue.may_send(self.window_bytes):
-                return queue.take()
+            if queue.waiting and queue.may_send(self.window_bytes):
+                message = queue.take()
+                self._waiting_bytes -= message.total_bytes
+                return message
         return None
 
     def acked(self, channel: int, sequence: int) -> None:
@@ -127,7 +140,8 @@ class Outbox:
         Raises:
             RemoteProtocolError: no such channel, or a sequence that was never sent.
         """
-        self._queue(channel, sequence, "acknowledged").forget_consumed(sequence)
+        queue = self._queue(channel, sequence, "acknowledged")
+        self._waiting_bytes -= queue.forget_consumed(sequence)
 
     def resume(self, received: Mapping[int, int]) -> None:
         """A new connection stands: put back in order, before all that waits, what the peer has not received whole.
@@ -148,12 +162,11 @@ class Outbox:
                     f"but had {queue.held} before; this session cannot be resumed"
                 )
         for number, queue in self._queues.items():
-            queue.put_back(received.get(number, 0))
+            self._waiting_bytes += queue.put_back(received.get(number, 0))
 
     def backlog_bytes(self, channel: Channel | None = None) -> int:
         """Bytes that wait to be sent, of one channel or of all."""
-        queues = self._queues.values() if channel is None else (self._queues[channel],)
-        return sum(queue.waiting_bytes for queue in queues)
+        return self._waiting_bytes if channel is None else self._queues[channel].waiting_bytes
 
     def unacked_bytes_of(self, channel: Channel) -> int:
         """Bytes of one channel that were sent and not yet consumed by the peer."""
