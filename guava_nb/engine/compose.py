@@ -118,6 +118,7 @@ def parallel_spec(
         micro_batches=config.micro_batches if config.pipeline_parallel else 1,
         stages_per_rank=config.stages_per_worker,
         split=_names(config.pipeline_split),
+        balance=config.pipeline_balance if config.pipeline_parallel and not config.pipeline_split else "parameters",
         tensor_plan=dict(tensor_plan or {}),
         checkpoint_activations=_names(config.checkpoint_activations),
         path=config.path,

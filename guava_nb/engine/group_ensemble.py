@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from guava_nb.config.mesh import Mesh
+from guava_nb.data.feed import Feed
 from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.job import Job
@@ -62,6 +65,7 @@ class GroupEnsemble(Ensemble):
         super().__init__(run_id, spec, cells, master)
         assert spec.parallel is not None
         self._shape = spec.parallel
+        self._example: Any = None
         self.team: tuple[int, ...] = ()
         self.generation = -1
         self.route = Route("relay", "guava", "no group was formed yet")
@@ -79,6 +83,20 @@ class GroupEnsemble(Ensemble):
     def group_name(self) -> str:
         """Name of the group of this generation at the relay."""
         return f"{self.run_id}/{self.generation}/"
+
+    @property
+    def layout_text(self) -> str:
+        """How the model is spread, in words."""
+        return next((answer.layout for answer in self._formed.values() if answer.layout), "")
+
+    def look_at(self, feed: Feed) -> None:
+        """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
+
+        Raises:
+            ConfigError: stages shall be balanced by time and the loader has no samples that can be taken out of turn.
+        """
+        if self._shape.balance == "time" and self._example is None:
+            self._example = feed.example(self._shape.dp * self._shape.micro_batches)[0]
 
     # -------------------------------------------------------------------------------------------------------- who takes part
 
@@ -229,6 +247,8 @@ class GroupEnsemble(Ensemble):
             failed = self._try_to_form(job, members)
         if failed:
             self._refuse(job, failed)
+        if first and self.layout_text:
+            job.cluster.notice(self.layout_text)
 
     def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
         if self._relay_only:
@@ -250,7 +270,11 @@ class GroupEnsemble(Ensemble):
                 self.run_id, self.generation, self.group_name, number, names, route.path, route.backend,
                 DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S, route.seats[rank].interface if direct else "", addresses,
             )  # fmt: skip
-            job.cluster.send(rank, order)
+            buffers: Sequence[memoryview] = ()
+            if number == 0 and self._example is not None:
+                tree, buffers = pack(self._example)
+                order = msgspec.structs.replace(order, example=tree)
+            job.cluster.send(rank, order, buffers)
         answered = self._pump(
             job,
             lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members),

@@ -70,8 +70,12 @@ class GroupReplica:
 
     # ------------------------------------------------------------------------------------------------------- the group
 
-    def spread(self, world_size: int) -> None:
+    def spread(self, world_size: int, example: Any = None) -> None:
         """Build this rank's part of a new model over the process group that stands now.
+
+        Args:
+            world_size: ranks of the group.
+            example: inputs of some samples, for balancing stages by time; None on all ranks but the first.
 
         Raises:
             ConfigError: the model cannot be split like this; the message has the sizes.
@@ -85,6 +89,7 @@ class GroupReplica:
         self.part = parallelize(
             model, shape, self._axes, self.device,
             objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
+            example=place(example, self.device, self._spec.precision == "fp64"),
         )  # fmt: skip
         optimizer = self.part.optimizer
         self._schedule = None
@@ -106,6 +111,11 @@ class GroupReplica:
         if self.part is None:
             raise LocalProtocolError("a step came before the process group was formed")
         return self.part
+
+    @property
+    def layout_text(self) -> str:
+        """How the model is spread, in words for people."""
+        return self._standing.layout
 
     @property
     def learning_rate(self) -> float | None:

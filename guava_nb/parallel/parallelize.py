@@ -6,6 +6,7 @@ Everything that cannot be split right is refused here, before anything is traine
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from guava_nb.parallel.part import Part
 from guava_nb.parallel.plan_search import make_plan
 from guava_nb.parallel.plans import Plan, apply_plan
 from guava_nb.parallel.state import FullOrder
+from guava_nb.parallel.telling import describe
 from guava_nb.parallel.tensor_sums import TensorSums
 from guava_nb.parallel.whole import WholePart
 from guava_nb.protocol.messages import ParallelSpec
@@ -44,6 +46,7 @@ def parallelize(
     objective: Objective,
     criterion: Criterion | None,
     make_optimizer: MakeOptimizer,
+    example: Any = None,
 ) -> Part:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
@@ -56,6 +59,7 @@ def parallelize(
         criterion: measures outputs against targets; only a pipeline needs it.
         make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
             groups, and once for what this rank holds.
+        example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
 
     Raises:
         ConfigError: the model cannot be spread like this.
@@ -70,7 +74,9 @@ def parallelize(
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
         from guava_nb.parallel.spread_stages import pipeline_part
 
-        return pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan)
+        stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
+        stages.layout = describe(stages.begins, plan)
+        return stages
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
     # FSDP2 hangs its hooks on a model's outputs, so there they must be tensors of the ordinary kind.
@@ -88,7 +94,9 @@ def parallelize(
     if owned:
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
-    return WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part = WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part.layout = describe((), plan)
+    return part
 
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:

@@ -34,10 +34,12 @@ class WholePart:
         model: the local module.
         named: full name to local parameter.
         optimizer: of these parameters.
+        layout: how the whole model is spread, in words.
     """
 
     takes_inputs = True
     takes_targets = True
+    layout = ""
 
     def __init__(
         self,
