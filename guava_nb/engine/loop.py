@@ -301,7 +301,7 @@ class WorkerLoop:
         try:
             example = None if message.example is None else self._unpack(message.example, payload)
             seat.form(message)
-            replica.spread(len(message.members), example)
+            replica.spread(len(message.members), example, message.machines)
             seat.complete()
             answer = GroupFormed(message.run_id, message.generation, True, layout=replica.layout_text)
         except USER_ERRORS as error:

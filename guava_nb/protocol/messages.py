@@ -298,6 +298,7 @@ class FormGroup(Message, frozen=True):
         interface: on the direct path the receiver's network interface, and
         addresses: of all members, in order of rank: those that were proved to be reachable.
         example: inputs of some samples, for the member that measures how long the model's modules take.
+        machines: number of every member's machine, where GPUs of one machine use NCCL among themselves.
     """
 
     run_id: str
@@ -311,6 +312,7 @@ class FormGroup(Message, frozen=True):
     interface: str = ""
     addresses: tuple[str, ...] = ()
     example: Tree | None = None
+    machines: tuple[int, ...] = ()
 
 
 class GroupFormed(Message, frozen=True):
