@@ -44,13 +44,14 @@ class MeshAxes:
     tp: int
 
     @classmethod
-    def build(cls, sizes: Mesh, device: torch.device, machines: Sequence[int] = ()) -> MeshAxes:
+    def build(cls, sizes: Mesh, device: torch.device, machines: Sequence[int] = (), inner: str = "nccl") -> MeshAxes:
         """Lay the mesh over the default group; every rank of it calls this at the same time.
 
         Args:
             sizes: of the axes.
             device: of this rank.
-            machines: number of the machine of every rank, where GPUs of one machine shall use NCCL among themselves.
+            machines: number of the machine of every rank, where those of one machine shall have groups of their own.
+            inner: backend of these.
 
         Raises:
             ConfigError: the group has another number of ranks than the mesh needs.
@@ -65,7 +66,7 @@ class MeshAxes:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         inside = axes_inside(sizes, machines)
         if inside:
-            devices = _mixed(sizes, device, inside)
+            devices = _mixed(sizes, device, inside, inner)
         else:
             devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
         return cls(sizes, devices, *(devices.get_local_rank(axis) for axis in AXES))
@@ -99,12 +100,12 @@ def axes_inside(sizes: Mesh, machines: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def _mixed(sizes: Mesh, device: torch.device, inside: Sequence[str]) -> DeviceMesh:
-    """A mesh whose axes `inside` have NCCL groups, the others groups like the default one."""
+def _mixed(sizes: Mesh, device: torch.device, inside: Sequence[str], inner: str) -> DeviceMesh:
+    """A mesh whose axes `inside` have groups of the backend `inner`, the others groups like the default one."""
     ranks = torch.arange(sizes.size).reshape(sizes.data, sizes.stages, sizes.tensor)
     mine = []
     for dim, axis in enumerate(AXES):
-        backend = "nccl" if axis in inside else None
+        backend = inner if axis in inside else None
         for members in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():  # every rank makes all, in order
             group = dist.new_group(members, timeout=_TIMEOUT if backend else None, backend=backend)
             if dist.get_rank() in members:

@@ -65,6 +65,17 @@ def compare(case: Scenario, ranks: list[dict[str, Any]], tolerance: float) -> No
     optimizer.load_state_dict(mine)
 
 
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [("hybrid", (0, 0, 1, 1)), ("hybrid zero 3", (0, 0, 1, 1)), ("hybrid zero 1", (0, 1, 0, 1)),
+     ("pipeline of tensors", (0, 0, 1, 1)), ("pipeline of replicas", (0, 0, 1, 1))],
+)  # fmt: skip
+def test_groups_inside_machines_under_the_relay(pool: GroupPool, name: str, machines: tuple[int, ...]) -> None:
+    """As NCCL does inside a box of GPUs; gloo stands for it where there are none."""
+    case = Scenario(spec=SPECS[name], steps=6, machines=machines)
+    compare(case, run(pool, "guava", case), 1e-9)
+
+
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_to_plain_pytorch(pool: GroupPool, backend: str, name: str) -> None:

@@ -156,6 +156,7 @@ class Scenario:
     spec: ParallelSpec
     model: str = "language"
     double: bool = True
+    machines: tuple[int, ...] = ()
     steps: int = 20
     rows: int = 6
     accumulate: int = 1
@@ -223,7 +224,7 @@ def plain(case: Scenario) -> tuple[nn.Module, torch.optim.Optimizer, list[float]
 def spread(case: Scenario) -> dict[str, Any]:
     """Train the same over the default group; a small stand-in for the engine."""
     spec = case.spec
-    axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU)
+    axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU, case.machines, inner="gloo")
     part = parallelize(
         case.build(), spec, axes, CPU, objective=objective, criterion=criterion, make_optimizer=case.make_optimizer
     )
