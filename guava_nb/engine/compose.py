@@ -106,7 +106,7 @@ def parallel_spec(
         ConfigError: the axes do not multiply to the number of workers.
     """
     mesh, mode = config.mesh(num_workers), config.mode(num_workers)
-    if mode == "data" and not _direct_replicas(config, num_workers, reach):
+    if mode == "data" and not config.sync_batchnorm and not _direct_replicas(config, num_workers, reach):
         return None
     return ParallelSpec(
         mode=mode,

@@ -90,7 +90,7 @@ class GroupReplica:
         self.part = parallelize(
             model, shape, self._axes, self.device,
             objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
-            example=place(example, self.device, self._spec.precision == "fp64"),
+            sync_batchnorm=self._spec.sync_batchnorm, example=place(example, self.device, self._spec.precision == "fp64"),
         )  # fmt: skip
         optimizer = self.part.optimizer
         self._schedule = None

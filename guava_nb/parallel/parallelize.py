@@ -47,6 +47,7 @@ def parallelize(
     criterion: Criterion | None,
     make_optimizer: MakeOptimizer,
     example: Any = None,
+    sync_batchnorm: bool = False,
 ) -> Part:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
@@ -60,11 +61,17 @@ def parallelize(
         make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
             groups, and once for what this rank holds.
         example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
+        sync_batchnorm: batch norms see the rows of all replicas.
 
     Raises:
         ConfigError: the model cannot be spread like this.
     """
     check_parallel(spec, mesh)
+    if sync_batchnorm and (spec.pp > 1 or spec.mode == "pipeline"):
+        raise ConfigError(
+            "sync_batchnorm with a pipeline: its stages see micro-batches, whose statistics are not those of the batch; "
+            "leave it off, use GroupNorm or LayerNorm, or a mode without stages"
+        )
     check_model(model)
     order, plan = _look_at_whole(model, spec, make_optimizer)
     if spec.tp > 1:
@@ -87,7 +94,7 @@ def parallelize(
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
-    data = make_data_axis(model, spec.zero_stage, mesh, names)
+    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
     holding = hold(model, names, order, mesh)
     optimizer = make_optimizer(holding.named)
     owned = spec.zero_stage == 1 and spec.dp > 1
