@@ -127,6 +127,47 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert report["wire"][moved] > 0
 
 
+NORMED = """
+from torch import nn
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(10, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mode", "settings"), [("data", {}), ("zero", {"zero_stage": 3})])
+def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, settings: dict[str, Any]) -> None:
+    """98 rows in batches of 32: the last batch has two, one on each worker."""
+    session.ensure(2)
+    namespace: dict[str, Any] = {}
+    exec(NORMED, namespace)
+    torch.manual_seed(0)
+    model = namespace["Normed"]().double()
+    rows = torch.utils.data.TensorDataset(*(tensor[:98] for tensor in data().tensors))
+    batches = DataLoader(rows, batch_size=32)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for x, y in list(batches) * 2:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    session.orch.set_mode(mode, path="relay", sync_batchnorm=True, **settings)
+    try:
+        run = session.train(batches, 2, NORMED, model="Normed", criterion="CrossEntropyLoss")
+    finally:
+        session.orch.set_mode("data", sync_batchnorm=False)
+    assert [r["loss"] for r in run.history] == pytest.approx(losses, abs=1e-9)
+    assert difference(run.model(), model) <= 1e-9
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 2}), ("pipeline", {}), ("tensor", {})])
 def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
