@@ -60,6 +60,10 @@ class Source(Protocol):
         """Batches per epoch; TypeError when it is unknown."""
         ...
 
+    def num_samples(self) -> int | None:
+        """Samples drawn in an epoch; None when it is unknown."""
+        ...
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         """Walk one epoch, from the batch after the skipped ones on.
 
@@ -116,6 +120,16 @@ class _MapSource:
     def __len__(self) -> int:
         return len(self._recorder)
 
+    def num_samples(self) -> int | None:
+        theirs = self._theirs
+        if not self._batched or theirs.batch_size is None:  # whatever one index, or the user's own batches, may hold
+            return None
+        try:
+            drawn = len(theirs.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return drawn - drawn % theirs.batch_size if theirs.drop_last else drawn
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         self._recorder.skip, self._recorder.when_skipped = skip_batches, when_skipped
         ordinal = 0
@@ -167,6 +181,9 @@ class _IterableSource:
             raise TypeError("each loader process walks the stream in its own way")
         return len(self._theirs)
 
+    def num_samples(self) -> int | None:
+        return None  # a stream's length is a promise at best
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
 
@@ -201,6 +218,9 @@ class _PlainSource:
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # TypeError is the answer where there is no length
+
+    def num_samples(self) -> int | None:
+        return None
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
