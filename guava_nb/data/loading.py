@@ -271,7 +271,7 @@ def _each(
 
 def _count_rows(batch: Any, drawn: int | None) -> int:
     """Rows of a batch for which `drawn` samples were taken; a collate function may have dropped or added some."""
-    if drawn is not None and has_rows(batch, drawn):
+    if drawn is not None and has_rows(batch, drawn) and not _are_fields(batch, drawn):
         return drawn
     try:
         return num_rows(batch)
@@ -279,6 +279,17 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         if drawn is None:
             raise
         return drawn
+
+
+def _are_fields(batch: Any, drawn: int) -> bool:
+    """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
+
+    Fields have equally many rows and differ in kind; samples of one data set are of one kind.
+    """
+    if type(batch) not in (list, tuple) or not all(isinstance(field, torch.Tensor) and field.ndim for field in batch):
+        return False
+    rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
+    return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
 
 
 def _int_ids(indices: Any) -> tuple[int, ...]:

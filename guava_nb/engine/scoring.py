@@ -15,7 +15,7 @@ import torch
 from guava_nb.engine.compose import factory_name, plain_arguments
 from guava_nb.engine.metrics import Merge, build_metric, is_torchmetric, merge_of
 from guava_nb.engine.source import resolve
-from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import Factory, MetricSpec
 
 __all__ = ["Metrics", "merges_for", "metric_specs"]
@@ -114,7 +114,7 @@ def _factory_of(name: str, metric: Any, shared: ModuleType | None) -> Factory:
     try:
         factory = Factory(factory_name("metric", cls, shared), plain_arguments("metric", args))
         again = build_metric(MetricSpec(name, factory), lambda wanted: resolve(wanted, shared))
-    except ConfigError as error:
+    except (ConfigError, PreparationError) as error:
         raise ConfigError(f"{way_out} ({error})") from error
     except GuavaError:
         raise

@@ -94,7 +94,11 @@ class Both:
 def test_raw_outputs_keep_their_names_types_and_shapes() -> None:
     scores, hidden = outputs_of(4, 3), torch.arange(24).reshape(4, 2, 3)
     assert list(travelled(scores, 4, Wanted(raw=True))) == ["outputs"]
-    for value in ({"scores": scores, "hidden": hidden}, Pair(scores, hidden), OrderedDict(scores=scores, hidden=hidden)):
+    for value in (
+        {"scores": scores, "hidden": hidden},
+        Pair(scores, hidden),
+        OrderedDict(scores=scores, hidden=hidden),
+    ):
         found = travelled(value, 4, Wanted(raw=True))
         assert list(found) == ["outputs.scores", "outputs.hidden"]
         assert np.array_equal(found["outputs.hidden"], hidden.numpy()) and found["outputs.hidden"].dtype == np.int64

@@ -90,9 +90,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"number of samples was None and is 7 now"):
         DiskResults(tmp_path, {**ASKED, "number of samples": 7}, True)
     with pytest.raises(ConfigError, match=r"confidences: a row of batch 1 of the loader has shape \(3,\)"):
-        DiskResults(tmp_path, ASKED, True).append(
-            {**rows(3, 2), "confidences": np.zeros((2, 3), np.float32)}, 2, None
-        )
+        DiskResults(tmp_path, ASKED, True).append({**rows(3, 2), "confidences": np.zeros((2, 3), np.float32)}, 2, None)
     with (tmp_path / "confidences.npy").open("r+b") as file:
         file.truncate(HEADER_BYTES + 5)
     with pytest.raises(ConfigError, match=r"confidences.npy is shorter than progress.json says"):
@@ -159,7 +157,9 @@ def test_options_that_cannot_be_meant_are_refused(options: tuple[int, float, boo
 
 def test_results_are_a_mapping_that_says_what_it_holds() -> None:
     found = Predictions({"predictions": np.zeros(4, np.int64), "sample_ids": np.arange(4)}, 80)
-    assert found["total_samples"] == 4 and found["estimated_memory_mb"] == 80e-6 and found["measured_memory_mb"] == 64e-6
+    assert (
+        found["total_samples"] == 4 and found["estimated_memory_mb"] == 80e-6 and found["measured_memory_mb"] == 64e-6
+    )
     assert set(found) == {"predictions", "sample_ids", "total_samples", "estimated_memory_mb", "measured_memory_mb"}
     assert repr(found) == "Predictions(4 samples: predictions (4,) int64, sample_ids (4,) int64; 6.4e-05 MB in memory)"
     with pytest.raises(KeyError, match="'kept' was not asked for; there are: predictions"):
