@@ -302,13 +302,6 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         return drawn
 
 
-def _without_indices(loader: Any) -> ConfigError:
-    return ConfigError(
-        f"this {type(loader).__name__} has no data set with indices, so no sample can be looked at before its turn; "
-        "balance stages by parameters, or name the split points"
-    )
-
-
 def _are_fields(batch: Any, drawn: int) -> bool:
     """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
 
@@ -318,6 +311,13 @@ def _are_fields(batch: Any, drawn: int) -> bool:
         return False
     rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
     return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
+
+
+def _without_indices(loader: Any) -> ConfigError:
+    return ConfigError(
+        f"this {type(loader).__name__} has no data set with indices, so no sample can be looked at before its turn; "
+        "balance stages by parameters, or name the split points"
+    )
 
 
 def _int_ids(indices: Any) -> tuple[int, ...]:
