@@ -22,6 +22,7 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
@@ -74,6 +75,7 @@ class Orchestrator:
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
+        self._dialled = DialledWorkers()
         self._runs = 0
         self._tensor_plan: dict[str, str] = {}
         self._untrained_numbers = itertools.count(1)
@@ -93,7 +95,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -104,21 +106,53 @@ class Orchestrator:
             try:
                 listener.start()
             except GuavaError:
-                cluster.close()
+                if self._cluster is None:
+                    cluster.close()
                 raise
             self._notices.listen()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
         return self._code
+
+    @classmethod
+    def dialling(
+        cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any
+    ) -> Orchestrator:
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        made = cls(config, **overrides)
+        try:
+            made.connect(*join_codes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def connect(self, *join_codes: JoinCode | str) -> list[str]:
+        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
+
+        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
+
+        Raises:
+            JoinCodeError: a code is damaged; nothing was dialled.
+            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+                in the list stay connected.
+        """
+        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
+        if self._cluster is None:
+            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            self._notices.listen()
+        return self._dialled.join(codes, self._cluster, link_options(self.config))
 
     @property
     def join_code(self) -> JoinCode:
         """The code that workers join with.
 
         Raises:
-            ClusterError: the session is not open.
+            ClusterError: the session is not open, or only dials.
         """
         self._open_cluster()
-        assert self._code is not None
+        if self._code is None:
+            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
         return self._code
 
     @property
@@ -137,6 +171,7 @@ class Orchestrator:
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
+        self._dialled.close("the orchestrator closed the session")
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
@@ -147,8 +182,9 @@ class Orchestrator:
         self._cluster = self._listener = self._code = self._ensemble = None
 
     def __enter__(self) -> Orchestrator:
-        """Open the session."""
-        self.open()
+        """Open the session, unless it has dialled its workers."""
+        if self._cluster is None:
+            self.open()
         return self
 
     def __exit__(

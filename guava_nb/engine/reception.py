@@ -1,0 +1,166 @@
+"""A worker that listens: orchestrators dial it, one after another, and each gets a member of its own.
+
+Who holds the join code may come. While one orchestrator is connected, a second one is told so and sent away; the place of
+one whose connections are broken goes to whoever dials next, because a restarted program is a new one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from guava_nb.engine.member import Membership
+from guava_nb.errors import LinkBroken, LinkClosed, LinkTimeout, WorkerLost
+from guava_nb.link.events import Event, SessionClosed, SessionOpened, VisitArrived
+from guava_nb.link.listener import Listener
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.session import Session
+from guava_nb.protocol.joincode import JoinCode
+
+__all__ = ["Reception"]
+
+_BUSY = "this worker works for another orchestrator already; dial again when that one has closed its session"
+_REPLACED = "another orchestrator dialled this worker while this one was away, and took its place"
+_LOOK_S = 0.25
+
+
+class Reception:
+    """Listens for orchestrators and works for them in turn.
+
+    Args:
+        new_member: makes this worker's end for one session.
+        options: patience and sizes.
+        host: where to listen; loopback unless told otherwise.
+        port: 0 takes a free one.
+        tls: encrypt.
+    """
+
+    def __init__(
+        self,
+        new_member: Callable[[], Membership],
+        options: LinkOptions,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: bool = True,
+    ) -> None:
+        self._new_member = new_member
+        self._listener = Listener(options, self._on_event, host, port, tls=tls)
+        self._lock = threading.RLock()
+        self._members: dict[bytes, Membership] = {}
+        self._present: Session | None = None  # the session that is worked for, or waits to be
+        self._waiting: queue.SimpleQueue[tuple[Session, Membership] | None] = queue.SimpleQueue()
+        self._working: Membership | None = None
+        self._leaving = False
+
+    def open(self) -> JoinCode:
+        """Start listening; returns the code for this machine's own address.
+
+        Raises:
+            ConfigError: the port is taken or the address is not ours.
+        """
+        self._listener.start()
+        return self._listener.join_code()
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return self._listener.port
+
+    def serve(self, once: bool, patience_s: float | None = None) -> str:
+        """Work for whoever dials.
+
+        Args:
+            once: return when an orchestrator has closed its session; else wait for the next one.
+            patience_s: with `once`, how long to wait for another one after the first was lost; None waits without end.
+
+        Returns:
+            Why it ended.
+
+        Raises:
+            WorkerLost: the orchestrator was lost, and none came within `patience_s`.
+        """
+        lost: Exception | None = None
+        while not self._leaving:
+            arrived = self._next(patience_s if once and lost is not None else None)
+            if arrived is None:
+                if self._leaving:
+                    break
+                raise WorkerLost(
+                    f"the orchestrator was lost ({lost}) and none dialled again within {patience_s:g} s; the model is as the "
+                    "last committed step left it"
+                ) from lost
+            try:
+                reason = self._work(*arrived)
+            except (LinkBroken, LinkTimeout, LinkClosed) as error:
+                lost = error
+                continue
+            if once:
+                return reason
+        return "it was asked to leave"
+
+    def _next(self, patience_s: float | None) -> tuple[Session, Membership] | None:
+        """Wait in pieces, so that an interrupt of the main thread is seen everywhere."""
+        left = patience_s
+        while left is None or left > 0:
+            try:
+                return self._waiting.get(timeout=_LOOK_S)
+            except queue.Empty:
+                left = None if left is None else left - _LOOK_S
+        return None
+
+    def _work(self, session: Session, member: Membership) -> str:
+        with self._lock:
+            self._working = member
+            if self._leaving:
+                member.loop.leave("asked to leave")
+        try:
+            return member.work()
+        finally:
+            with self._lock:
+                self._working = None
+                self._members.pop(session.session_id, None)
+                if self._present is session:
+                    self._present = None
+
+    def leave(self) -> None:
+        """Leave after the step in work and serve nobody more; from any thread."""
+        with self._lock:
+            self._leaving = True
+            if self._working is not None:
+                self._working.loop.leave("asked to leave")
+        self._waiting.put(None)
+
+    def close(self) -> None:
+        """Stop listening and end what is open; may be called again."""
+        self._listener.close("the worker stopped listening")
+
+    # ------------------------------------------------------------------------------------------ events from sessions
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, VisitArrived):
+            return  # nobody reports crashes of orchestrators
+        if isinstance(event, SessionOpened):
+            self._welcome(event.session)
+            return
+        with self._lock:
+            member = self._members.get(event.session.session_id)
+            if isinstance(event, SessionClosed) and self._present is event.session:
+                self._present = None
+        if member is not None:
+            member.on_event(event)
+
+    def _welcome(self, session: Session) -> None:
+        with self._lock:
+            present, busy = self._present, self._present is not None and self._present.state == "open"
+            if not busy:
+                member = self._new_member()
+                self._members[session.session_id] = member
+                self._present = session
+        if busy:
+            session.end(LinkClosed(_BUSY), by_peer=False, farewell=_BUSY)
+            return
+        if present is not None:
+            present.end(LinkBroken(_REPLACED), by_peer=False, farewell=_REPLACED)
+        member.greet(session)
+        self._waiting.put((session, member))
