@@ -22,8 +22,8 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
+from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
 from guava_nb.engine.job import Job, NobodyLeft
@@ -32,6 +32,7 @@ from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, common_parts, is_own
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.progress import watch
 from guava_nb.engine.routes import cuda_reach
@@ -215,6 +216,10 @@ class Orchestrator:
         cluster = self._open_cluster()
         return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
 
+    def own_parts(self) -> set[str]:
+        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
+        return common_parts(self._open_cluster())
+
     def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
         """Start worker processes on this machine; they join by themselves.
 
@@ -267,7 +272,8 @@ class Orchestrator:
 
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
-                instance, whose class must be shared or importable and whose weights are where training starts.
+                instance, whose class must be shared or importable and whose weights are where training starts; or
+                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds.
             args: plain data.
 
         Raises:
@@ -428,6 +434,10 @@ class Orchestrator:
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
+        if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            own = adopt(run_id, spec, self._ledger.cells(), shared, self._open_cluster())
+            fetch_between_runs(own, self._open_cluster(), self._patience_s)
+            return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
             self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
@@ -467,7 +477,8 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------------------- state and score
 
     def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
-        fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
+        if ensemble.master_step != ensemble.step:  # else it is here, and also after the session was closed
+            fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
         return ensemble.master.model
 
     def validate(self, loader: Any, criterion: Reference = "CrossEntropyLoss") -> dict[str, Any]:
@@ -479,7 +490,7 @@ class Orchestrator:
             ClusterError: a run is in progress, or no worker is here.
         """
         feed, cluster = Feed(loader), self._open_cluster()
-        ensemble = self._ensemble or self._untrained(criterion)
+        ensemble = self._known_ensemble() or self._untrained(criterion)
         job = Job(cluster)
         ensemble.attach(job)
         evaluation = evaluation_for(job, ensemble)
@@ -492,6 +503,12 @@ class Orchestrator:
             except GroupLost as error:
                 raise WorkerLost(f"{error}; validate again when enough workers are here") from error
 
+    def _known_ensemble(self) -> Ensemble | None:
+        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
+        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
+            self._ensemble = None
+        return self._ensemble
+
     def _untrained(self, criterion: Reference) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
@@ -499,9 +516,11 @@ class Orchestrator:
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
         )  # fmt: skip
-        ensemble = build_ensemble(
-            f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance
-        )
+        run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
+        if is_own(spec):
+            self._ensemble = adopt(run_id, spec, cells, shared, self._open_cluster())
+            return self._ensemble
+        ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
             checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())

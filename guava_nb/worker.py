@@ -171,6 +171,7 @@ class ListeningWorker:
 
     Attributes:
         join_code: for this machine's own address; `join_code.with_address` makes that of a tunnel.
+        own: what lives in this process; the next orchestrator finds what stands here then.
 
     Raises:
         ConfigError: the device is wrong, or the port is taken.
@@ -190,10 +191,9 @@ class ListeningWorker:
         """Listen from now on; `serve` works."""
         self._config = config or DistributedConfig()
         self.device = _device(gpu_id)
-        own, options = _parts(own, model_ctor), link_options(self._config)
-        self.model = None if own is None else own.model
+        self.own, options = _parts(own, model_ctor), link_options(self._config)
         self._reception = Reception(
-            lambda: Membership(None, self.device, name, own=own, options=options),
+            lambda: Membership(None, self.device, name, own=self.own, options=options),
             options,
             host or self._config.gpu_host or "127.0.0.1",
             self._config.master_port if port is None else port,

@@ -373,6 +373,10 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def _on_shard(self, message: Shard, payload: memoryview) -> None:
+        if self._own is not None and self._own.service:
+            raise PreparationError(
+                f"this worker serves {self._own.service} and is not trained: start_training() there does"
+            )
         step = self._steps.announce(message.step, message.generation, message.want_hash)
         if step is not None and message.shard not in step.done:
             step.todo.append((message, payload))

@@ -31,17 +31,19 @@ class OwnParts:
         criterion: a loss of outputs and targets: torch's module or function, or one's own; None: the orchestrator's.
         optimizer: over the model's parameters; None: the orchestrator names one.
         preprocess: called with every batch that arrives; None: the orchestrator's, or none.
+        service: "validation" or "inference" when the model may be asked and not trained; "" allows both.
     """
 
     model: nn.Module
     criterion: Callable[..., Any] | None = None
     optimizer: torch.optim.Optimizer | None = None
     preprocess: Callable[[Any], Any] | None = None
+    service: str = ""
 
     def names(self) -> tuple[str, ...]:
         """Return which parts there are, as the hello tells them."""
-        parts = ("model", "criterion", "optimizer", "preprocess")
-        return tuple(part for part in parts if getattr(self, part) is not None)
+        parts = ("model", "criterion", "optimizer", "preprocess", "service")
+        return tuple(part for part in parts if getattr(self, part) not in (None, ""))
 
     def find(self, name: str) -> object:
         """Return the part behind a name that begins with "@".
@@ -50,7 +52,7 @@ class OwnParts:
             ConfigError: there is no such part here.
         """
         part = name.removeprefix("@")
-        if part not in self.names():
+        if part == "service" or part not in self.names():
             raise ConfigError(f"this worker has no {part} of its own: give it in setup_model({part}=...)")
         found = getattr(self, part)
         return (lambda named: found) if name == OWN_OPTIMIZER else found
@@ -108,7 +110,8 @@ def likeness(tensors: Sequence[TensorInfo]) -> nn.Module:
     Raises:
         PreparationError: a worker described what torch does not know.
     """
-    root, made = Likeness(), {}
+    root = Likeness()
+    made: dict[str, Tensor] = {}
     for info in tensors:
         dtype = getattr(torch, info.dtype, None)
         if not isinstance(dtype, torch.dtype):
@@ -156,7 +159,7 @@ class HeldOptimizer(torch.optim.Optimizer):
         """Keep it."""
         self._held = copied(state_dict)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Refuse: the worker steps."""
         raise AssertionError("the optimizer lives at the worker")
 

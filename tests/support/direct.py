@@ -14,8 +14,8 @@ import torch
 
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.loop import WorkerLoop
-from guava_nb.engine.own import OwnParts
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own import OwnParts
 from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
