@@ -123,11 +123,8 @@ def _near(name: str, known: Sequence[str]) -> str:
 def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
     """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
     whole = np.dtype(kind).kind in "iu"
-    if whole:
-        limits = np.iinfo(kind)
-        low, high = int(limits.min), int(limits.max)
-    else:
-        high = float(np.finfo(kind).max)
+    low, high = (np.iinfo(kind).min, np.iinfo(kind).max) if whole else (np.finfo(kind).min, np.finfo(kind).max)
+    low, high = (int(low), int(high)) if whole else (float(low), float(high))
 
     def read(text: str) -> Any:
         try:
@@ -139,7 +136,7 @@ def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
         if whole:
             if not low <= value <= high:
                 raise ValueError(f"does not fit {kind} ({low} to {high})")
-        elif not -high <= value <= high:
+        elif not low <= value <= high:
             return _missing_or(text, kind, missing, whole)
         return value
 

@@ -147,19 +147,19 @@ def _module_at(root: nn.Module, path: Iterable[str]) -> nn.Module:
 class HeldOptimizer(torch.optim.Optimizer):
     """Keeps the state of the worker's optimizer as plain data; never steps."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        super().__init__([parameter for _, parameter in named], {"lr": 0.0})
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
         self._held: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was loaded last."""
-        return super().state_dict() if self._held is None else copied(self._held)  # type: ignore[no-any-return]
+        return super().state_dict() if self._held is None else copied(self._held)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it."""
         self._held = copied(state_dict)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refuse: the worker steps."""
         raise AssertionError("the optimizer lives at the worker")
 
