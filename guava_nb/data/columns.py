@@ -290,5 +290,6 @@ class Block:
         shape = (-1, self._width) if self._width else (-1,)
         if self._file is None:
             return np.frombuffer(self._bytes, self._dtype).reshape(shape)
-        self._file.flush()
-        return np.memmap(self._file, self._dtype, "r+").reshape(shape)
+        with self._file as file:  # the map keeps it, without a name, until it is let go itself
+            file.flush()
+            return np.memmap(file, self._dtype, "r+").reshape(shape)

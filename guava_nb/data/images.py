@@ -169,5 +169,11 @@ def _opened(path: Path) -> Image:
 def _head_size(path: Path) -> tuple[int, int]:
     """Height and width as they will be after the EXIF orientation; reads the head of the file only."""
     with _opened(path) as image:
-        turned = image.getexif().get(_ORIENTATION) in _ROTATED
-        return (image.width, image.height) if turned else (image.height, image.width)
+        size = image.height, image.width
+        if image.format == "PNG" and "exif" not in image.info:
+            return size  # Pillow would decode the whole image to look behind it
+        try:
+            turned = image.getexif().get(_ORIENTATION) in _ROTATED
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged: {error}") from error
+        return size[::-1] if turned else size
