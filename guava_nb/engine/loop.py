@@ -20,8 +20,8 @@ import torch
 
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
-from guava_nb.engine.factories import Resolve
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
 from guava_nb.engine.pending import LocalStep, PendingSteps
@@ -37,7 +37,6 @@ from guava_nb.protocol.messages import (
     Committed,
     EndRun,
     Evaluate,
-    Evaluated,
     Failure,
     FetchState,
     FlatTensor,
@@ -48,6 +47,7 @@ from guava_nb.protocol.messages import (
     LoadState,
     MeanBucket,
     Message,
+    Predict,
     Prepare,
     Prepared,
     Ready,
@@ -129,6 +129,7 @@ class WorkerLoop:
         self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
+        self._answering: Answering | None = None
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
@@ -244,8 +245,9 @@ class WorkerLoop:
                 self._on_fetch(replica, message)
             case Tick(metric=metric):
                 replica.tick(metric)
-            case Evaluate():
-                self._on_evaluate(replica, message, payload)
+            case Evaluate() | Predict():
+                assert self._answering is not None
+                self._on_ask(self._answering, message, payload)
             case EndRun():
                 self._forget()
 
@@ -259,7 +261,7 @@ class WorkerLoop:
     def _forget(self) -> None:
         self._release_own()
         self._steps = PendingSteps()
-        self._replica = self._module = self._prepare = None
+        self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""
         if self._seat is not None:
             self._seat.leave()
@@ -270,7 +272,9 @@ class WorkerLoop:
         self._forget()
         self._show("preparing")
         try:
-            self._replica = self._build(message)
+            replica = self._build(message)
+            self._answering = Answering(replica, self._resolve, message.spec.metrics)
+            self._replica = replica
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             text = error_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
@@ -291,27 +295,23 @@ class WorkerLoop:
         torch.use_deterministic_algorithms(message.spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
-        module = source.build_module(message.cells) if message.cells else None
-        self._module = module
+        self._module = source.build_module(message.cells) if message.cells else None
         if message.spec.parallel is not None:
-            return self._build_group_replica(message.spec, module)
+            return self._build_group_replica(message.spec)
         own_model = None if self._own is None else self._own.model
-        return Replica(message.spec, self._resolver(module), self._device, model=own_model)
+        return Replica(message.spec, self._resolve, self._device, model=own_model)
 
-    def _resolver(self, module: ModuleType | None) -> Resolve:
-        own = self._own
-
-        def resolve(name: str) -> object:
-            if not name.startswith("@"):
-                return source.resolve(name, module)
-            if own is None:
-                raise PreparationError(
-                    f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), "
-                    "and this worker is not one of those"
-                )
-            return own.find(name)
-
-        return resolve
+    def _resolve(self, name: str) -> object:
+        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
+        if not name.startswith("@"):
+            found: object = source.resolve(name, self._module)
+            return found
+        if self._own is None:
+            raise PreparationError(
+                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
+                "this worker is not one of those"
+            )
+        return self._own.find(name)
 
     def _described(self, spec: RunSpec) -> tuple[TensorInfo, ...]:
         """Describe a model that the orchestrator cannot build; others it knows."""
@@ -319,7 +319,7 @@ class WorkerLoop:
             return ()
         return describe_model(self._own.model)
 
-    def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
+    def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
 
         if self._seat is None or self._own is not None:
@@ -327,7 +327,7 @@ class WorkerLoop:
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
             )
-        return GroupReplica(spec, self._resolver(module), self._device)
+        return GroupReplica(spec, self._resolve, self._device)
 
     def _on_form_group(self, replica: AnyReplica, message: FormGroup) -> None:
         seat = self._seat
@@ -357,15 +357,16 @@ class WorkerLoop:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, payload: memoryview) -> None:
-        self._show("validating")
+    def _on_ask(self, answering: Answering, message: Evaluate | Predict, payload: memoryview) -> None:
+        self._show("validating" if isinstance(message, Evaluate) else "predicting")
         try:
-            sums = replica.evaluate(self._unpack(message.batch, payload), message.rows if message.grouped else None)
-        except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1)
+            batch = self._unpack(message.batch, payload)
+            answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
+            reply, buffers = answer(message, batch)  # type: ignore[arg-type]  # each takes its own
+        except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
+            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
             return
-        rows = sums.rows if message.grouped else message.rows
-        self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
+        self._send(reply, buffers)
 
     def _unpack(self, tree: Any, payload: memoryview) -> Any:
         return unpack(tree, payload, class_resolver(self._module))
@@ -503,7 +504,9 @@ class WorkerLoop:
         self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
         self._forget()
 
-    def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+    def _fail(
+        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
+    ) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = "group" if kind == "user" else "torn"
@@ -512,4 +515,4 @@ class WorkerLoop:
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())

@@ -49,7 +49,7 @@ class Reception:
         self._lock = threading.RLock()
         self._members: dict[bytes, Membership] = {}
         self._present: Session | None = None  # the session that is worked for, or waits to be
-        self._waiting: queue.SimpleQueue[tuple[Session, Membership] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
         self._working: Membership | None = None
         self._leaving = False
 
@@ -81,40 +81,50 @@ class Reception:
             WorkerLost: the orchestrator was lost, and none came within `patience_s`.
         """
         lost: Exception | None = None
-        while not self._leaving:
-            arrived = self._next(patience_s if once and lost is not None else None)
-            if arrived is None:
-                if self._leaving:
-                    break
-                raise WorkerLost(
-                    f"the orchestrator was lost ({lost}) and none dialled again within {patience_s:g} s; the model is as the "
-                    "last committed step left it"
-                ) from lost
-            try:
-                reason = self._work(*arrived)
-            except (LinkBroken, LinkTimeout, LinkClosed) as error:
-                lost = error
-                continue
-            if once:
-                return reason
-        return "it was asked to leave"
+        try:
+            while not self._leaving:
+                session = self._next(patience_s if once and lost is not None else None)
+                if session is None and not self._leaving:
+                    raise WorkerLost(
+                        f"the orchestrator was lost ({lost}) and none dialled again within {patience_s:g} s; the model is as "
+                        "the last committed step left it"
+                    ) from lost
+                if session is None or session.state == "closed":
+                    continue
+                try:
+                    reason = self._work(session)
+                except (LinkBroken, LinkTimeout, LinkClosed) as error:
+                    lost = error
+                    continue
+                if once:
+                    return reason
+            return "it was asked to leave"
+        finally:
+            self._leaving = False
 
-    def _next(self, patience_s: float | None) -> tuple[Session, Membership] | None:
-        """Wait in pieces, so that an interrupt of the main thread is seen everywhere."""
+    def _next(self, patience_s: float | None) -> Session | None:
+        """Wait for a session, in pieces, so that an interrupt of the main thread is seen everywhere."""
         left = patience_s
-        while left is None or left > 0:
+        while not self._leaving and (left is None or left > 0):
             try:
-                return self._waiting.get(timeout=_LOOK_S)
+                session = self._waiting.get(timeout=_LOOK_S)
             except queue.Empty:
                 left = None if left is None else left - _LOOK_S
+                continue
+            if session is not None:
+                return session
         return None
 
-    def _work(self, session: Session, member: Membership) -> str:
+    def _work(self, session: Session) -> str:
+        member = self._new_member()
         with self._lock:
-            self._working = member
+            self._working = self._members[session.session_id] = member
             if self._leaving:
                 member.loop.leave("asked to leave")
+        if session.state == "closed":  # before its end could be told to the member
+            member.loop.end()
         try:
+            member.greet(session)
             return member.work()
         finally:
             with self._lock:
@@ -151,16 +161,14 @@ class Reception:
             member.on_event(event)
 
     def _welcome(self, session: Session) -> None:
+        """Let it wait for its turn; it is greeted by whoever serves, because only then it is known with what."""
         with self._lock:
             present, busy = self._present, self._present is not None and self._present.state == "open"
             if not busy:
-                member = self._new_member()
-                self._members[session.session_id] = member
                 self._present = session
         if busy:
             session.end(LinkClosed(_BUSY), by_peer=False, farewell=_BUSY)
             return
         if present is not None:
             present.end(LinkBroken(_REPLACED), by_peer=False, farewell=_REPLACED)
-        member.greet(session)
-        self._waiting.put((session, member))
+        self._waiting.put(session)

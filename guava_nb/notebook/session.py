@@ -21,6 +21,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, GuavaError
+from guava_nb.notebook.asking import predict_arguments, progress_on, validate_arguments
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
@@ -28,7 +29,7 @@ from guava_nb.notebook.opening import orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
-from guava_nb.notebook.training import resolve, training_arguments
+from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import watch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Cell
@@ -173,9 +174,20 @@ class NotebookSession:
             self._follow(run, tail, notices, panel)
         return run
 
-    def validate(self, args: argparse.Namespace) -> Any:
-        """Loss, accuracy and number of samples on a loader of the notebook."""
-        return self._need_session().validate(resolve(args.data, self._shell.user_ns, "--data"))
+    def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
+        orchestrator, arguments = self._need_session(), validate_arguments(args, self._shell.user_ns)
+        with progress_on(panel, "validating", "validated") as progress:
+            return orchestrator.validate(**arguments, progress=progress)
+
+    def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Results of a prediction on a loader of the notebook."""
+        orchestrator, arguments = self._need_session(), predict_arguments(args, self._shell.user_ns)
+        with progress_on(panel, "predicting", "predicted") as progress:
+            found = orchestrator.predict(**arguments, progress=progress)
+        if args.into is not None:
+            self._shell.user_ns[args.into] = found
+        return found
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""

@@ -188,6 +188,16 @@ class Factory(msgspec.Struct, frozen=True, array_like=True):
     args: dict[str, Any] = {}
 
 
+class MetricSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One figure of a validation: its name in the result, and what makes it.
+
+    The factory names a function `metric(outputs, targets)` or something that makes a torchmetrics metric.
+    """
+
+    name: str
+    factory: Factory
+
+
 class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How one model is spread over workers. Rank = (dp index * pp + pp index) * tp + tp index.
 
@@ -243,6 +253,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        metrics: of the run's validations; here so that a worker that cannot make them says so before training.
     """
 
     model: Factory | None
@@ -261,6 +272,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    metrics: tuple[MetricSpec, ...] = ()
 
 
 class Prepare(Message, frozen=True):
@@ -592,7 +604,8 @@ class Tick(Message, frozen=True):
 class Evaluate(Message, frozen=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
-    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
+    loss and accuracy.
     """
 
     run_id: str
@@ -600,10 +613,15 @@ class Evaluate(Message, frozen=True):
     rows: int
     batch: Tree
     grouped: bool = False
+    metrics: tuple[MetricSpec, ...] = ()
 
 
 class Evaluated(Message, frozen=True):
-    """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
+    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+
+    `metrics` is a list with the state of each metric after this batch alone; None where none was asked for, or where this
+    rank's figures do not count.
+    """
 
     run_id: str
     request_id: int
@@ -611,6 +629,48 @@ class Evaluated(Message, frozen=True):
     count: float
     correct: int | None
     rows: int
+    metrics: Tree | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What comes back of a model's outputs; nothing else crosses the wire.
+
+    Attributes:
+        top_k: the best classes of each row, with their probabilities.
+        threshold: rows whose best probability is below it send no classes.
+        full: the probabilities of all classes too.
+        raw: the outputs as they are, instead of all the above.
+        step: `step(model, batch)` that gives the outputs; None calls the model on the inputs.
+    """
+
+    top_k: int = 1
+    threshold: float | None = None
+    full: bool = False
+    raw: bool = False
+    step: Factory | None = None
+
+
+class Predict(Message, frozen=True):
+    """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    """
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    wanted: Wanted
+    grouped: bool = False
+
+
+class Predicted(Message, frozen=True):
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; None from ranks without outputs."""
+
+    run_id: str
+    request_id: int
+    rows: int
+    columns: Tree | None = None
 
 
 class EndRun(Message, frozen=True):
@@ -795,6 +855,7 @@ class Failure(Message, frozen=True):
     type_name: str
     text: str
     traceback: str
+    request_id: int = 0  # of the `Evaluate` or `Predict` that failed
 
 
 class CrashReport(Message, frozen=True):
@@ -861,6 +922,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     77: Expire,
     78: OperationFailed,
     79: GroupEnded,
+    80: Predict,
+    81: Predicted,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
 
@@ -870,6 +933,9 @@ _CHANNELS: dict[type[Message], Channel] = {
     StepInfo: Channel.BATCH,
     Tick: Channel.BATCH,
     Evaluate: Channel.BATCH,
+    Evaluated: Channel.BATCH,
+    Predict: Channel.BATCH,
+    Predicted: Channel.BATCH,
     GradientBucket: Channel.GRADIENT,
     MeanBucket: Channel.GRADIENT,
     CommitStep: Channel.GRADIENT,

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from guava_nb import ClusterError, DistributedConfig, NetworkWorker, Orchestrator
-from guava_nb.errors import AuthenticationError, GuavaError, JoinCodeError
+from guava_nb.errors import AuthenticationError, GuavaError, JoinCodeError, LinkTimeout
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.console import Console
 from tests.support.processes import eventually, loader
@@ -149,9 +150,14 @@ def test_a_listening_worker_leaves_on_request_and_leaves_nothing_behind() -> Non
 
 @pytest.mark.timeout(60)
 def test_once_returns_when_the_orchestrator_closed() -> None:
-    with NetworkWorker.listen(gpu_id="cpu") as worker:
-        orch = Orchestrator.dialling(worker.join_code, config=CONFIG)
-        closer = threading.Timer(0.2, orch.close)
-        closer.start()
-        assert "the orchestrator closed the session" in worker.serve(once=True)
-        closer.join()
+    with NetworkWorker.listen(gpu_id="cpu") as worker, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(worker.serve, once=True)
+        Orchestrator.dialling(worker.join_code, config=CONFIG).close()
+        assert "the orchestrator closed the session" in answer.result(30)
+
+
+@pytest.mark.timeout(60)
+def test_who_dials_before_anybody_serves_is_told() -> None:
+    config = CONFIG.replace(connect_timeout_s=1.0)
+    with NetworkWorker.listen(gpu_id="cpu") as worker, pytest.raises(LinkTimeout, match="nobody serves there now"):
+        Orchestrator.dialling(worker.join_code, config=config)
