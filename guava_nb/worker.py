@@ -15,7 +15,7 @@ import torch
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.hardware import pick_device
 from guava_nb.engine.interrupts import interrupts_call
-from guava_nb.engine.launcher import WorkerHandle, launch
+from guava_nb.engine.launcher import ListenAt, WorkerHandle, launch
 from guava_nb.engine.member import Membership
 from guava_nb.engine.options import link_options
 from guava_nb.engine.own import OwnParts
@@ -23,7 +23,15 @@ from guava_nb.engine.reception import Reception
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
 
-__all__ = ["ListeningWorker", "NetworkWorker", "WorkerHandle", "join_code_from", "run_worker", "start_worker"]
+__all__ = [
+    "ListeningWorker",
+    "NetworkWorker",
+    "WorkerHandle",
+    "join_code_from",
+    "run_worker",
+    "start_listening_worker",
+    "start_worker",
+]
 
 
 def join_code_from(code: JoinCode | str | None) -> JoinCode:
@@ -52,11 +60,31 @@ def start_worker(
     Raises:
         ConfigError: the join code or the device is wrong; nothing was started.
     """
-    decoded = join_code_from(code)
+    return _launch(join_code_from(code), device, name, config)
+
+
+def start_listening_worker(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str = "auto",
+    name: str | None = None,
+    config: DistributedConfig | None = None,
+) -> WorkerHandle:
+    """Start a worker process that orchestrators dial; `code` of its handle is what they need, as soon as it listens.
+
+    Raises:
+        ConfigError: the device is wrong; nothing was started.
+    """
+    return _launch(ListenAt(host, port), device, name, config)
+
+
+def _launch(
+    where: JoinCode | ListenAt, device: str, name: str | None, config: DistributedConfig | None
+) -> WorkerHandle:
     chosen = str(pick_device(device))
     user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
     folder = Path(tempfile.gettempdir()) / f"guava_nb-{user}"
-    return launch(decoded, chosen, name or "", log_folder=folder, config=config)
+    return launch(where, chosen, name or "", log_folder=folder, config=config)
 
 
 def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:

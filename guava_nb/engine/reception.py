@@ -17,6 +17,7 @@ from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.messages import Message
 
 __all__ = ["Reception"]
 
@@ -67,12 +68,13 @@ class Reception:
         """The port that is listened on."""
         return self._listener.port
 
-    def serve(self, once: bool, patience_s: float | None = None) -> str:
+    def serve(self, once: bool, patience_s: float | None = None, on_wait: Callable[[], None] = lambda: None) -> str:
         """Work for whoever dials.
 
         Args:
             once: return when an orchestrator has closed its session; else wait for the next one.
             patience_s: with `once`, how long to wait for another one after the first was lost; None waits without end.
+            on_wait: called whenever nobody is there to work for.
 
         Returns:
             Why it ended.
@@ -83,6 +85,7 @@ class Reception:
         lost: Exception | None = None
         try:
             while not self._leaving:
+                on_wait()
                 session = self._next(patience_s if once and lost is not None else None)
                 if session is None and not self._leaving:
                     raise WorkerLost(
@@ -140,6 +143,12 @@ class Reception:
             if self._working is not None:
                 self._working.loop.leave("asked to leave")
         self._waiting.put(None)
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the orchestrator that is worked for; does nothing when there is none."""
+        member = self._working
+        if member is not None:
+            member.send(message)
 
     def close(self) -> None:
         """Stop listening and end what is open; may be called again."""
