@@ -52,22 +52,28 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--listen waits to be dialled, so it takes no join code: leave one of the two out")
     code = None if args.listen else read_code(args.code, os.environ, ask_for_code)
     print(NOTICE, file=sys.stderr)
-    from guava_nb.worker import start_listening_worker, start_worker  # import torch: a wrong code is told before
-
     devices = devices_for(args.gpus, args.device)
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
     workers: list[WorkerHandle] = []
     try:
         for k, (device, name) in enumerate(zip(devices, names, strict=True)):
-            if code is None:
-                port = args.port + k if args.port else 0
-                workers.append(start_listening_worker(args.host, port, device, name))
-            else:
-                workers.append(start_worker(code, device, name))
+            workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
         return follow(workers, _say)
     finally:
         for worker in workers:
             worker.close()
+
+
+def _joining(code: JoinCode, device: str, name: str) -> WorkerHandle:
+    from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
+
+    return start_worker(code, device, name)
+
+
+def _listening(args: argparse.Namespace, k: int, device: str, name: str) -> WorkerHandle:
+    from guava_nb.worker import start_listening_worker
+
+    return start_listening_worker(args.host, args.port + k if args.port else 0, device, name)
 
 
 def read_code(given: str | None, environ: MutableMapping[str, str], ask: Callable[[], str]) -> JoinCode:

@@ -123,8 +123,8 @@ def _near(name: str, known: Sequence[str]) -> str:
 def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
     """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
     whole = np.dtype(kind).kind in "iu"
-    low, high = (np.iinfo(kind).min, np.iinfo(kind).max) if whole else (np.finfo(kind).min, np.finfo(kind).max)
-    low, high = (int(low), int(high)) if whole else (float(low), float(high))
+    limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
+    low, high = (int(limits.min), int(limits.max)) if whole else (float(limits.min), float(limits.max))
 
     def read(text: str) -> Any:
         try:

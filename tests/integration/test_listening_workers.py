@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from guava_nb import ClusterError, DistributedConfig, NetworkWorker, Orchestrato
 from guava_nb.errors import AuthenticationError, GuavaError, JoinCodeError, LinkTimeout
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.console import Console
-from tests.support.processes import eventually, loader
+from tests.support.processes import ROOT, eventually, loader
 from tests.support.relay import Relay
 from tests.support.training import SmallNet
 from tests.support.training import difference as difference_of_modules
@@ -161,3 +165,32 @@ def test_who_dials_before_anybody_serves_is_told() -> None:
     config = CONFIG.replace(connect_timeout_s=1.0)
     with NetworkWorker.listen(gpu_id="cpu") as worker, pytest.raises(LinkTimeout, match="nobody serves there now"):
         Orchestrator.dialling(worker.join_code, config=config)
+
+
+@pytest.mark.timeout(120)
+def test_the_command_listens_shows_its_code_and_serves_one_session_after_another() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "guava_nb", "worker", "--device", "cpu", "--listen", "--name", "box"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = next(line for line in process.stdout if "guava1:" in line)
+        assert "%guava_up --connect guava1:" in line
+        for epochs in (1, 2):
+            with Orchestrator.dialling(line.split()[-1], config=CONFIG) as orch:
+                orch.share("def shout():\n    print('over here')\n\nshout()")
+                orch.register_model(SmallNet)
+                run = orch.start_training(loader(rows=64), num_epochs=epochs, **ARGUMENTS)
+                assert difference_of_modules(run.model(), plain(loader(rows=64), epochs)) <= 1e-9
+                eventually(lambda: any("over here" in text for text in orch.log("box")), 20, "its lines arrive")  # noqa: B023
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "box: left" in out, out
+    assert "guava1:" not in "".join(
+        path.read_text() for path in Path(tempfile.gettempdir()).glob("guava_nb-*/worker-box-*.log")
+    )

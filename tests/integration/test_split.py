@@ -285,3 +285,32 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer.setup_model(model)
     with pytest.raises(ConfigError, match="validation, inference"):
         trainer.start_service(mode="training")
+
+
+@pytest.mark.timeout(150)
+def test_inference_as_a_service_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """A CSV with three bad rows is predicted by a model that only the other process has; then from arrays on disk."""
+    x = Rows(101).x.float()
+    lines = [",".join(f"c{k}" for k in range(10))] + [",".join(repr(float(v)) for v in row) for row in x]
+    lines[5:5] = ["1,2,3", ",".join(["x"] * 10), ",".join(["0"] * 9 + [""])]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    np.save(tmp_path / "x.npy", x.numpy())
+    with Console() as gpu:
+        code = JoinCode.decode(gpu.run(GPU_SIDE + "trainer.setup_model(trainer.model.float())\n"))
+        gpu.start("answer = trainer.start_service(mode='inference', once=True)")
+        with CPULoader(config=CONFIG) as loader:
+            with pytest.warns(UserWarning, match="3 of 104 rows"):
+                loader.setup_dataset(tmp_path / "t.csv", batch_size=16, on_bad_rows="skip")
+            found = loader.run_inference(join_code=code, top_k=3, progress=False)
+            full = loader.run_inference(
+                inference_dataset=tmp_path / "x.npy", join_code=code, return_full_probabilities=True, progress=False
+            )
+        assert "closed the session" in gpu.finish(30)
+    model = plain(101, 0).float()
+    with torch.no_grad():
+        expected = torch.softmax(model(x), 1)
+    assert found["total_samples"] == 101 and found["estimated_memory_mb"] > 0
+    assert np.array_equal(found["predictions"], expected.topk(3).indices.numpy())
+    np.testing.assert_allclose(found["confidences"], expected.topk(3).values.numpy(), atol=1e-6)
+    assert np.array_equal(full["predictions"], found["predictions"][:, 0])
+    np.testing.assert_allclose(full["probabilities"], expected.numpy(), atol=1e-6)
