@@ -288,6 +288,25 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.timeout(150)
+def test_two_gpu_sides_with_models_of_their_own_begin_with_the_first_one_s(tmp_path: Path) -> None:
+    with Console() as first, Console() as second:
+        for console in (first, second):
+            console.start(GPU_SIDE + "fresh(learning_rate=0.01)\n")
+        codes: Any = [JoinCode.decode(console.finish()) for console in (first, second)]
+        second.run("for p in trainer.model.parameters(): p.data.add_(1.0)")
+        for console in (first, second):
+            console.start("answer = trainer.start_training()")
+        loader = CPULoader(config=CONFIG)
+        loader.setup_dataset([(x, y) for x, y in zip(Rows().x.float().double(), Rows().y, strict=True)], batch_size=32)
+        run = loader.start_loading(join_code=codes, epochs=2, progress=False)
+        assert all("closed the session" in console.finish(30) for console in (first, second))
+        assert sum(worker["samples"] for worker in run.report()["workers"]) == 202
+        weights = run.model().state_dict()
+        for console in (first, second):
+            assert all(torch.equal(value, weights[name]) for name, value in its_weights(console, tmp_path).items())
+
+
+@pytest.mark.timeout(150)
 def test_inference_as_a_service_in_the_order_of_the_file(tmp_path: Path) -> None:
     """A CSV with three bad rows is predicted by a model that only the other process has; then from arrays on disk."""
     x = Rows(101).x.float()
