@@ -57,7 +57,7 @@ class Answering:
         look = self._see if self._measures else None
         sums = self._replica.evaluate(batch, message.rows, look)
         rows = sums.rows if message.grouped else message.rows
-        tree: Tree | None = None
+        tree = Tree(b"")
         buffers: Sequence[memoryview] = ()
         if self._measures and sums.rows:  # a rank whose figures do not count has 0 rows
             tree, buffers = pack([measure.state() for measure in self._measures])

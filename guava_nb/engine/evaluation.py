@@ -69,7 +69,7 @@ class Validation:
             self._rows += message.rows
             known = self._correct is not None and message.correct is not None
             self._correct = self._correct + message.correct if known else None  # type: ignore[operator]
-            if message.metrics is not None:
+            if message.metrics.structure:
                 for merge, state in zip(self._merges, unpack(message.metrics, payload), strict=True):
                     merge.add(state)
 

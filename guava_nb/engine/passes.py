@@ -18,7 +18,8 @@ from guava_nb.data.tree import pack
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.events import Wake
 from guava_nb.engine.feeder import Feeder
-from guava_nb.engine.job import Job, NobodyLeft
+from guava_nb.engine.job import Job
+from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted, Tree
 
 __all__ = ["WINDOW", "Answer", "Asked", "Pass", "Progress", "Question", "StarPass", "span_text"]
@@ -215,9 +216,10 @@ class StarPass(Pass):
 
     def _check(self) -> None:
         """Nobody would ever answer if those that are here had all dropped the run."""
+        self._job.check()
         at, step = self._ensemble.at, self._ensemble.step
         if not any(at.get(rank) == step for rank in self._job.ready | self._job.suspects):
-            raise NobodyLeft
+            raise WorkerLost("the workers that are here have dropped the model after an error; %guava_log tells which")
 
     def _has_room(self) -> bool:
         here = self._ensemble.in_step(self._job)

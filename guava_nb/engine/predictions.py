@@ -145,7 +145,7 @@ class Prediction:
         parts = []
         for message, payload in answers:
             assert isinstance(message, Predicted)
-            if message.columns is not None:
+            if message.columns.structure:
                 parts.append(unpacked(unpack(message.columns, payload), message.rows, self._wanted))
         arrays = {name: np.concatenate([part[name] for part in parts]) if len(parts) > 1 else array
                   for name, array in parts[0].items()}  # fmt: skip

@@ -30,7 +30,7 @@ from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import training_arguments
-from guava_nb.notebook.watching import watch
+from guava_nb.notebook.watching import interrupt_run, interrupt_worker, watch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Cell
 from guava_nb.render import View, ready_workers, run_view, session_view, summary_view, worker_view
@@ -245,7 +245,7 @@ class NotebookSession:
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return _interrupt_run(self._orchestrator.run)
+            return interrupt_run(self._orchestrator.run)
         if self._worker is not None and self._worker.alive:
             self._worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -324,7 +324,7 @@ class NotebookSession:
             view, lines = frame()
             return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), lines
 
-        watch(worker.wait, frame, last_frame, panel, lambda count: _interrupt_worker(worker, count))
+        watch(worker.wait, frame, last_frame, panel, lambda count: interrupt_worker(worker, count))
         last = worker.status()
         if last.state in _BAD_ENDS:
             raise ClusterError(f"worker {last.name} {last.state}: {last.detail}. To join again, run this cell again")
@@ -405,24 +405,8 @@ class NotebookSession:
             lambda: frame(run_view),
             lambda: frame(summary_view),
             panel,
-            lambda count: _interrupt_run(run, count),
+            lambda count: interrupt_run(run, count),
         )
         status: RunStatus = run.status()
         if status.state == "failed":
             run.result()
-
-
-def _interrupt_run(run: Any, count: int = 1) -> str:
-    stopping = run.status().state == "stopping"
-    run.interrupt()
-    if count == 1 and not stopping:
-        return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."
-    return "Aborting the step now; the model keeps the state of the last committed step."
-
-
-def _interrupt_worker(worker: Any, count: int) -> str:
-    if count == 1:
-        worker.leave()
-        return "Leaving after this step. Interrupt again to end the process now."
-    worker.kill()
-    return "The worker's process is ended."

@@ -619,8 +619,8 @@ class Evaluate(Message, frozen=True):
 class Evaluated(Message, frozen=True):
     """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
 
-    `metrics` is a list with the state of each metric after this batch alone; None where none was asked for, or where this
-    rank's figures do not count.
+    `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
+    or where this rank's figures do not count.
     """
 
     run_id: str
@@ -629,7 +629,7 @@ class Evaluated(Message, frozen=True):
     count: float
     correct: int | None
     rows: int
-    metrics: Tree | None = None
+    metrics: Tree = Tree(b"")
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
@@ -665,12 +665,12 @@ class Predict(Message, frozen=True):
 
 
 class Predicted(Message, frozen=True):
-    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; None from ranks without outputs."""
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; no structure without outputs."""
 
     run_id: str
     request_id: int
     rows: int
-    columns: Tree | None = None
+    columns: Tree = Tree(b"")
 
 
 class EndRun(Message, frozen=True):

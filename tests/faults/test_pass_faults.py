@@ -285,14 +285,12 @@ def test_errors_of_data_and_options_reach_the_caller(cluster: Cluster) -> None:
         predict(cluster, ensemble, [x], Wanted(5))
     with pytest.raises(ConfigError, match=r"resume=True goes on with what a folder holds"):
         predict(cluster, ensemble, [x], Wanted(), resume=True)
-    with (
-        pytest.raises(
-            ConfigError, match=r"would take 101 rows x \(.*probabilities 4 x 4.* MB are free in memory.*path="
-        ),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("psutil.virtual_memory", lambda: type("M", (), {"available": 1000}))
-        predict(cluster, ensemble, DataLoader(dataset(), 8), wanted_of(1, None, True, False))
+        with pytest.raises(
+            ConfigError, match=r"take 101 rows x \(.*probabilities 4 x 4.* MB are free in memory.*path="
+        ):
+            predict(cluster, ensemble, DataLoader(dataset(), 8), wanted_of(1, None, True, False))
     assert predict(cluster, ensemble, [x], Wanted())["total_samples"] == 6
 
 

@@ -117,6 +117,11 @@ def truth(model: torch.nn.Module) -> dict[str, float]:
     return {"loss": loss, "accuracy": accuracy, "hits": accuracy, "samples": 101}
 
 
+def kill(worker: Worker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    eventually(lambda: not worker.handle.alive, 20, f"{worker.name} is dead")  # or `ensure` would count it
+
+
 def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
     """Run a call on a thread; the list gets its result or its error."""
     came: list[Any] = []
@@ -142,7 +147,7 @@ def test_a_worker_killed_in_the_middle_changes_nothing(session: Session, what: s
         lambda: orch.validate(loader, metrics=["hits"]) if what == "validation" else orch.predict(loader)
     )
     victim.wait_trapped()
-    os.kill(victim.pid, signal.SIGKILL)
+    kill(victim)
     thread.join(60)
     assert came and not isinstance(came[0], BaseException), came
     if what == "validation":
@@ -192,7 +197,7 @@ def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     spare = Worker(session, f"spare-{mode}", False)
     session.workers.append(spare)
     eventually(lambda: spare.name in session.ready(), 60, "the spare is here")
-    os.kill(victim.pid, signal.SIGKILL)
+    kill(victim)
     thread.join(60)
     assert came and not isinstance(came[0], BaseException), came
     assert_right(came[0], plain(model, 5), exactly=False)
@@ -201,7 +206,7 @@ def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     lost.trap("look", 2)
     thread, came = in_background(lambda: orch.validate(DataLoader(data(), 5), metrics=["hits"]))
     lost.wait_trapped()
-    os.kill(lost.pid, signal.SIGKILL)
+    kill(lost)
     thread.join(60)
     assert isinstance(came[0], WorkerLost) and lost.name in str(came[0]), came
     session.ensure(2)
