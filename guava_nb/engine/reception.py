@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from guava_nb.engine.member import Membership
 from guava_nb.errors import LinkBroken, LinkClosed, LinkTimeout, WorkerLost
-from guava_nb.link.events import Event, SessionClosed, SessionOpened, VisitArrived
+from guava_nb.link.events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
@@ -24,6 +24,7 @@ __all__ = ["Reception"]
 _BUSY = "this worker works for another orchestrator already; dial again when that one has closed its session"
 _REPLACED = "another orchestrator dialled this worker while this one was away, and took its place"
 _LOOK_S = 0.25
+_TURN_S = 1.0
 
 
 class Reception:
@@ -47,7 +48,7 @@ class Reception:
     ) -> None:
         self._new_member = new_member
         self._listener = Listener(options, self._on_event, host, port, tls=tls)
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
         self._members: dict[bytes, Membership] = {}
         self._present: Session | None = None  # the session that is worked for, or waits to be
         self._waiting: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
@@ -166,13 +167,17 @@ class Reception:
             member = self._members.get(event.session.session_id)
             if isinstance(event, SessionClosed) and self._present is event.session:
                 self._present = None
+            if not isinstance(event, MessageArrived):
+                self._lock.notify_all()
         if member is not None:
             member.on_event(event)
 
     def _welcome(self, session: Session) -> None:
         """Let it wait for its turn; it is greeted by whoever serves, because only then it is known with what."""
         with self._lock:
-            present, busy = self._present, self._present is not None and self._present.state == "open"
+            # One program often closes a session and dials again at once: its goodbye may still be on its way.
+            busy = not self._lock.wait_for(self._is_free, _TURN_S)
+            present = self._present
             if not busy:
                 self._present = session
         if busy:
@@ -181,3 +186,6 @@ class Reception:
         if present is not None:
             present.end(LinkBroken(_REPLACED), by_peer=False, farewell=_REPLACED)
         self._waiting.put(session)
+
+    def _is_free(self) -> bool:
+        return self._present is None or self._present.state != "open"
