@@ -71,6 +71,10 @@ class Source(Protocol):
         """
         ...
 
+    def example(self, parts: int) -> Any:
+        """The first samples, as a batch of the size of one of `parts` equal parts of a batch; ConfigError without."""
+        ...
+
     def generators(self) -> dict[str, torch.Generator]:
         """The generators that decide about order, by name."""
         ...
@@ -148,6 +152,17 @@ class _MapSource:
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
         return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
 
+    def example(self, parts: int) -> Any:
+        theirs = self._theirs
+        rows = -(-(theirs.batch_size or getattr(theirs.batch_sampler, "batch_size", None) or parts) // parts)
+        if not self._batched or not hasattr(theirs.dataset, "__len__"):
+            raise _without_indices(theirs)
+        ids = tuple(range(min(rows, len(theirs.dataset))))
+        try:
+            return theirs.collate_fn([theirs.dataset[index] for index in ids])
+        except Exception as error:
+            raise LoadError(0, ids, error) from error
+
     def generators(self) -> dict[str, torch.Generator]:
         owners = {
             "loader": self._theirs,
@@ -198,6 +213,9 @@ class _IterableSource:
             if index >= skip_batches:
                 yield batch, ids, rows
 
+    def example(self, parts: int) -> Any:
+        raise _without_indices(self._theirs)
+
     def generators(self) -> dict[str, torch.Generator]:
         return _generators_of({"loader": self._theirs})
 
@@ -233,6 +251,9 @@ class _PlainSource:
             ordinal += rows
             if index >= skip_batches:
                 yield batch, tuple(range(ordinal - rows, ordinal)), rows
+
+    def example(self, parts: int) -> Any:
+        raise _without_indices(self._batches)
 
     def generators(self) -> dict[str, torch.Generator]:
         return _generators_of({"loader": self._batches})
@@ -290,6 +311,13 @@ def _are_fields(batch: Any, drawn: int) -> bool:
         return False
     rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
     return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
+
+
+def _without_indices(loader: Any) -> ConfigError:
+    return ConfigError(
+        f"this {type(loader).__name__} has no data set with indices, so no sample can be looked at before its turn; "
+        "balance stages by parameters, or name the split points"
+    )
 
 
 def _int_ids(indices: Any) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble
@@ -15,6 +17,8 @@ from guava_nb.errors import ClusterError, ConfigError, WorkerLost
 from guava_nb.protocol.messages import Abort
 
 __all__ = ["ask"]
+
+log = logging.getLogger(__name__)
 
 
 def ask(
@@ -45,6 +49,7 @@ def ask(
         RemoteError: the user's code raised on a worker.
         ConfigError: a batch or an output has no form that this can take.
     """
+    ensemble.look_at(feed)
     job = Job(cluster)
     ensemble.attach(job)
     walk = pass_for(job, ensemble, lambda lost: _form_again(job, ensemble, lost))
@@ -93,17 +98,23 @@ def _leave(job: Job, ensemble: Ensemble, walk: Pass, grace_s: float) -> None:
         return
     job.interrupts = 0
     try:
-        if not (grace_s and ensemble.complete(job) and job.pump(lambda: not walk.outstanding, grace_s)):
-            _give_up(job, ensemble, "the pass over the data was given up")
-    except (StopRequested, NobodyLeft, WorkerLost):
-        job.interrupts = 0
-        ensemble.disband()
+        if grace_s and ensemble.complete(job) and job.pump(lambda: not walk.outstanding, grace_s):
+            return
+    except (StopRequested, NobodyLeft) as hurry:  # a second interrupt, or nobody to wait for
+        log.info("the batch in work is not waited for: %s", type(hurry).__name__)
+    _wake(job, ensemble, "the pass over the data was given up")
+    ensemble.retire()
 
 
 def _give_up(job: Job, ensemble: Ensemble, reason: str) -> None:
-    """Wake everyone who is blocked in the group, and save what is there of the state."""
+    """Give a broken group up, and save what is there of the state."""
+    _wake(job, ensemble, reason)
+    ensemble.rescue(job)
+    ensemble.disband()
+
+
+def _wake(job: Job, ensemble: Ensemble, reason: str) -> None:
+    """Wake everyone who is blocked in the group."""
     job.cluster.roster.generation += 1
     abort = Abort(ensemble.run_id, job.cluster.roster.generation, ensemble.step, reason)
     job.cluster.send_all(list(ensemble.at), abort)
-    ensemble.rescue(job)
-    ensemble.disband()

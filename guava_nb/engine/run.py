@@ -46,6 +46,7 @@ class Run:
         self.workers: list[dict[str, Any]] = []
         self.parity: dict[str, float] | None = None
         self._route: Callable[[], Route | None] = lambda: None
+        self._layout: Callable[[], str] = lambda: ""
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -166,6 +167,7 @@ class Run:
             "mode": self.mode,
             "sync": "step",
             "path": None if route is None else route.record(),
+            "layout": self._layout(),
             "state": self._state,
             "workers": self.workers,
             "steps": len(self.history),
@@ -201,9 +203,9 @@ class Run:
         """Tell where figures, the model and the brake are; called once by the orchestrator."""
         self._wire, self._interrupt, self._model = wire, interrupt, model
 
-    def goes_by(self, route: Callable[[], Route]) -> None:
-        """Tell how to ask for the way of the run's workers; called once by its job."""
-        self._route = route
+    def goes_by(self, route: Callable[[], Route], layout: Callable[[], str]) -> None:
+        """Tell how to ask for the way of the run's workers and for the model's layout; called once by its job."""
+        self._route, self._layout = route, layout
 
     def begin(self) -> None:
         """Begin to prepare, on the run's own thread, which calls its callbacks."""
@@ -238,11 +240,11 @@ class Run:
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake everyone who waits."""
-        wire, route = self._wire(), self._route()
+        wire, route, layout = self._wire(), self._route(), self._layout()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             self._wall_s = time.monotonic() - self._started
-            self._wire, self._route = (lambda: wire), (lambda: route)
+            self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
         self._ended.set()
 
 

@@ -59,7 +59,7 @@ class TrainingJob(TeamJob):
         snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
         super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
         self.plan, self.run = plan, run
-        run.goes_by(lambda: ensemble.route)
+        run.goes_by(lambda: ensemble.route, lambda: ensemble.layout_text)
         self.ledger = SampleLedger()
         self.position = plan.start
         self._save = save
@@ -109,6 +109,7 @@ class TrainingJob(TeamJob):
         except BaseException as caught:
             error = caught
         if state != "done":
+            self.ensemble.retire()
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())

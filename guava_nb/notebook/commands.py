@@ -115,12 +115,14 @@ MODE = Command(
             metavar="NAMES",
             help="pipeline: modules that begin a stage, with commas (balances by itself)",
         ),
+        _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
         _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
         option(
             "--checkpoint-activations",
             metavar="NAMES",
             help='modules whose activations are computed again in backward, with commas; "*": every block that repeats',
         ),
+        _one("--sync-batchnorm", ("on", "off"), "batch norms see the rows of all workers (off); not with a pipeline"),
         _one(
             "--path",
             ("auto", "relay", "direct"),

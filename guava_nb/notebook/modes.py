@@ -22,11 +22,13 @@ _NAMES = {
     "schedule": "pipeline_schedule",
     "stages_per_worker": "stages_per_worker",
     "split": "pipeline_split",
+    "balance": "pipeline_balance",
     "plan": "tensor_plan",
     "checkpoint_activations": "checkpoint_activations",
+    "sync_batchnorm": "sync_batchnorm",
     "path": "path",
 }
-_PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split")
+_PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split", "balance")
 
 
 def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -48,6 +50,8 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
         mode_settings(args.mode, **{_NAMES[n]: given[n] for n in ("dp", "pp", "tp", "zero") if n in given})
     except ConfigError as error:
         raise UsageError(str(error)) from None
+    if "sync_batchnorm" in given:
+        given["sync_batchnorm"] = given["sync_batchnorm"] == "on"
     return {"mode": args.mode, **{_NAMES[name]: value for name, value in given.items()}}
 
 

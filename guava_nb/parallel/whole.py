@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,10 +41,12 @@ class WholePart:
         model: the local module.
         named: full name to local parameter.
         optimizer: of these parameters.
+        layout: how the whole model is spread, in words.
     """
 
     takes_inputs = True
     takes_targets = True
+    layout = ""
 
     def __init__(
         self,
@@ -93,12 +96,8 @@ class WholePart:
         if not stand_in:
             return self._train(batch, rows, factor, last)
         if self._data.runs_stand_ins:
-            self._data.count(False)
-            try:
-                with kept_buffers(self.model):
-                    self._train(batch, rows, 0.0, last)
-            finally:
-                self._data.count(True)
+            with self._data.standing_in(), kept_buffers(self.model):
+                self._train(batch, rows, 0.0, last)
             self._rows -= rows
         return _NOTHING
 
@@ -129,7 +128,8 @@ class WholePart:
         """Do a forward only, in evaluation mode."""
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
-        with torch.no_grad(), evaluating(self.model):
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
             loss = self._objective(self.model, batch, rows, True, None if stand_in or look is None else _whole(look))
         # What FSDP2 gathered for this forward would be stale after the next load.
         self._data.release()
@@ -139,7 +139,8 @@ class WholePart:
         """Return the outputs, in evaluation mode; none for a stand-in."""
         if stand_in and not self._data.runs_stand_ins:
             return []
-        with torch.no_grad(), evaluating(self.model):
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
             outputs = whole_logits(forward(self.model, batch))  # all ranks that share the layers gather alike
         self._data.release()
         return [] if stand_in else [(outputs, rows)]

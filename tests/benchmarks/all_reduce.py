@@ -16,6 +16,7 @@ Prints one JSON line. Reach: plain <= 1.1 x bare and <= 2 x gloo; 4 bytes <= 1.5
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import socket
@@ -162,17 +163,14 @@ def run(codes: list[str], nbytes: int, rounds: int, small: bool = True) -> dict[
 def run_links(code_text: str, nbytes: int) -> dict[str, float]:
     """The same over slow links: each worker behind an emulator of its own."""
     from guava_nb.protocol.joincode import JoinCode
-    from tests.support.slowlink import SlowLink
+    from tests.support.relay import Relay
 
     code = JoinCode.decode(code_text)
     rate = LINK_MBIT * 1e6 / 8
-    links = [SlowLink(code.port, rate, LINK_ROUND_TRIP_S / 2) for _ in range(RANKS)]
-    try:
-        codes = [code.with_address("127.0.0.1", link.port).encode() for link in links]
+    with contextlib.ExitStack() as stack:
+        links = [Relay(code.port, rate_bytes_s=rate, round_trip_s=LINK_ROUND_TRIP_S) for _ in range(RANKS)]
+        codes = [code.with_address("127.0.0.1", stack.enter_context(link).port).encode() for link in links]
         seconds = run(codes, nbytes, rounds=1, small=False)["guava"]
-    finally:
-        for link in links:
-            link.close()
     ideal = nbytes / rate
     return {"links_s": round(seconds, 3), "links_ideal_s": round(ideal, 3), "links_ratio": round(seconds / ideal, 3)}
 

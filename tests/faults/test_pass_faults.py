@@ -322,3 +322,33 @@ def test_progress_counts_samples(cluster: Cluster, monkeypatch: pytest.MonkeyPat
     seen: list[tuple[int, int | None]] = []
     predict(cluster, ensemble, DataLoader(dataset(), 9), Wanted(), progress=lambda *now: seen.append(now))
     assert seen == sorted(seen) and seen[-1] == (101, 101)  # type: ignore[type-var]
+
+
+class Wide(torch.nn.Linear):
+    """A thousand classes."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "row_bytes"),
+    [
+        (Wanted(), 2 + 4),
+        (Wanted(3), 3 * (2 + 4)),
+        (Wanted(3, 1.0), 1),  # no row reaches it: a mask is all that comes
+        (Wanted(full=True), 2 + 4 + 4000),
+        (Wanted(raw=True), 8000),
+    ],
+)
+def test_only_what_was_asked_for_comes_back_over_the_wire(cluster: Cluster, wanted: Wanted, row_bytes: int) -> None:
+    came: list[int] = []
+
+    def note(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, Predicted):
+            came.append(sum(tensor.nbytes for tensor in message.columns.tensors))
+
+    start(cluster, note)
+    wide = spec(model=Factory(f"{HERE}:Wide"))
+    predict(cluster, Ensemble("run-1", wide, (), replica(wide)), DataLoader(dataset(48), 16), wanted)
+    assert came == [16 * row_bytes] * 3

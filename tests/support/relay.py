@@ -1,15 +1,18 @@
-"""A small TCP relay in user space that can cut, stall, and cut at byte N: what a bad network does, on demand.
+"""A link emulator in user space: rate, round trip, stall, reset, cut at byte N. What a real network does, on demand.
 
-    with Relay(listener.port) as relay:
+    with Relay(listener.port, rate_bytes_s=25e6, round_trip_s=0.05) as relay:  # 200 Mbit/s
         session = dial(code.with_address("127.0.0.1", relay.port), ...)
         relay.links[0].cut()
 
-Links are numbered in the order in which they were accepted. Nothing here sleeps; stalled bytes wait in the relay.
+Links are numbered in the order in which they were accepted. All links of a relay share its rate, up and down each for
+itself, as connections through one router do; a sender sees a full buffer once `BUFFER_S` of traffic waits. Stalled bytes
+wait in the relay. `python -m tests.benchmarks.emulator` measures the emulator against its own settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
@@ -19,12 +22,48 @@ from collections.abc import Callable
 UP, DOWN = "up", "down"  # from the dialler to the listener, and back
 _RESET = struct.pack("ii", 1, 0)
 _PIECE = 64 << 10
+_PIECE_S = 0.002  # a slow link passes smaller pieces, so that bytes do not come in lumps
+_SOCKET_BYTES = 128 << 10  # what the kernel may hold beside the emulated buffer
+BUFFER_S = 0.1  # of traffic that a router's queue holds
+
+
+class Way:
+    """One direction of a link: when bytes arrive that are handed in now.
+
+    Args:
+        rate_bytes_s: None is as fast as it gets.
+        delay_s: from one end to the other.
+    """
+
+    def __init__(self, rate_bytes_s: float | None, delay_s: float) -> None:
+        self.rate_bytes_s, self.delay_s = rate_bytes_s, delay_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much is passed on at once."""
+        return _PIECE if self.rate_bytes_s is None else max(1, min(_PIECE, int(self.rate_bytes_s * _PIECE_S)))
+
+    @property
+    def pieces_held(self) -> int:
+        """Pieces under way and in the queue before it, at most."""
+        rate = self.rate_bytes_s or 1e9
+        return max(4, int((BUFFER_S + self.delay_s) * rate / self.piece_bytes))
+
+    def arrival(self, num_bytes: int, now: float) -> float:
+        """Book so many bytes; returns when the last of them arrives (the clock of `now`)."""
+        with self._lock:
+            self._free_at = max(self._free_at, now) + num_bytes / (self.rate_bytes_s or float("inf"))
+            return self._free_at + self.delay_s
 
 
 class Link:
-    """One relayed connection."""
+    """One relayed connection: for each way a thread that reads and one that writes in time."""
 
-    def __init__(self, dialler: socket.socket, listener: socket.socket, plan: dict[str, int]) -> None:
+    def __init__(
+        self, dialler: socket.socket, listener: socket.socket, plan: dict[str, int], ways: dict[str, Way]
+    ) -> None:
         self.bytes = {UP: 0, DOWN: 0}
         host, port = listener.getsockname()[:2]
         self.address = f"{host}:{port}"  # as the listener sees its peer
@@ -34,14 +73,18 @@ class Link:
         self._flowing = threading.Event()
         self._flowing.set()
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._pump, args=(way,), name=f"relay-{way}", daemon=True) for way in (UP, DOWN)
-        ]
+        self._ways = ways
+        self._threads = []
+        for way in (UP, DOWN):
+            waiting: queue.Queue[tuple[float, bytes]] = queue.Queue(ways[way].pieces_held)
+            for target in (self._read, self._write):
+                name = f"relay{target.__name__}-{way}"
+                self._threads.append(threading.Thread(target=target, args=(way, waiting), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
 
     def cut(self, reset: bool = False) -> None:
-        """End both sides, politely or with a reset."""
+        """End both sides, politely or with a reset; bytes under way are lost."""
         with self._lock:
             if self.is_cut.is_set():
                 return
@@ -74,14 +117,37 @@ class Link:
         for sock in self._ends[UP]:
             sock.close()
 
-    def _pump(self, way: str) -> None:
-        source, sink = self._ends[way]
+    def _read(self, way: str, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        source, emulated = self._ends[way][0], self._ways[way]
+        data = b"x"
+        while data:
+            try:
+                data = source.recv(emulated.piece_bytes)
+            except OSError:
+                data = b""
+            piece = (emulated.arrival(len(data), time.monotonic()), data)
+            while not self._hand_over(piece, waiting):
+                if self.is_cut.is_set():
+                    return
+
+    @staticmethod
+    def _hand_over(piece: tuple[float, bytes], waiting: queue.Queue[tuple[float, bytes]]) -> bool:
+        try:
+            waiting.put(piece, timeout=0.2)
+        except queue.Full:
+            return False
+        return True
+
+    def _write(self, way: str, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        sink = self._ends[way][1]
         with contextlib.suppress(OSError):
-            while data := source.recv(_PIECE):
+            while True:
+                due, data = waiting.get()
+                self.is_cut.wait(max(0.0, due - time.monotonic()))
                 self._flowing.wait()
                 limit = self._cut_at.get(way)
-                if limit is not None and self.bytes[way] + len(data) >= limit:
-                    data = data[: limit - self.bytes[way]]
+                if not data or (limit is not None and self.bytes[way] + len(data) >= limit):
+                    data = data[: (limit or 0) - self.bytes[way]] if data else data
                     sink.sendall(data)
                     self.bytes[way] += len(data)
                     break
@@ -91,10 +157,25 @@ class Link:
 
 
 class Relay:
-    """Relays a loopback port to another."""
+    """Relays a loopback port to another.
 
-    def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
+    Args:
+        target_port: where everything goes, on `host`.
+        rate_bytes_s: of each direction, all links together; None is as fast as it gets.
+        round_trip_s: there and back; half of it each way.
+    """
+
+    def __init__(
+        self,
+        target_port: int,
+        host: str = "127.0.0.1",
+        *,
+        rate_bytes_s: float | None = None,
+        round_trip_s: float = 0.0,
+    ) -> None:
         self.target = (host, target_port)
+        self._ways = {way: Way(rate_bytes_s, round_trip_s / 2) for way in (UP, DOWN)}
+        self._small_buffers = rate_bytes_s is not None
         self.links: list[Link] = []
         self.accepting = True
         self.plans: list[dict[str, int]] = []  # for coming links, in order: {UP: byte, DOWN: byte}
@@ -151,6 +232,9 @@ class Relay:
             listener.settimeout(None)
             for sock in (dialler, listener):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._small_buffers:  # what the kernel holds would be a queue that no setting speaks of
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             with self._changed:
-                self.links.append(Link(dialler, listener, self.plans.pop(0) if self.plans else {}))
+                self.links.append(Link(dialler, listener, self.plans.pop(0) if self.plans else {}, self._ways))
                 self._changed.notify_all()

@@ -510,3 +510,26 @@ def test_a_pair_of_fields_from_two_samples_of_which_one_was_dropped_has_one_row(
     data = TensorDataset(torch.zeros(4))
     assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=first_only)).epoch()] == [1, 1]
     assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=as_list)).epoch()] == [2, 2]
+
+
+def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
+    class Noisy(Dataset[tuple[torch.Tensor, int]]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.rand(2) + index, index
+
+    torch.manual_seed(3)
+    plain = list(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    torch.manual_seed(3)
+    feed = Feed(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    inputs, ids = feed.example(2)
+    assert ids.tolist() == [0, 1] and inputs.shape == (2, 2)
+    for loaded, (values, labels) in zip(feed.epoch(), plain, strict=True):
+        assert torch.equal(loaded.batch[0], values) and torch.equal(loaded.batch[1], labels)
+
+
+def test_an_example_needs_a_data_set_with_indices() -> None:
+    with pytest.raises(ConfigError, match="no data set with indices"):
+        Feed([torch.zeros(2, 1)]).example(1)
