@@ -55,6 +55,7 @@ def ask(
     walk = pass_for(job, ensemble, lambda lost: _form_again(job, ensemble, lost))
     with interrupts_call(lambda: job.post(Interrupted())), job.attached():
         try:
+            ensemble.look_at(feed)
             _bring_up(job, ensemble)
             walk.run(feed, question, skip_batches=skip_batches, progress=progress)
         except BaseException as error:
