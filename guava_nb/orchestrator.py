@@ -496,6 +496,7 @@ class Orchestrator:
         loader: Any,
         criterion: Reference = "CrossEntropyLoss",
         metrics: Metrics | None = None,
+        preprocess: Reference | None = None,
         *,
         progress: bool | Progress = True,
     ) -> dict[str, Any]:
@@ -505,7 +506,7 @@ class Orchestrator:
 
         Args:
             loader: a DataLoader, or an iterable of batches (inputs, targets).
-            criterion: used when nothing was trained yet.
+            criterion, preprocess: used when nothing was trained yet; else those of the run.
             metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
                 return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
                 functions that make one.
@@ -519,7 +520,7 @@ class Orchestrator:
         feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
-        ensemble = self._known_ensemble() or self._untrained(criterion)
+        ensemble = self._known_ensemble() or self._untrained(criterion, preprocess)
         with reporting("validating", progress) as report:
             ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
         return question.result().record()
@@ -533,6 +534,7 @@ class Orchestrator:
         raw: bool = False,
         path: str | Path | None = None,
         resume: bool = False,
+        preprocess: Reference | None = None,
         *,
         predict_step: Reference | None = None,
         progress: bool | Progress = True,
@@ -551,6 +553,7 @@ class Orchestrator:
             raw: the outputs as they are, for models that give no [rows, classes].
             path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
             resume: go on with what an interrupted call left in `path`, without predicting it again.
+            preprocess: used when nothing was trained yet; else that of the run.
             predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
             progress: as for `validate`.
 
@@ -563,7 +566,7 @@ class Orchestrator:
         if predict_step is not None:
             step = Factory(factory_name("predict_step", predict_step, self._shared()))
             wanted = msgspec.structs.replace(wanted, step=step)
-        ensemble = self._known_ensemble() or self._untrained("CrossEntropyLoss")
+        ensemble = self._known_ensemble() or self._untrained("CrossEntropyLoss", preprocess)
         with reporting("predicting", progress) as report:
             return predict(
                 cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
@@ -576,10 +579,10 @@ class Orchestrator:
             self._ensemble = None
         return self._ensemble
 
-    def _untrained(self, criterion: Reference) -> Ensemble:
+    def _untrained(self, criterion: Reference, preprocess: Reference | None) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
-            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None, preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
         )  # fmt: skip
