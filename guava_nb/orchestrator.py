@@ -582,7 +582,8 @@ class Orchestrator:
     def _untrained(self, criterion: Reference, preprocess: Reference | None) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
-            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None, preprocess=preprocess,
+            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+            preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
         )  # fmt: skip

@@ -25,7 +25,7 @@ from guava_nb.notebook.asking import predict_arguments, progress_on, validate_ar
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import orchestrator_settings
+from guava_nb.notebook.opening import code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -104,19 +104,9 @@ class NotebookSession:
             self._dials = args.connect is not None and not args.local
             notes += self._share_again()
         if args.connect is not None:
-            notes += [
-                f"{name} is connected." for name in self._orchestrator.connect(*self._codes_to_dial(args.connect))
-            ]
+            notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         self._start_local(args.local or 0)
         return notes
-
-    def _codes_to_dial(self, words: list[str]) -> list[str]:
-        text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
-        if not text.strip():
-            raise UsageError(
-                "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
-            )
-        return [text]
 
     @property
     def has_code(self) -> bool:
