@@ -35,10 +35,17 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        option(
+            "--connect",
+            nargs="*",
+            metavar="CODE",
+            help="dial a worker that listens (guava worker --listen, GPUTrainer) instead of listening; again for a further one",
+        ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
     "%guava_up --workers 2",
+    code_to="connect",
 )
 WORKER = Command(
     "guava_worker",
