@@ -22,7 +22,15 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
+from guava_nb.engine.compose import (
+    Reference,
+    build_spec,
+    cache_spec,
+    factory_name,
+    mode_of,
+    parallel_spec,
+    plain_arguments,
+)
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
 from guava_nb.engine.job import Job, NobodyLeft
@@ -286,6 +294,7 @@ class Orchestrator:
         fresh: bool = False,
         threads: int | None = None,
         progress: bool = True,
+        cache: str | None = None,
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -312,6 +321,8 @@ class Orchestrator:
             resume: a checkpoint to go on from.
             threads: torch's threads in each worker; None leaves them.
             progress: show a bar while blocking.
+            cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
+                and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
@@ -336,6 +347,7 @@ class Orchestrator:
                 parallel=parallel_spec(
                     self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
                 ),
+                cache=cache_spec(self.config, cache),
             )  # fmt: skip
             plan = TrainingPlan(
                 feed=Feed(train_loader),
@@ -462,6 +474,7 @@ class Orchestrator:
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
+            cache=cache_spec(self.config),
         )  # fmt: skip
         ensemble = build_ensemble(
             f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance

@@ -49,6 +49,9 @@ class DistributedConfig:
 
     Data:
         loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work.
+        worker_cache ("off"): workers keep the samples they got in "memory" or on "disk", so that later epochs send only
+        those that changed. worker_cache_mb (1024): what each keeps at most.
+        worker_cache_dir (""): folder on the workers' machines; "" is ~/.cache/guava_nb/rows there.
 
     Parallelism:
         data_parallel (True), model_parallel, pipeline_parallel, tensor_parallel (False): axes in use.
@@ -117,6 +120,9 @@ class DistributedConfig:
 
     loader_workers: int = setting(0, low=0)
     prefetch_steps: int = setting(1, low=0)
+    worker_cache: str = setting("off", choices=("off", "memory", "disk"))
+    worker_cache_mb: int = setting(1024, low=1)
+    worker_cache_dir: str = setting("")
 
     data_parallel: bool = setting(True, env=("DATA_PARALLEL",))
     model_parallel: bool = setting(False, env=("MODEL_PARALLEL",))

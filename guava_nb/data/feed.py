@@ -34,12 +34,14 @@ class LoadedBatch:
             there are no indices (streams, lists of batches). As many as `rows`, unless the collate function dropped or
             added rows: then the ids belong to the batch as a whole.
         rows: samples in the batch.
+        source: 0; or the batch is an int64 tensor of sample ids in this data set of the workers, counted from 1.
     """
 
     index: int
     batch: Any
     sample_ids: tuple[int, ...]
     rows: int
+    source: int = 0
 
 
 class Feed:

@@ -18,6 +18,7 @@ from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.routes import Routes
+from guava_nb.engine.row_writer import Caches
 from guava_nb.engine.versions import local_versions
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
@@ -61,6 +62,7 @@ class Cluster:
         self.roster = Roster()
         self.relay = Relay()
         self.routes = Routes()
+        self.caches = Caches()
         self.output = output
         self.notice = on_notice
         self._programs = Programs(on_notice)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from guava_nb.data.feed import Feed
-from guava_nb.data.tree import pack
+from guava_nb.data.feed import Feed, LoadedBatch
+from guava_nb.data.rows import Rows
+from guava_nb.data.split import RowSplitter
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.events import Wake
 from guava_nb.engine.feeder import Feeder
+from guava_nb.engine.flight import NO_BATCH
 from guava_nb.engine.job import Job
+from guava_nb.engine.row_writer import Parcel, Piece
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message
 
 __all__ = ["WINDOW", "Evaluation", "EvaluationResult", "total"]
@@ -39,10 +43,17 @@ class Evaluation:
         """Register for the workers' answers."""
         self._job = job
         self._ensemble = ensemble
-        self._asked: dict[int, tuple[Evaluate, Sequence[memoryview]]] = {}
+        self._asked: dict[int, tuple[Evaluate, Parcel]] = {}
+        self._splitter = RowSplitter()
         self._holder: dict[int, int] = {}
         self._answers: dict[int, Evaluated] = {}
         job.on(Evaluated, self._on_evaluated)
+        ensemble.writer.on_batch_wanted = self._on_wanted
+
+    def _on_wanted(self, rank: int, request: int) -> None:
+        """A worker lacks rows of a batch that it was thought to hold."""
+        if self._holder.get(request) == rank:
+            self._send(request, rank)
 
     def _on_evaluated(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Evaluated)
@@ -70,7 +81,7 @@ class Evaluation:
                     continue
                 self._pump(lambda: bool(self._free()))
                 requests.append(self._ensemble.next_request())
-                self._deal(requests[-1], group[0].batch, group[0].rows)
+                self._deal(requests[-1], group[0])
             self._pump(lambda: not self._asked)
         finally:
             feeder.close()
@@ -91,15 +102,29 @@ class Evaluation:
                 load[rank] += 1
         return sorted((rank for rank in load if load[rank] < WINDOW), key=lambda rank: (load[rank], rank))
 
-    def _deal(self, request: int, batch: object, rows: int) -> None:
-        tree, buffers = pack(batch)
-        self._asked[request] = (Evaluate(self._ensemble.run_id, request, rows, tree), buffers)
-        self._send(request, self._free()[0])
+    def _deal(self, request: int, batch: LoadedBatch) -> None:
+        part = self._ensemble.writer.apart(batch.batch, batch.rows, self._splitter)
+        free = self._free()
+        if isinstance(part, Rows):
+            free = self._by_rows(part, free)
+            part = Piece(part, range(part.count))
+        message = Evaluate(self._ensemble.run_id, request, batch.rows, NO_BATCH, source=batch.source)
+        self._asked[request] = (message, Parcel([part], single=True))
+        self._send(request, free[0])
+
+    def _by_rows(self, rows: Rows, free: list[int]) -> list[int]:
+        """Who holds most of a batch comes first; who holds all of it takes it whether or not it has more to do."""
+        ranks = self._ensemble.in_step(self._job)
+        held = Counter(ranks[place] for places in self._ensemble.writer.holders(rows, ranks) for place in places)
+        whole = [rank for rank in ranks if held[rank] == rows.count]
+        return sorted(whole or free, key=lambda rank: (-held[rank], self._load(rank), rank))
+
+    def _load(self, rank: int) -> int:
+        return sum(holder == rank for holder in self._holder.values())
 
     def _send(self, request: int, rank: int) -> None:
-        message, buffers = self._asked[request]
         self._holder[request] = rank
-        self._job.cluster.send(rank, message, buffers)
+        self._job.cluster.send(rank, *self._ensemble.writer.write(rank, *self._asked[request]))
 
     def _deal_again(self) -> None:
         for request in [r for r, rank in self._holder.items() if rank not in self._job.ready]:

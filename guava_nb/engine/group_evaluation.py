@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from guava_nb.data.feed import Feed, LoadedBatch
 from guava_nb.data.split import RowSplitter
-from guava_nb.data.tree import pack
 from guava_nb.engine.evaluation import WINDOW, EvaluationResult, total
 from guava_nb.engine.events import Wake
 from guava_nb.engine.feeder import Feeder
+from guava_nb.engine.flight import NO_BATCH
 from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.group_exchange import parts_for, shares_of
 from guava_nb.engine.job import Job
+from guava_nb.engine.row_writer import Parcel, taken_apart
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message
 
 __all__ = ["GroupEvaluation"]
@@ -21,9 +22,10 @@ __all__ = ["GroupEvaluation"]
 
 @dataclass(slots=True)
 class _Round:
-    """One batch on its way: answers by rank."""
+    """One batch on its way: answers by rank, and what each rank got until it answers."""
 
     answers: dict[int, Evaluated] = field(default_factory=dict)
+    parcels: dict[int, tuple[Evaluate, Parcel]] = field(default_factory=dict)
 
 
 class GroupEvaluation:
@@ -35,11 +37,13 @@ class GroupEvaluation:
         self._rounds: dict[int, _Round] = {}
         self._splitter = RowSplitter()
         job.on(Evaluated, self._on_evaluated)
+        ensemble.writer.on_batch_wanted = self._send
 
     def _on_evaluated(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Evaluated)
         if message.run_id == self._ensemble.run_id and message.request_id in self._rounds:
             self._rounds[message.request_id].answers[rank] = message
+            self._rounds[message.request_id].parcels.pop(rank, None)
 
     def run(self, feed: Feed) -> EvaluationResult:
         """Evaluate every batch of the loader once.
@@ -83,6 +87,14 @@ class GroupEvaluation:
         for rank, owner in enumerate(ensemble.team):
             share = shares[rank // (mesh.stages * mesh.tensor)]
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                tree, buffers = pack(parts_for(mesh, mesh.stage_of(rank), share.pieces)[0])
-            message = Evaluate(ensemble.run_id, request, sum(share.rows), tree, True)
-            self._job.cluster.send(owner, message, buffers)
+                part, rows = parts_for(mesh, mesh.stage_of(rank), share.pieces)[0], max(1, sum(share.rows))
+                parcel = Parcel([taken_apart(ensemble.writer, part, rows, self._splitter)], single=True)
+            message = Evaluate(ensemble.run_id, request, sum(share.rows), NO_BATCH, True)
+            self._rounds[request].parcels[owner] = (message, parcel)
+            self._send(owner, request)
+
+    def _send(self, rank: int, request: int) -> None:
+        """Send a rank its part; again, if it lacks rows that it was thought to hold."""
+        round_ = self._rounds.get(request)
+        if round_ is not None and rank in round_.parcels:
+            self._job.cluster.send(rank, *self._ensemble.writer.write(rank, *round_.parcels[rank]))

@@ -11,18 +11,16 @@ from typing import Any
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
-from guava_nb.data.tree import pack
-from guava_nb.engine.flight import Flight
+from guava_nb.engine.flight import NO_BATCH, Flight
 from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.job import Job
+from guava_nb.engine.row_writer import Parcel, RowWriter, taken_apart
 from guava_nb.engine.star import OnApplied, OnCommit
 from guava_nb.engine.step import Decided, Halt, ShardTask, StepMachine
 from guava_nb.errors import ConfigError, NotFinite
 from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
 
 __all__ = ["GroupExchange", "parts_for", "shares_of"]
-
-Buffers = Sequence[memoryview]
 
 
 class GroupExchange:
@@ -45,6 +43,8 @@ class GroupExchange:
         self._on_commit, self._on_applied = on_commit, on_applied
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
+        self._writer = ensemble.writer
+        self._writer.on_shard_wanted = self._send_again
 
     def issue(
         self,
@@ -64,15 +64,23 @@ class GroupExchange:
         every = spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
-        tasks, shards = _tasks(ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash)
+        tasks, shards = _tasks(
+            ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, self._writer, splitter
+        )
         machine = StepMachine(
             step, ensemble.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
         )
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            self._job.cluster.send(task.owner, *shards[task.index])
+            self._job.cluster.send(task.owner, *self._writer.write(task.owner, *shards[task.index]))
         return flight
+
+    def _send_again(self, rank: int, step: int, shard: int) -> None:
+        """A worker lacks rows of its part that it was thought to hold."""
+        flight = self.flights.get(step)
+        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
+            self._job.cluster.send(rank, *self._writer.write(rank, *flight.shards[shard]))
 
     def adopt(self, available: Collection[int]) -> None:
         """Nothing: what a lost rank had to do nobody else can do."""
@@ -191,22 +199,25 @@ def _tasks(
     team: Sequence[int],
     shares: Sequence[_Share],
     want_hash: bool,
-) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
-    """One task and one message per rank of the group; the rows count where the loss is reported."""
+    writer: RowWriter,
+    splitter: RowSplitter,
+) -> tuple[list[ShardTask], list[tuple[Shard, Parcel]]]:
+    """One task and one record per rank of the group; the rows count where the loss is reported."""
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
-    messages: list[tuple[Shard, Buffers]] = []
+    messages: list[tuple[Shard, Parcel]] = []
     for rank, owner in enumerate(team):
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
-            tree, buffers = pack(parts_for(mesh, stage, share.pieces))
+            parts = zip(parts_for(mesh, stage, share.pieces), share.rows, strict=True)
+            parcel = Parcel([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         rows = sum(share.rows) if reports else 0
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
         span = (share.ids[0], share.ids[-1]) if share.ids else None
         shard = Shard(
-            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), tree, False, want_hash, span,
-            tuple(share.rows),
+            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), NO_BATCH, False, want_hash,
+            span, tuple(share.rows),
         )  # fmt: skip
-        messages.append((shard, buffers))
+        messages.append((shard, parcel))
     return tasks, messages

@@ -24,6 +24,7 @@ from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.row_reader import Load, RowReader
 from guava_nb.engine.telling import error_text, trace_text
 from guava_nb.engine.work import ShardResult, ShardWork
 from guava_nb.errors import GuavaError, PreparationError
@@ -43,6 +44,7 @@ from guava_nb.protocol.messages import (
     GradientBucket,
     GroupFormed,
     Leave,
+    ListRows,
     LoadState,
     MeanBucket,
     Message,
@@ -129,6 +131,7 @@ class WorkerLoop:
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
+        self._reader = RowReader(send)
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -166,6 +169,8 @@ class WorkerLoop:
                     return
         except _End:
             return
+        finally:
+            self._reader.close()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -218,11 +223,13 @@ class WorkerLoop:
                     self._handle_of_run(self._replica, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
+            case Shard() | Evaluate():
+                self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
     def _handle_of_run(self, replica: AnyReplica, message: Message, payload: memoryview) -> None:
         match message:
             case Shard():
-                self._on_shard(message, payload)
+                self._on_shard(message, self._read(message, payload))
             case StepInfo():
                 self._steps.announce(message.step, message.generation, message.want_hash)
             case MeanBucket():
@@ -240,7 +247,9 @@ class WorkerLoop:
             case Tick(metric=metric):
                 replica.tick(metric)
             case Evaluate():
-                self._on_evaluate(replica, message, payload)
+                self._on_evaluate(replica, message, self._read(message, payload))
+            case ListRows():
+                self._reader.list_rows(message.run_id)
             case EndRun():
                 self._forget()
 
@@ -267,6 +276,7 @@ class WorkerLoop:
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
+            self._reader.open(message.run_id, message.spec.cache)
             self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
             self._show("ready")
 
@@ -322,25 +332,27 @@ class WorkerLoop:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, payload: memoryview) -> None:
+    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, load: Load | None) -> None:
+        if load is None:
+            return  # rows are lacking: it comes again
         self._show("validating")
         try:
-            sums = replica.evaluate(self._unpack(message.batch, payload), message.rows if message.grouped else None)
+            sums = replica.evaluate(load(), message.rows if message.grouped else None)
         except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
             self._fail(error, message.run_id, self._steps.committed, -1)
             return
         rows = sums.rows if message.grouped else message.rows
         self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
 
-    def _unpack(self, tree: Any, payload: memoryview) -> Any:
-        return unpack(tree, payload, class_resolver(self._module))
+    def _read(self, message: Shard | Evaluate, payload: memoryview) -> Load | None:
+        return self._reader.read(message, payload, class_resolver(self._module))
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    def _on_shard(self, message: Shard, payload: memoryview) -> None:
+    def _on_shard(self, message: Shard, load: Load | None) -> None:
         step = self._steps.announce(message.step, message.generation, message.want_hash)
-        if step is not None and message.shard not in step.done:
-            step.todo.append((message, payload))
+        if step is not None and message.shard not in step.done and load is not None:
+            step.todo.append((message, load))
 
     def _on_mean(self, message: MeanBucket, payload: memoryview) -> None:
         step = self._steps.find(message.step, message.generation)
@@ -378,16 +390,15 @@ class WorkerLoop:
             except USER_ERRORS as error:  # the user's optimizer or schedule
                 self._give_up_run(error)
         elif step.todo:
-            message, payload = step.todo.pop(0)
+            message, load = step.todo.pop(0)
             if message.shard not in step.done:
-                self._work(replica, step, message, payload)
+                self._work(replica, step, message, load)
 
-    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
+    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, load: Load) -> None:
         wait_s = time.monotonic() - self._idle_since
         self._show("working")
         try:
-            parts = self._unpack(message.batch, payload)
-            result = self._run_shard(replica, message, parts)
+            result = self._run_shard(replica, message, load())
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
             self._fail(error, message.run_id, message.step, message.shard)

@@ -6,8 +6,9 @@ session; a payload is an opaque value here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from guava_nb.protocol.messages import Commit, Ready, Shard
 
@@ -18,12 +19,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LocalStep(Generic[T]):
-    """One step. `done` are the shards computed here, `means` the sums that came, by bucket, `ready` a report not sent yet."""
+    """One step.
+
+    `todo` are shards with what gives their parts, `done` those computed here, `means` the sums that came, by bucket, `ready`
+    is a report not sent yet.
+    """
 
     generation: int
     want_hash: bool = False
     announced: bool = False
-    todo: list[tuple[Shard, memoryview]] = field(default_factory=list)
+    todo: list[tuple[Shard, Callable[[], Any]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     means: dict[int, T] = field(default_factory=dict)
     commit: Commit | None = None

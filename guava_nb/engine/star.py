@@ -57,6 +57,8 @@ class StarExchange:
         self._job, self._ensemble = job, ensemble
         self._on_commit, self._on_applied = on_commit, on_applied
         self._at_orchestrator = ensemble.spec.optimizer_site == "orchestrator"
+        self._writer = ensemble.writer
+        self._writer.on_shard_wanted = self._send_again
         job.on(GradientBucket, self._on_bucket)
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
@@ -76,17 +78,27 @@ class StarExchange:
         every = ensemble.spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         tasks, shards = plan_step(
-            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, splitter=splitter
-        )
+            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, splitter=splitter,
+            writer=self._writer,
+        )  # fmt: skip
         buckets = () if solo else ensemble.master.layout.numbers
         machine = StepMachine(step, generation, tasks, buckets, ensemble.spec.precision == "fp16", solo)
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            cluster.send(task.owner, *shards[task.index])
+            self._send_shard(task.owner, flight, task.index)
         idle = set(team) - {task.owner for task in tasks}
         cluster.send_all(idle, StepInfo(ensemble.run_id, generation, step, len(tasks), want_hash))
         return flight
+
+    def _send_shard(self, rank: int, flight: Flight, shard: int) -> None:
+        self._job.cluster.send(rank, *self._writer.write(rank, *flight.shards[shard]))
+
+    def _send_again(self, rank: int, step: int, shard: int) -> None:
+        """A worker lacks rows of a shard that it was thought to hold."""
+        flight = self.flights.get(step)
+        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
+            self._send_shard(rank, flight, shard)
 
     def adopt(self, available: Collection[int]) -> None:
         """Give the unfinished shards of members that are not available to those that are."""
@@ -153,7 +165,7 @@ class StarExchange:
                 case SendBucket(bucket, commit) if not self._at_orchestrator:
                     self._send_sum(flight, bucket, commit)
                 case Reissue(shard, rank):
-                    self._job.cluster.send(rank, *flight.shards[shard])
+                    self._send_shard(rank, flight, shard)
                 case Decided(commit, loss_sum, count):
                     self._commit(flight, commit, loss_sum, count)
 

@@ -154,6 +154,7 @@ class TrainingJob(TeamJob):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
+        self.ensemble.writer.next_pass()
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
         feeder = Feeder(
             self.plan.feed.epoch(),

@@ -220,7 +220,7 @@ class Connection:
             fresh = self._lane.outbox.next_sendable(before=self._open[-1].channel if self._open else None)
             if fresh is not None:
                 if fresh.payload_bytes <= CHUNK_BYTES:
-                    return fresh.channel, next(fresh.frames())
+                    return fresh.counted_as, next(fresh.frames())
                 self._open.append(_Frames(fresh))
             if not self._open:
                 return self._goodbye_frame()

@@ -23,7 +23,7 @@ from guava_nb.protocol.header import (
     Limits,
     pack_header,
 )
-from guava_nb.protocol.messages import KIND_OF, Channel, Message
+from guava_nb.protocol.messages import KIND_OF, Channel, Message, counted_as
 from guava_nb.protocol.tensors import check_tensors
 
 __all__ = [
@@ -84,6 +84,11 @@ class OutgoingMessage:
         self.payload_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._record = _encode(message, self.payload_bytes)
         self.total_bytes = HEADER_BYTES + len(self._record) + self.payload_bytes
+
+    @property
+    def counted_as(self) -> Channel:
+        """The channel under which its bytes are reported."""
+        return self.channel if self.channel is not Channel.BATCH else counted_as(self.message, self.payload_bytes)
 
     def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
         """Cut the message into frames, from its start, as often as asked.
