@@ -27,6 +27,7 @@ from guava_nb.errors import *  # noqa: F403  (the public tree of errors, named b
 
 if TYPE_CHECKING:
     from guava_nb.config import DistributedConfig
+    from guava_nb.data.worker_data import WorkerData
     from guava_nb.engine.run import Run
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 # A library's warnings must not be printed into whatever cell happens to run: the orchestrator shows them as notices.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-__all__ = ["DistributedConfig", "JoinCode", "NetworkWorker", "Orchestrator", "Run", "__version__"]
+__all__ = ["DistributedConfig", "JoinCode", "NetworkWorker", "Orchestrator", "Run", "WorkerData", "__version__"]
 __all__ += errors.__all__
 
 #: Public name to the module that holds it.
@@ -47,6 +48,7 @@ _HOMES = {
     "NetworkWorker": "guava_nb.worker",
     "Orchestrator": "guava_nb.orchestrator",
     "Run": "guava_nb.engine.run",
+    "WorkerData": "guava_nb.data.worker_data",
 }
 
 

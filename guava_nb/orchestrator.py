@@ -17,10 +17,13 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
+from guava_nb.engine.asking import ask_data, data_spec, feeds, refuse_group, refuse_place
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import (
     Reference,
@@ -295,6 +298,7 @@ class Orchestrator:
         threads: int | None = None,
         progress: bool = True,
         cache: str | None = None,
+        data: str = "orchestrator",
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -302,7 +306,8 @@ class Orchestrator:
         optimizer, from its state too. `fresh` starts anew.
 
         Args:
-            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches.
+            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
+                where every worker has the data: then only ids of samples travel.
             val_loader: for validation after each epoch, or every `val_interval` optimizer steps.
             num_epochs: passes over the data; with `resume`, counted from the very beginning.
             criterion: loss(outputs, targets) for batches (inputs, targets); a torch criterion's name or a shared function.
@@ -323,6 +328,7 @@ class Orchestrator:
             progress: show a bar while blocking.
             cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
                 and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
+            data: "worker" where `train_loader` is a `WorkerData`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
@@ -339,19 +345,28 @@ class Orchestrator:
             )
         with interrupts_remembered() as interrupts:
             shared = self._shared()
+            refuse_place(data, train_loader)
+            loaders = (train_loader, val_loader)
+            own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+            reach = (lambda: False) if own else cuda_reach(cluster)
             spec = build_spec(
                 self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
                 parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
+                    self.config, len(cluster.roster.ready()), self._tensor_plan, reach
                 ),
                 cache=cache_spec(self.config, cache),
             )  # fmt: skip
+            if own:
+                refuse_group(spec)
+                spec = replace(spec, data=ask_data(cluster, self._ledger.cells(), own, interrupts.check))
+            feed, val_feed = feeds(loaders, spec.data)
+            assert feed is not None
             plan = TrainingPlan(
-                feed=Feed(train_loader),
-                val_feed=None if val_loader is None else Feed(val_loader),
+                feed=feed,
+                val_feed=val_feed,
                 num_epochs=num_epochs,
                 val_interval=val_interval,
                 accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,

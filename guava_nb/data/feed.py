@@ -53,13 +53,15 @@ class Feed:
     Args:
         loader: a DataLoader, or an iterable of batches. A DataLoader subclass with its own `__iter__` counts as the
             latter. `pin_memory` and `in_order=False` are not followed; everything else of a DataLoader is.
+        source: goes into every batch, see `LoadedBatch`.
 
     Raises:
         ConfigError: batches do not come from this, or it has none.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, source: int = 0) -> None:
         self._source: Source = make_source(loader)
+        self._number = source
         self._one_shot = isinstance(loader, Iterator)
         self._epoch = -1
         self._batches = 0
@@ -109,7 +111,7 @@ class Feed:
             index, self._batches = self._batches, self._batches + 1
             if source.in_process:
                 _remember(self._states, (epoch, index + 1), RandomState.take(generators), _KEPT_STATES)
-            yield LoadedBatch(index, batch, ids, rows)
+            yield LoadedBatch(index, batch, ids, rows, self._number)
         if self._batches == 0:
             raise ConfigError(
                 "the loader is an iterator that was used up in the first epoch: give a DataLoader or a list of batches"

@@ -17,6 +17,7 @@ from torch.utils.data.datapipes.datapipe import MapDataPipe
 
 from guava_nb.data.loader_parts import TOLD, Counted, Located, Recorder, rebuild
 from guava_nb.data.split import has_rows, num_rows
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
 __all__ = ["LoadError", "Source", "make_source"]
@@ -88,6 +89,11 @@ def make_source(loader: Any) -> Source:
     """
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return _IterableSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
+    if isinstance(loader, WorkerData):
+        raise ConfigError(
+            "data that lies at the workers is given to start_training, as train_loader or val_loader; validating and "
+            "predicting outside of a run need a loader here"
+        )
     if isinstance(loader, Dataset):
         raise ConfigError(f"a data set ({type(loader).__name__}) gives samples, not batches: wrap it in a DataLoader")
     if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, dict, torch.Tensor)):

@@ -113,5 +113,6 @@ def _share(
         dealt = deal(writer.holders(apart, team), [last - first for first, last in ranges])
         return [(k, Piece(apart, rows), rows) for k, rows in enumerate(dealt) if rows]
     kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
-    parts = splitter.split(batch.batch, [r for _, r in kept], batch.rows)
+    cutter = RowSplitter() if batch.source else splitter  # ids are cut like any tensor
+    parts = cutter.split(batch.batch, [r for _, r in kept], batch.rows)
     return [(k, part, range(*r)) for (k, r), part in zip(kept, parts, strict=True)]

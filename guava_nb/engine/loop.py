@@ -22,18 +22,22 @@ from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, 
 from guava_nb.engine import source
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
+from guava_nb.engine.own_data import OwnData
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.rng import shard_seed
 from guava_nb.engine.row_reader import Load, RowReader
 from guava_nb.engine.telling import error_text, trace_text
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import GuavaError, PreparationError
+from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
+    AskData,
     Commit,
     CommitStep,
     Committed,
+    DataFacts,
     EndRun,
     Evaluate,
     Evaluated,
@@ -132,6 +136,7 @@ class WorkerLoop:
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
         self._reader = RowReader(send)
+        self._data = OwnData()
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -214,6 +219,8 @@ class WorkerLoop:
                 self._show("ready")
             case Prepare():
                 self._on_prepare(message)
+            case AskData():
+                self._on_ask_data(message)
             case Refused(code=code, reason=reason):
                 if code == "ended":
                     raise _End
@@ -290,9 +297,26 @@ class WorkerLoop:
         torch.set_grad_enabled(True)
         module = source.build_module(message.cells) if message.cells else None
         self._module = module
+        self._data.open(message.cells, message.spec.data, module)
         if message.spec.parallel is not None:
             return self._build_group_replica(message.spec, module)
         return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
+
+    def _on_ask_data(self, message: AskData) -> None:
+        self._show("preparing")
+        try:
+            if message.cells and not self._accept_source:
+                raise PreparationError("this worker does not run source code of the orchestrator")
+            module = source.build_module(message.cells) if message.cells else None
+            facts = self._data.facts(message.cells, message.data, module)
+        except USER_ERRORS as error:  # the orchestrator's cell must show it
+            # A sentence of ours needs no traceback, the user's own code does.
+            trace = "" if isinstance(error, ConfigError) else trace_text(error)
+            problem = error_text(error) or type(error).__name__
+            self._send(DataFacts(message.request_id, (), source.cause_is_missing(error), problem, trace), ())
+        else:
+            self._send(DataFacts(message.request_id, tuple(facts)), ())
+        self._show("ready")
 
     def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
@@ -345,7 +369,23 @@ class WorkerLoop:
         self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
 
     def _read(self, message: Shard | Evaluate, payload: memoryview) -> Load | None:
-        return self._reader.read(message, payload, class_resolver(self._module))
+        load = self._reader.read(message, payload, class_resolver(self._module))
+        if not message.source or load is None:
+            return load
+        ids = load()
+        return lambda: self._own_batches(message, ids)
+
+    def _own_batches(self, message: Shard | Evaluate, ids: Any) -> Any:
+        """Batches of data that lies here; a shard that is issued again draws the same random numbers elsewhere."""
+        seed = self._prepare.spec.seed if self._prepare is not None else 0
+        if isinstance(message, Evaluate):
+            return self._data.batch(message.source, ids.tolist(), shard_seed(seed, -1 - message.source, int(ids[0])))
+        return [
+            self._data.batch(
+                message.source, part.tolist(), shard_seed(seed, -1 - message.step, (place << 32) + message.shard)
+            )
+            for place, part in enumerate(ids)
+        ]
 
     # ------------------------------------------------------------------------------------------------------------ steps
 

@@ -9,6 +9,7 @@ __all__ = ["COMMANDS"]
 
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _INTERVALS = ("step", "epoch", "validation")
+_CACHES = ("off", "memory", "disk")
 _SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
@@ -137,7 +138,7 @@ TRAIN = Command(
         option(
             "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
         ),
-        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
         option(
             "--epochs",
@@ -159,6 +160,7 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

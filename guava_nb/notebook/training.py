@@ -31,6 +31,7 @@ _PASSED_ON = {
     "seed": "seed",
     "shares": "shares",
     "optimizer_site": "optimizer_site",
+    "cache": "cache",
 }
 
 

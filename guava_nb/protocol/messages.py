@@ -242,12 +242,14 @@ class DataSpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         factory: called there; gives a data set with a length and samples by index.
         collate: makes a batch of a list of samples; None is torch's own.
-        length: samples, equal at all workers.
-        probe: digest of a few samples, equal at all workers.
+        check: compare a few samples between workers.
+        length: samples, equal at all workers; -1 while it is asked for.
+        probe: digest of those few samples.
     """
 
     factory: Factory
     collate: Factory | None = None
+    check: bool = True
     length: int = -1
     probe: str = ""
 
