@@ -23,7 +23,7 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
-from guava_nb.engine.asking import ask_data, data_spec, feeds, refuse_group, refuse_place
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import (
     Reference,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from guava_nb import WorkerData
 from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError, RemoteError
-from tests.support.processes import CELL, ROOT, PlainTraining, Session, data, eventually, loader
+from tests.support.processes import ROOT, PlainTraining, Session, data, eventually, loader
 
 ROWS = 101
 ROW_BYTES = 10 * 8 + 8
@@ -92,15 +92,12 @@ def test_a_killed_worker_s_successor_proves_what_is_on_its_disk(pool: Session) -
 @pytest.mark.timeout(180)
 def test_a_worker_that_is_killed_in_the_middle_costs_its_rows_and_no_sample(pool: Session) -> None:
     first, second = pool.ensure(2)
-    second.trap("forward", 6)
-
-    class Kill:
-        def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
-            if record["epoch"] == 1:
-                second.wait_trapped()
-                second.handle.kill()
-
-    run = pool.train(ordered(), 4, cache="disk", callbacks=[Kill(), counted := SampleBytes()])
+    second.trap("forward", 6)  # in the second epoch, of rows that were kept in the first
+    counted = SampleBytes()
+    run = pool.train(ordered(), 4, cache="disk", callbacks=[counted], detach=True)
+    second.wait_trapped()
+    second.handle.kill()
+    run.wait(60)
     pool.assert_undisturbed(run, PlainTraining(pool.folder, ordered()).epochs(4))
     assert counted.bytes[3] == 0
 
@@ -176,20 +173,27 @@ def test_data_at_the_workers_is_fed_by_ids_alone(pool: Session) -> None:
         pool.orch.set_mode("data", path="auto")
 
 
+#: The same layers, in a form that can be cut into stages.
+BLOCKS = """
+from torch import nn
+
+
+def Net():
+    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4))
+"""
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["zero", "pipeline"])
 def test_a_group_s_members_keep_their_parts(pool: Session, mode: str) -> None:
     pool.ensure(2)
-    cell = CELL.format(folder=str(pool.folder)).replace(
-        "        return self.last(self.drop(hidden))", "        return self.last(self.drop(hidden))"
-    )
     counted = SampleBytes()
     pool.orch.set_mode(mode, **({"zero_stage": 1} if mode == "zero" else {"micro_batches": 2}))
     try:
         run = pool.train(
             ordered(),
             3,
-            cell=cell,
+            cell=BLOCKS,
             cache="memory",
             criterion="CrossEntropyLoss",
             callbacks=[counted],

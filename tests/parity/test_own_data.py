@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from guava_nb.data.worker_data import WorkerData
-from guava_nb.engine.asking import ask_data, data_spec, feeds, refuse_group, refuse_place
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.plan import TrainingPlan
 from guava_nb.engine.run import Run
