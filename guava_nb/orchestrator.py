@@ -347,6 +347,7 @@ class Orchestrator:
                 callbacks=callbacks,
                 split_fn=split_fn,
                 prefetch_steps=self.config.prefetch_steps,
+                prefetch_bytes=self.config.prefetch_bytes,
                 interrupt_grace_s=self.config.interrupt_grace_s,
                 rejoin_timeout_s=self.config.rejoin_timeout_s,
                 snapshot_every_steps=self.config.snapshot_every_steps,

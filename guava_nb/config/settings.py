@@ -48,7 +48,8 @@ class DistributedConfig:
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
 
     Data:
-        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work.
+        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
+        at least. prefetch_bytes (64 MiB): batch bytes that a worker may hold ahead of need; 0 keeps to prefetch_steps.
 
     Parallelism:
         data_parallel (True), model_parallel, pipeline_parallel, tensor_parallel (False): axes in use.
@@ -117,6 +118,7 @@ class DistributedConfig:
 
     loader_workers: int = setting(0, low=0)
     prefetch_steps: int = setting(1, low=0)
+    prefetch_bytes: int = setting(64 << 20, low=0)
 
     data_parallel: bool = setting(True, env=("DATA_PARALLEL",))
     model_parallel: bool = setting(False, env=("MODEL_PARALLEL",))

@@ -5,6 +5,7 @@ The same face as `StarExchange`. A step is committed when all ranks have reporte
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.data.tree import pack
+from guava_nb.engine.credit import Credit
 from guava_nb.engine.flight import Flight
 from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.job import Job
@@ -31,18 +33,21 @@ class GroupExchange:
     Args:
         on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
         on_applied: called when a worker reports that it applied a step.
+        credit: is told what is sent and what is worked on.
 
     Attributes:
         flights: issued and not committed, by step.
         next_step: number of the next step to issue.
     """
 
-    def __init__(self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied) -> None:
+    def __init__(
+        self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+    ) -> None:
         """Handle the exchange's messages in that job."""
         self.flights: dict[int, Flight] = {}
         self.next_step = ensemble.step + 1
         self._job, self._ensemble = job, ensemble
-        self._on_commit, self._on_applied = on_commit, on_applied
+        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
 
@@ -71,8 +76,17 @@ class GroupExchange:
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            self._job.cluster.send(task.owner, *shards[task.index])
+            message, buffers = shards[task.index]
+            self._credit.sent(step, task.index, task.owner, sum(buffer.nbytes for buffer in buffers))
+            self._job.cluster.send(task.owner, message, buffers)
         return flight
+
+    def parts(self, weights: Sequence[float]) -> list[float]:
+        """Return which part of a step's bytes each member of a team with these weights is sent."""
+        mesh = self._ensemble.mesh
+        ranks = mesh.stages * mesh.tensor  # that share one replica's part: counted as if each got all of it
+        total = sum(weights[::ranks]) or 1.0
+        return [weights[rank - rank % ranks] / total for rank in range(len(weights))]
 
     def adopt(self, available: Collection[int]) -> None:
         """Nothing: what a lost rank had to do nobody else can do."""
@@ -81,6 +95,7 @@ class GroupExchange:
         """Forget all steps in flight."""
         self.flights = {}
         self.next_step = self._ensemble.step + 1
+        self._credit.clear()
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -92,6 +107,7 @@ class GroupExchange:
         if message.run_id != self._ensemble.run_id or flight is None:
             return
         member.samples += sum(flight.shards[message.shard][0].part_rows)
+        self._credit.worked(message.step, message.shard)
         for instruction in flight.machine.on_ready(rank, message):
             match instruction:
                 case Halt():
@@ -102,6 +118,7 @@ class GroupExchange:
                     self._job.cluster.send_all(flight.members, order)
                     del self.flights[machine.step]
                     self._ensemble.step = machine.step
+                    self._credit.committed(time.monotonic())
                     self._on_commit(flight, commit, loss_sum, count)
 
     def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
