@@ -154,6 +154,8 @@ def build_spec(
     scheduler_args: Mapping[str, Any] | None,
     threads: int | None,
     parallel: ParallelSpec | None = None,
+    preprocess: Reference | None = None,
+    augment: Reference | None = None,
     **overrides: Any,
 ) -> RunSpec:
     """Return the records for a run; `overrides` replace the configuration's values where they are not None.
@@ -196,5 +198,7 @@ def build_spec(
         threads=threads or config.threads_per_worker,
         deterministic=config.deterministic,
         parallel=parallel,
+        preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
+        augment=None if augment is None else _factory("augment", augment, None, shared),
         **chosen,
     )

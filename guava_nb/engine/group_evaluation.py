@@ -83,6 +83,7 @@ class GroupEvaluation:
         for rank, owner in enumerate(ensemble.team):
             share = shares[rank // (mesh.stages * mesh.tensor)]
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                tree, buffers = pack(parts_for(mesh, mesh.stage_of(rank), share.pieces)[0])
+                treated = ensemble.spec.preprocess is not None
+                tree, buffers = pack(parts_for(mesh, mesh.stage_of(rank), share.pieces, treated)[0])
             message = Evaluate(ensemble.run_id, request, sum(share.rows), tree, True)
             self._job.cluster.send(owner, message, buffers)

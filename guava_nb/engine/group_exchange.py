@@ -19,6 +19,7 @@ from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.job import Job
 from guava_nb.engine.star import OnApplied, OnCommit
 from guava_nb.engine.step import Decided, Halt, ShardTask, StepMachine
+from guava_nb.engine.treatment import pair_of
 from guava_nb.errors import ConfigError, NotFinite
 from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
 
@@ -69,7 +70,8 @@ class GroupExchange:
         every = spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
-        tasks, shards = _tasks(ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash)
+        treated = spec.preprocess is not None or spec.augment is not None
+        tasks, shards = _tasks(ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated)
         machine = StepMachine(
             step, ensemble.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
         )
@@ -180,24 +182,21 @@ def shares_of(
     return shares
 
 
-def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any]) -> list[Any]:
+def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], treated: bool = False) -> list[Any]:
     """Return what a stage needs of a replica's pieces: all without stages, else inputs first, targets last.
+
+    Args:
+        treated: a function of the user's shall see whole batches there, so both ends get all and the stages between nothing.
 
     Raises:
         ConfigError: a pipeline's batch is not of the form (inputs, targets).
     """
     if mesh.stages == 1:
         return list(pieces)
-    parts = []
-    for piece in pieces:
-        if not isinstance(piece, list | tuple) or len(piece) != 2:
-            raise ConfigError(
-                f"pipeline stages need batches of the form (inputs, targets), this one is a {type(piece).__name__}: the first "
-                "stage gets the inputs, the last one the targets. Let the data set or collate_fn give such pairs"
-            )
-        inputs, targets = piece
-        parts.append((inputs if stage == 0 else None, targets if stage == mesh.stages - 1 else None))
-    return parts
+    if treated:
+        return [piece if stage in (0, mesh.stages - 1) else None for piece in pieces]
+    pairs = [pair_of(piece) for piece in pieces]
+    return [(x if stage == 0 else None, y if stage == mesh.stages - 1 else None) for x, y in pairs]
 
 
 def _tasks(
@@ -208,6 +207,7 @@ def _tasks(
     team: Sequence[int],
     shares: Sequence[_Share],
     want_hash: bool,
+    treated: bool,
 ) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
     """One task and one message per rank of the group; the rows count where the loss is reported."""
     global_rows = sum(sum(share.rows) for share in shares)
@@ -217,7 +217,7 @@ def _tasks(
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
-            tree, buffers = pack(parts_for(mesh, stage, share.pieces))
+            tree, buffers = pack(parts_for(mesh, stage, share.pieces, treated))
         rows = sum(share.rows) if reports else 0
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
         span = (share.ids[0], share.ids[-1]) if share.ids else None

@@ -85,6 +85,7 @@ class Attach(Message, frozen=True):
         last_generation: generation of the last committed step, -1 before the first.
         last_step: last committed step, -1 before the first.
         last_kind: kind number of the last message handled.
+        codecs: how chunks that come here may be compressed.
     """
 
     session_id: bytes
@@ -95,10 +96,11 @@ class Attach(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Attached(Message, frozen=True):
-    """Listener to dialler: accepted; `received` as in `Attach`, `resumed` tells whether the session was known."""
+    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`, `resumed`: the session was known."""
 
     resumed: bool
     received: dict[int, int]
@@ -106,6 +108,7 @@ class Attached(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Refused(Message, frozen=True):
@@ -242,6 +245,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        preprocess: function of a batch that runs on the worker's device for every batch, before the model.
+        augment: likewise before it, in training only, drawing from the shard's own random state.
     """
 
     model: Factory | None
@@ -260,6 +265,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    preprocess: Factory | None = None
+    augment: Factory | None = None
 
 
 class Prepare(Message, frozen=True):

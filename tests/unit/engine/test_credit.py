@@ -15,7 +15,9 @@ MB = 1_000_000
     budget=st.integers(0, 2000),
     least=st.integers(0, 4),
     most=st.integers(1, 12),
-    events=st.lists(st.tuples(st.sampled_from("issue work lose drop".split()), st.integers(0, 5), st.integers(0, 900))),
+    events=st.lists(
+        st.tuples(st.sampled_from(["issue", "work", "lose", "drop"]), st.integers(0, 5), st.integers(0, 900))
+    ),
 )
 def test_the_bounds_hold_whatever_happens(
     budget: int, least: int, most: int, events: list[tuple[str, int, int]]
