@@ -75,7 +75,8 @@ class DistributedConfig:
 
     Wire:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
-        connection. bucket_mb (4): aimed size of a gradient bucket.
+        connection. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients, parameters
+        and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
@@ -149,6 +150,7 @@ class DistributedConfig:
     socket_buffer_mb: int = setting(16, low=1, high=1024)
     window_mb: int = setting(256, low=1)
     bucket_mb: float = setting(4.0, above=0, high=1024)
+    compression: str = setting("auto", choices=("auto", "on", "off"))
 
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)
