@@ -39,6 +39,7 @@ class Credit:
         self._budget, self._least, self._most = budget_bytes, least_steps, max(most_steps, least_steps)
         self._shards: dict[tuple[int, int], tuple[int, int]] = {}
         self._held: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
         self._commits: deque[float] = deque(maxlen=_PACE_COMMITS + 1)
         self._pace: float | None = None
 
@@ -49,12 +50,14 @@ class Credit:
         self.worked(step, shard)
         self._shards[step, shard] = (rank, nbytes)
         self._held[rank] = self._held.get(rank, 0) + nbytes
+        self._counts[rank] = self._counts.get(rank, 0) + 1
 
     def worked(self, step: int, shard: int) -> None:
         """Its worker is done with the data of a shard; told twice it counts once."""
         rank, nbytes = self._shards.pop((step, shard), (-1, 0))
         if rank >= 0:
             self._held[rank] -= nbytes
+            self._counts[rank] -= 1
 
     def committed(self, now_s: float) -> None:
         """A step was committed, at this time of a monotonic clock."""
@@ -71,6 +74,7 @@ class Credit:
         """All steps in flight were given up."""
         self._shards.clear()
         self._held.clear()
+        self._counts.clear()
         self._commits.clear()
 
     # --------------------------------------------------------------------------------------------------- what follows
@@ -81,7 +85,7 @@ class Credit:
 
     def held_shards(self, rank: int) -> int:
         """Shards that a worker was sent and has not worked on."""
-        return sum(owner == rank for owner, _ in self._shards.values())
+        return self._counts.get(rank, 0)
 
     def must_work(self, steps: int, coming: Mapping[int, int], cautious: bool = False) -> tuple[int, ...]:
         """Return the workers that must work off something before the next step is sent; nobody: it may go now.

@@ -105,6 +105,7 @@ class GroupExchange:
         assert isinstance(message, Ready)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:
             return

@@ -85,6 +85,10 @@ USER_ERRORS = (Exception, SystemExit)
 SHOW_S = 0.25
 
 
+def _nothing() -> None:
+    pass
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -137,6 +141,11 @@ class WorkerLoop:
 
     def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
         """Hand in a message; from any thread."""
+        if isinstance(
+            message, Shard
+        ):  # how many of them wait here is bounded by the orchestrator's own credit, in bytes
+            done()
+            done = _nothing
         self._queue.put(Arrival(message, payload, done))
 
     def leave(self, reason: str) -> None:
@@ -241,6 +250,7 @@ class WorkerLoop:
                 replica.tick(metric)
             case Evaluate():
                 self._on_evaluate(replica, message, payload)
+                self._idle_since = time.monotonic()  # that was work, no waiting for the next shard
             case EndRun():
                 self._forget()
 

@@ -143,6 +143,7 @@ class StarExchange:
         assert isinstance(message, Ready)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)
         member.samples += message.rows
         flight = self._flight(message)
         if flight is not None:

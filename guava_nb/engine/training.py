@@ -32,9 +32,10 @@ from guava_nb.engine.job import NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
-from guava_nb.engine.survey import note_workers
+from guava_nb.engine.survey import note_waits, note_workers
 from guava_nb.engine.team import TeamJob
 from guava_nb.engine.tools import GroupLost, tools_for
+from guava_nb.engine.waits import Feeding
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 
@@ -65,6 +66,7 @@ class TrainingJob(TeamJob):
         super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
         self.plan, self.run = plan, run
         run.goes_by(lambda: ensemble.route)
+        run.fed_by(self.feeding, lambda: note_waits(cluster.members()))
         self.ledger = SampleLedger()
         self.position = plan.start
         self._save = save
@@ -72,6 +74,8 @@ class TrainingJob(TeamJob):
         self._first_step = ensemble.step + 1
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
+        self._feeder: Feeder | None = None
+        self._blocking: tuple[int, ...] = ()
         self._team: tuple[int, ...] = ()
         self._told_empty = False
         self._stop_after = 0
@@ -161,7 +165,7 @@ class TrainingJob(TeamJob):
         self.run.move("training")
         self.run.begin_epoch(epoch)
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
-        feeder = Feeder(
+        feeder = self._feeder = Feeder(
             self.plan.feed.epoch(),
             self.plan.accumulation_steps,
             max(1, _LOADED_BATCHES // self.plan.accumulation_steps),
@@ -174,7 +178,7 @@ class TrainingJob(TeamJob):
                 coming = feeder.next_bytes()
                 if coming is not None:
                     self._boundary()
-                    self.pump(partial(self._has_room, coming))
+                    self._wait_for_room(coming)
                 group = feeder.take()
                 if group is None:
                     break
@@ -353,6 +357,20 @@ class TrainingJob(TeamJob):
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
+    def _wait_for_room(self, coming: int) -> None:
+        """Wait until the next step may be sent, and note for whom it waited."""
+        started = time.monotonic()
+        self._blocking = tuple[int, ...]()
+        self.pump(partial(self._has_room, coming))
+        for rank in self._blocking:
+            self.cluster.roster.members[rank].waits.held(time.monotonic() - started)
+
+    def feeding(self) -> Feeding:
+        """Return what is loaded and what is on its way; from any thread."""
+        loaded = (0, 0) if self._feeder is None else self._feeder.held()
+        ranks = [member.rank for member in self.cluster.members()]
+        return Feeding(loaded, {r: (self._credit.held_shards(r), self._credit.held_bytes(r)) for r in ranks})
+
     def _has_room(self, coming: int) -> bool:
         """Whether a step of so many bytes may be sent now."""
         team = self.available()
@@ -361,7 +379,9 @@ class TrainingJob(TeamJob):
         parts = self._exchange.parts(self.plan.weights(team))
         bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
         away = len(team) < len(self.current())
-        return not self._credit.must_work(len(self._exchange.flights), bytes_for, cautious=away)
+        busy = self._credit.must_work(len(self._exchange.flights), bytes_for, cautious=away)
+        self._blocking = busy or self._blocking
+        return not busy
 
     def _issue(self, epoch: int, group: list[LoadedBatch]) -> None:
         team = tuple(self.available())
