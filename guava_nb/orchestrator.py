@@ -359,6 +359,7 @@ class Orchestrator:
                 snapshot_every_steps=self.config.snapshot_every_steps,
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            ensemble.look_at(plan.feed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
 
@@ -451,6 +452,7 @@ class Orchestrator:
         """
         feed, cluster = Feed(loader), self._open_cluster()
         ensemble = self._ensemble or self._untrained(criterion)
+        ensemble.look_at(feed)
         job = Job(cluster)
         ensemble.attach(job)
         evaluation = evaluation_for(job, ensemble)

@@ -58,7 +58,9 @@ class DistributedConfig:
         micro_batches (4): parts a batch is cut into for the pipeline.
         zero_stage (0): sharded over the replicas: 1 optimizer state, 2 gradients too, 3 parameters too.
         pipeline_schedule ("1f1b"): "gpipe", "1f1b", or "interleaved" with stages_per_worker (1) above 1.
-        pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances parameters by itself.
+        pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances by itself:
+        pipeline_balance ("parameters"): so that stages have as many parameters, or as much "time", measured on the
+        first worker with some samples of the loader.
         checkpoint_activations (""): names or patterns of modules, with commas, whose activations are computed again in
         backward instead of kept; "*" takes every block that repeats.
         path ("auto"): how workers reach each other in all modes but data: through the orchestrator ("relay"), or
@@ -133,6 +135,7 @@ class DistributedConfig:
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULES)
     stages_per_worker: int = setting(1, low=1)
     pipeline_split: str = setting("")
+    pipeline_balance: str = setting("parameters", choices=("parameters", "time"))
     checkpoint_activations: str = setting("")
     path: str = setting("auto", choices=("auto", "relay", "direct"))
 

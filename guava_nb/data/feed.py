@@ -118,6 +118,22 @@ class Feed:
                 else f"epoch {epoch} of the loader had no batches: nothing can be trained"
             )
 
+    def example(self, parts: int) -> Any:
+        """Collate the first samples of the data set, as many as one of `parts` equal parts of a batch has.
+
+        For looking at the data before it is used: no random number is drawn that would not have been.
+
+        Raises:
+            ConfigError: the loader has no data set with indices.
+            LoadError: a sample cannot be loaded.
+        """
+        generators = self._source.generators()
+        state = RandomState.take(generators)
+        try:
+            return self._source.example(parts)
+        finally:
+            state.put(generators)
+
     def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
 

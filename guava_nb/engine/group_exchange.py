@@ -63,9 +63,12 @@ class GroupExchange:
         """Share a group of batches among the replicas and send every rank its part.
 
         Args:
-            weights: of the members; a replica takes the share of its first rank.
+            team: all members, in any order.
+            weights: theirs; a replica takes the share of its first rank.
         """
         ensemble, mesh, spec = self._ensemble, self._ensemble.mesh, self._ensemble.spec
+        weights = [weights[team.index(rank)] for rank in ensemble.team]
+        team = ensemble.team
         step = self.next_step
         every = spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -71,8 +71,13 @@ class GroupReplica:
 
     # ------------------------------------------------------------------------------------------------------- the group
 
-    def spread(self, world_size: int) -> None:
+    def spread(self, world_size: int, example: Any = None, machines: Sequence[int] = ()) -> None:
         """Build this rank's part of a new model over the process group that stands now.
+
+        Args:
+            world_size: ranks of the group.
+            example: inputs of some samples, for balancing stages by time; None on all ranks but the first.
+            machines: see `MeshAxes.build`.
 
         Raises:
             ConfigError: the model cannot be split like this; the message has the sizes.
@@ -81,11 +86,12 @@ class GroupReplica:
         shape = self._shape
         mesh = Mesh(world_size // (shape.pp * shape.tp), shape.pp, shape.tp)
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
-        self._axes = MeshAxes.build(mesh, self.device)
+        self._axes = MeshAxes.build(mesh, self.device, machines)
         model = place_model(build_model(self._spec, self._resolve), self._spec, self.device)
         self.part = parallelize(
             model, shape, self._axes, self.device,
             objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
+            sync_batchnorm=self._spec.sync_batchnorm, example=place(example, self.device, self._spec.precision == "fp64"),
         )  # fmt: skip
         optimizer = self.part.optimizer
         self._schedule = None
@@ -107,6 +113,11 @@ class GroupReplica:
         if self.part is None:
             raise LocalProtocolError("a step came before the process group was formed")
         return self.part
+
+    @property
+    def layout_text(self) -> str:
+        """How the model is spread, in words for people."""
+        return self._standing.layout
 
     @property
     def learning_rate(self) -> float | None:

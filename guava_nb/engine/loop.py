@@ -239,7 +239,7 @@ class WorkerLoop:
             case CommitStep():
                 self._on_commit(message)
             case FormGroup():
-                self._on_form_group(replica, message)
+                self._on_form_group(replica, message, payload)
             case Abort():
                 self._on_abort(message)
             case LoadState():
@@ -304,15 +304,16 @@ class WorkerLoop:
             )
         return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
 
-    def _on_form_group(self, replica: AnyReplica, message: FormGroup) -> None:
+    def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
         assert seat is not None and not isinstance(replica, Replica)
         self._show("preparing")
         try:
+            example = None if message.example is None else self._unpack(message.example, payload)
             seat.form(message)
-            replica.spread(len(message.members))
+            replica.spread(len(message.members), example, message.machines)
             seat.complete()
-            answer = GroupFormed(message.run_id, message.generation, True)
+            answer = GroupFormed(message.run_id, message.generation, True, layout=replica.layout_text)
         except USER_ERRORS as error:
             text, trace = error_text(error), trace_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"

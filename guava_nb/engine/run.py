@@ -49,6 +49,7 @@ class Run:
         self._route: Callable[[], Route | None] = lambda: None
         self._feeding: Callable[[], Feeding] = _nothing_fed
         self._waits: Callable[[], list[dict[str, Any]]] = list
+        self._layout: Callable[[], str] = lambda: ""
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -172,6 +173,7 @@ class Run:
             "mode": self.mode,
             "sync": "step",
             "path": None if route is None else route.record(),
+            "layout": self._layout(),
             "state": self._state,
             "workers": self.workers,
             "steps": len(self.history),
@@ -208,9 +210,9 @@ class Run:
         """Tell where figures, the model and the brake are; called once by the orchestrator."""
         self._wire, self._interrupt, self._model = wire, interrupt, model
 
-    def goes_by(self, route: Callable[[], Route]) -> None:
-        """Tell how to ask for the way of the run's workers; called once by its job."""
-        self._route = route
+    def goes_by(self, route: Callable[[], Route], layout: Callable[[], str]) -> None:
+        """Tell how to ask for the way of the run's workers and for the model's layout; called once by its job."""
+        self._route, self._layout = route, layout
 
     def fed_by(self, feeding: Callable[[], Feeding], waits: Callable[[], list[dict[str, Any]]]) -> None:
         """Tell how to ask what is on its way and who waits for whom; called once by its job."""
@@ -253,12 +255,12 @@ class Run:
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake everyone who waits."""
-        wire, route, waits = self._wire(), self._route(), self._waits()
+        wire, route, layout, waits = self._wire(), self._route(), self._layout(), self._waits()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             self._wall_s = time.monotonic() - self._started
-            self._wire, self._route, self._waits = (lambda: wire), (lambda: route), (lambda: waits)
-            self._feeding = _nothing_fed
+            self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
+            self._feeding, self._waits = _nothing_fed, (lambda: waits)
         self._ended.set()
 
 

@@ -65,7 +65,7 @@ class TrainingJob(TeamJob):
         snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
         super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
         self.plan, self.run = plan, run
-        run.goes_by(lambda: ensemble.route)
+        run.goes_by(lambda: ensemble.route, lambda: ensemble.layout_text)
         run.fed_by(self.feeding, lambda: note_waits(cluster.members()))
         self.ledger = SampleLedger()
         self.position = plan.start

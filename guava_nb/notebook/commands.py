@@ -108,6 +108,7 @@ MODE = Command(
             metavar="NAMES",
             help="pipeline: modules that begin a stage, with commas (balances by itself)",
         ),
+        _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
         _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
         option(
             "--checkpoint-activations",

@@ -304,6 +304,8 @@ class FormGroup(Message, frozen=True):
         timeout_s: for the meeting of all members.
         interface: on the direct path the receiver's network interface, and
         addresses: of all members, in order of rank: those that were proved to be reachable.
+        example: inputs of some samples, for the member that measures how long the model's modules take.
+        machines: number of every member's machine, where GPUs of one machine use NCCL among themselves.
     """
 
     run_id: str
@@ -316,12 +318,16 @@ class FormGroup(Message, frozen=True):
     timeout_s: float
     interface: str = ""
     addresses: tuple[str, ...] = ()
+    example: Tree | None = None
+    machines: tuple[int, ...] = ()
 
 
 class GroupFormed(Message, frozen=True):
     """Worker to orchestrator: the group stands and the model is spread over it, or why not.
 
-    `broken` tells that the group, not the model, was in the way: a member did not come or was lost.
+    Attributes:
+        broken: the group, not the model, was in the way: a member did not come or was lost.
+        layout: how the model is spread, in words for people.
     """
 
     run_id: str
@@ -330,6 +336,7 @@ class GroupFormed(Message, frozen=True):
     problem: str = ""
     traceback: str = ""
     broken: bool = False
+    layout: str = ""
 
 
 class ProbeListen(Message, frozen=True):
