@@ -76,7 +76,8 @@ class GroupReplica:
 
         Args:
             world_size: ranks of the group.
-            example: inputs of some samples, for balancing stages by time; None on all ranks but the first.
+            example: inputs of some samples (whole batches where there is a `preprocess`), for balancing stages by time; None on
+                all ranks but the first.
             machines: see `MeshAxes.build`.
 
         Raises:
@@ -91,7 +92,7 @@ class GroupReplica:
         self.part = parallelize(
             model, shape, self._axes, self.device,
             objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
-            sync_batchnorm=self._spec.sync_batchnorm, example=place(example, self.device, self._spec.precision == "fp64"),
+            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
         )  # fmt: skip
         optimizer = self.part.optimizer
         self._schedule = None
@@ -100,6 +101,11 @@ class GroupReplica:
                 self._spec.scheduler, optimizer, self._resolve, self._spec.scheduler_interval
             )
         self._scaler = LossScale() if self._spec.precision == "fp16" else None
+
+    def _inputs_of(self, example: Any) -> Any:
+        if self._spec.preprocess is None or example is None:
+            return self._treatment.judge(example)
+        return pair_of(self._treatment.judge(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self._spec.optimizer, list(named.items()), self._resolve)

@@ -83,6 +83,7 @@ MODES: list[tuple[str, int, dict[str, Any]]] = [
     ("data", 3, {}),
     ("tensor", 2, {"tensor_plan": {"0": "colwise", "2": "rowwise"}}),
     ("pipeline", 3, {"micro_batches": 2}),
+    ("pipeline", 2, {"micro_batches": 2, "pipeline_balance": "time"}),
     ("zero", 2, {"zero_stage": 2}),
 ]
 
