@@ -293,6 +293,8 @@ class Orchestrator:
         optimizer_site: str | None = None,
         callbacks: Sequence[Any] = (),
         split_fn: Callable[..., Any] | None = None,
+        preprocess: Reference | None = None,
+        augment: Reference | None = None,
         resume: str | Path | None = None,
         fresh: bool = False,
         threads: int | None = None,
@@ -323,6 +325,9 @@ class Orchestrator:
             optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
             callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
             split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+            preprocess: shared or importable function of a batch; runs on the worker's device for every batch of training and
+                validation, so that data travels in the dtype it has (uint8 images, say) and becomes floats there.
+            augment: likewise, in training only and before `preprocess`; what it draws depends on seed, step and share alone.
             resume: a checkpoint to go on from.
             threads: torch's threads in each worker; None leaves them.
             progress: show a bar while blocking.
@@ -354,6 +359,7 @@ class Orchestrator:
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+                preprocess=preprocess, augment=augment,
                 parallel=parallel_spec(
                     self.config, len(cluster.roster.ready()), self._tensor_plan, reach
                 ),
@@ -374,11 +380,13 @@ class Orchestrator:
                 callbacks=callbacks,
                 split_fn=split_fn,
                 prefetch_steps=self.config.prefetch_steps,
+                prefetch_bytes=self.config.prefetch_bytes,
                 interrupt_grace_s=self.config.interrupt_grace_s,
                 rejoin_timeout_s=self.config.rejoin_timeout_s,
                 snapshot_every_steps=self.config.snapshot_every_steps,
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            ensemble.look_at(plan.feed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
 
@@ -471,6 +479,7 @@ class Orchestrator:
         """
         feed, cluster = Feed(loader), self._open_cluster()
         ensemble = self._ensemble or self._untrained(criterion)
+        ensemble.look_at(feed)
         job = Job(cluster)
         ensemble.attach(job)
         evaluation = evaluation_for(job, ensemble)

@@ -18,6 +18,7 @@ _DEFAULTS = {
     "pipeline_schedule": "1f1b",
     "stages_per_worker": 1,
     "pipeline_split": "",
+    "pipeline_balance": "parameters",
     "checkpoint_activations": "",
     "path": "auto",
 }

@@ -48,7 +48,8 @@ class DistributedConfig:
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
 
     Data:
-        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work.
+        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
+        at least. prefetch_bytes (64 MiB): batch bytes that a worker may hold ahead of need; 0 keeps to prefetch_steps.
         worker_cache ("off"): workers keep the samples they got in "memory" or on "disk", so that later epochs send only
         those that changed. worker_cache_mb (1024): what each keeps at most.
         worker_cache_dir (""): folder on the workers' machines; "" is ~/.cache/guava_nb/rows there.
@@ -60,7 +61,9 @@ class DistributedConfig:
         micro_batches (4): parts a batch is cut into for the pipeline.
         zero_stage (0): sharded over the replicas: 1 optimizer state, 2 gradients too, 3 parameters too.
         pipeline_schedule ("1f1b"): "gpipe", "1f1b", or "interleaved" with stages_per_worker (1) above 1.
-        pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances parameters by itself.
+        pipeline_split (""): names of the modules that begin a new stage, with commas; empty balances by itself:
+        pipeline_balance ("parameters"): so that stages have as many parameters, or as much "time", measured on the
+        first worker with some samples of the loader.
         checkpoint_activations (""): names or patterns of modules, with commas, whose activations are computed again in
         backward instead of kept; "*" takes every block that repeats.
         path ("auto"): how workers reach each other in all modes but data: through the orchestrator ("relay"), or
@@ -77,7 +80,8 @@ class DistributedConfig:
 
     Wire:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
-        connection. bucket_mb (4): aimed size of a gradient bucket.
+        connection. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients, parameters
+        and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
@@ -120,6 +124,7 @@ class DistributedConfig:
 
     loader_workers: int = setting(0, low=0)
     prefetch_steps: int = setting(1, low=0)
+    prefetch_bytes: int = setting(64 << 20, low=0)
     worker_cache: str = setting("off", choices=("off", "memory", "disk"))
     worker_cache_mb: int = setting(1024, low=1)
     worker_cache_dir: str = setting("")
@@ -136,6 +141,7 @@ class DistributedConfig:
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULES)
     stages_per_worker: int = setting(1, low=1)
     pipeline_split: str = setting("")
+    pipeline_balance: str = setting("parameters", choices=("parameters", "time"))
     checkpoint_activations: str = setting("")
     path: str = setting("auto", choices=("auto", "relay", "direct"))
 
@@ -153,6 +159,7 @@ class DistributedConfig:
     socket_buffer_mb: int = setting(16, low=1, high=1024)
     window_mb: int = setting(256, low=1)
     bucket_mb: float = setting(4.0, above=0, high=1024)
+    compression: str = setting("auto", choices=("auto", "on", "off"))
 
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)

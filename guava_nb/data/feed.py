@@ -15,11 +15,14 @@ from guava_nb.data.loading import LoadError, Source, make_source
 from guava_nb.data.randomness import RandomState
 from guava_nb.errors import CheckpointError, ConfigError
 
-__all__ = ["Feed", "LoadError", "LoadedBatch"]
+__all__ = ["MOST_BATCHES", "Feed", "LoadError", "LoadedBatch"]
 
 _POSITION_VERSION = 1
-# How far commits may lag behind loading before the random state inside an epoch is no longer known.
-_KEPT_STATES = 64
+#: Batches that may be on their way and not committed.
+MOST_BATCHES = 128
+# How far commits may lag behind loading (what is on its way, and what is held ready) before the random state inside an
+# epoch is no longer known.
+_KEPT_STATES = 2 * MOST_BATCHES
 _KEPT_EPOCHS = 4
 
 
@@ -119,13 +122,29 @@ class Feed:
                 else f"epoch {epoch} of the loader had no batches: nothing can be trained"
             )
 
+    def example(self, parts: int) -> Any:
+        """Collate the first samples of the data set, as many as one of `parts` equal parts of a batch has.
+
+        For looking at the data before it is used: no random number is drawn that would not have been.
+
+        Raises:
+            ConfigError: the loader has no data set with indices.
+            LoadError: a sample cannot be loaded.
+        """
+        generators = self._source.generators()
+        state = RandomState.take(generators)
+        try:
+            return self._source.example(parts)
+        finally:
+            state.put(generators)
+
     def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
 
         Args:
             epoch: None means that of the batch given out last.
             batches: batches of it that count as done; None means all that were given out. Loading may be ahead of
-                what is committed: within the last 64 batches the position is exact to the random number.
+                what is committed: within the last 256 batches the position is exact to the random number.
 
         Raises:
             ConfigError: the epoch is not one of the last four that were begun.

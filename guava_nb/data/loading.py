@@ -68,6 +68,10 @@ class Source(Protocol):
         """
         ...
 
+    def example(self, parts: int) -> Any:
+        """The first samples, as a batch of the size of one of `parts` equal parts of a batch; ConfigError without."""
+        ...
+
     def generators(self) -> dict[str, torch.Generator]:
         """The generators that decide about order, by name."""
         ...
@@ -140,6 +144,17 @@ class _MapSource:
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
         return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
 
+    def example(self, parts: int) -> Any:
+        theirs = self._theirs
+        rows = -(-(theirs.batch_size or getattr(theirs.batch_sampler, "batch_size", None) or parts) // parts)
+        if not self._batched or not hasattr(theirs.dataset, "__len__"):
+            raise _without_indices(theirs)
+        ids = tuple(range(min(rows, len(theirs.dataset))))
+        try:
+            return theirs.collate_fn([theirs.dataset[index] for index in ids])
+        except Exception as error:
+            raise LoadError(0, ids, error) from error
+
     def generators(self) -> dict[str, torch.Generator]:
         owners = {
             "loader": self._theirs,
@@ -187,6 +202,9 @@ class _IterableSource:
             if index >= skip_batches:
                 yield batch, ids, rows
 
+    def example(self, parts: int) -> Any:
+        raise _without_indices(self._theirs)
+
     def generators(self) -> dict[str, torch.Generator]:
         return _generators_of({"loader": self._theirs})
 
@@ -219,6 +237,9 @@ class _PlainSource:
             ordinal += rows
             if index >= skip_batches:
                 yield batch, tuple(range(ordinal - rows, ordinal)), rows
+
+    def example(self, parts: int) -> Any:
+        raise _without_indices(self._batches)
 
     def generators(self) -> dict[str, torch.Generator]:
         return _generators_of({"loader": self._batches})
@@ -265,6 +286,13 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         if drawn is None:
             raise
         return drawn
+
+
+def _without_indices(loader: Any) -> ConfigError:
+    return ConfigError(
+        f"this {type(loader).__name__} has no data set with indices, so no sample can be looked at before its turn; "
+        "balance stages by parameters, or name the split points"
+    )
 
 
 def _int_ids(indices: Any) -> tuple[int, ...]:

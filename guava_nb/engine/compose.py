@@ -106,7 +106,7 @@ def parallel_spec(
         ConfigError: the axes do not multiply to the number of workers.
     """
     mesh, mode = config.mesh(num_workers), config.mode(num_workers)
-    if mode == "data" and not _direct_replicas(config, num_workers, reach):
+    if mode == "data" and not config.sync_batchnorm and not _direct_replicas(config, num_workers, reach):
         return None
     return ParallelSpec(
         mode=mode,
@@ -118,6 +118,7 @@ def parallel_spec(
         micro_batches=config.micro_batches if config.pipeline_parallel else 1,
         stages_per_rank=config.stages_per_worker,
         split=_names(config.pipeline_split),
+        balance=config.pipeline_balance if config.pipeline_parallel and not config.pipeline_split else "parameters",
         tensor_plan=dict(tensor_plan or {}),
         checkpoint_activations=_names(config.checkpoint_activations),
         path=config.path,
@@ -168,6 +169,8 @@ def build_spec(
     scheduler_args: Mapping[str, Any] | None,
     threads: int | None,
     parallel: ParallelSpec | None = None,
+    preprocess: Reference | None = None,
+    augment: Reference | None = None,
     cache: CacheSpec | None = None,
     data: tuple[DataSpec, ...] = (),
     **overrides: Any,
@@ -212,6 +215,8 @@ def build_spec(
         threads=threads or config.threads_per_worker,
         deterministic=config.deterministic,
         parallel=parallel,
+        preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
+        augment=None if augment is None else _factory("augment", augment, None, shared),
         cache=cache,
         data=data,
         **chosen,

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from guava_nb.protocol.messages import FormGroup
 from guava_nb.transport import foreign
 
-__all__ = ["DirectGroup"]
+__all__ = ["DirectGroup", "abort_nccl", "let_nccl_fail_softly"]
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class DirectGroup:
             RuntimeError: they did not come, or cannot be reached.
         """
         if self._order.backend == "nccl":
-            # NCCL's watchdog would end the whole process when a peer is lost; here the group ends, not the worker.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+            let_nccl_fail_softly()
             # Instead of device_id=: with one, subgroups are split off the first group's communicator, which crashes in
             # the second group of a process.
             torch.cuda.set_device(self._device)
@@ -85,7 +84,7 @@ class DirectGroup:
     def wake(self) -> None:
         """Wake whoever is blocked in the group, here and at the peers; from any thread. The group is of no use any more."""
         if self._order.backend == "nccl":
-            _abort_nccl(self._device)
+            abort_nccl(self._device)
             return
         with self._lock:
             known = self._mine
@@ -106,7 +105,13 @@ class DirectGroup:
             os.environ[self._name] = self._former
 
 
-def _abort_nccl(device: torch.device) -> None:
+def let_nccl_fail_softly() -> None:
+    """NCCL's watchdog would end the whole process when a peer is lost; here the group ends, not the worker."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+
+
+def abort_nccl(device: torch.device) -> None:
+    """End every NCCL group of this process, and wake whoever is blocked in one; from any thread."""
     for group in list(c10d._world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # gone meanwhile, or of another kind
             group._get_backend(device).abort()

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from guava_nb.data.feed import Feed
 from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.job import Job, NobodyLeft
@@ -71,6 +72,14 @@ class Ensemble:
         self._device_kind: dict[int, str] = {}
 
     # ---------------------------------------------------------------------------------------------------- messages
+
+    @property
+    def layout_text(self) -> str:
+        """How one model is spread over the workers, in words; "" for whole replicas."""
+        return ""
+
+    def look_at(self, feed: Feed) -> None:
+        """Take what must be known of the data beforehand: nothing for whole replicas."""
 
     def attach(self, job: Job) -> None:
         """Handle this ensemble's messages in that job."""

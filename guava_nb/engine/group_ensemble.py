@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from guava_nb.config.mesh import Mesh
+from guava_nb.data.feed import Feed
 from guava_nb.data.tree import pack, unpack
 from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.forming import FORM_TIMEOUT_S, Formation, machines_for, side_by_side
 from guava_nb.engine.job import Job
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.route import Route
@@ -22,7 +25,6 @@ from guava_nb.protocol.messages import (
     Abort,
     Cell,
     FetchState,
-    FormGroup,
     GroupFormed,
     LoadState,
     Message,
@@ -34,10 +36,6 @@ __all__ = ["GroupEnsemble", "GroupLost"]
 
 #: How long a member may be away before its group is given up: the others are blocked meanwhile.
 SUSPECT_S = 8.0
-#: For all members to meet; they are connected, and spreading a large model comes after.
-FORM_TIMEOUT_S = 120.0
-#: The same on the direct path: the members have just been reached there.
-DIRECT_TIMEOUT_S = 20.0
 #: Direct groups that broke while all members stayed, after which a run keeps to the relay.
 MOST_DIRECT_BREAKS = 2
 #: Groups in a row that broke without a step between them while all members stayed: then it is not the weather.
@@ -62,6 +60,7 @@ class GroupEnsemble(Ensemble):
         super().__init__(run_id, spec, cells, master)
         assert spec.parallel is not None
         self._shape = spec.parallel
+        self._example: Any = None
         self.team: tuple[int, ...] = ()
         self.generation = -1
         self.route = Route("relay", "guava", "no group was formed yet")
@@ -79,6 +78,21 @@ class GroupEnsemble(Ensemble):
     def group_name(self) -> str:
         """Name of the group of this generation at the relay."""
         return f"{self.run_id}/{self.generation}/"
+
+    @property
+    def layout_text(self) -> str:
+        """How the model is spread, in words."""
+        return next((answer.layout for answer in self._formed.values() if answer.layout), "")
+
+    def look_at(self, feed: Feed) -> None:
+        """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
+
+        Raises:
+            ConfigError: stages shall be balanced by time and the loader has no samples that can be taken out of turn.
+        """
+        if self._shape.balance == "time" and self._example is None:
+            batch = feed.example(self._shape.dp * self._shape.micro_batches)
+            self._example = batch[0] if self.spec.preprocess is None else batch  # a function wants to see all of it
 
     # -------------------------------------------------------------------------------------------------------- who takes part
 
@@ -121,7 +135,7 @@ class GroupEnsemble(Ensemble):
 
     def connected(self, available: Sequence[int]) -> bool:
         """Whether a step can be issued: every member is connected."""
-        return bool(self.team) and tuple(available) == self.team
+        return bool(self.team) and sorted(available) == sorted(self.team)
 
     def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
         """Return who would make the group larger; a mesh of a fixed size takes nobody in."""
@@ -210,7 +224,7 @@ class GroupEnsemble(Ensemble):
             PreparationError: the model cannot be spread like this.
             TrainingError: ranks that must hold the same parameters do not.
         """
-        members = sorted(self.pick(set(ranks) | (set(self.team) & job.ready)))
+        members = side_by_side(job.cluster.roster.members, self.pick(set(ranks) | (set(self.team) & job.ready)))
         self._form(job, members)
         tree, buffers = pack(dict(state))
         for rank in members:
@@ -229,6 +243,8 @@ class GroupEnsemble(Ensemble):
             failed = self._try_to_form(job, members)
         if failed:
             self._refuse(job, failed)
+        if first and self.layout_text:
+            job.cluster.notice(self.layout_text)
 
     def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
         if self._relay_only:
@@ -242,15 +258,13 @@ class GroupEnsemble(Ensemble):
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
         for rank in members:
             self.at.pop(rank, None)
-        names = tuple(job.cluster.name(rank) for rank in members)
         direct = route.path == "direct"
-        addresses = tuple(route.seats[rank].address for rank in members) if direct else ()
-        for number, rank in enumerate(members):
-            order = FormGroup(
-                self.run_id, self.generation, self.group_name, number, names, route.path, route.backend,
-                DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S, route.seats[rank].interface if direct else "", addresses,
-            )  # fmt: skip
-            job.cluster.send(rank, order)
+        machines, phrase = machines_for(roster.members, members, self._mesh_of(len(members)), route)
+        if phrase and phrase not in route.reason:
+            self.route = route = replace(route, reason=route.reason + phrase)
+        formation = Formation(self.run_id, self.generation, self.group_name, members, route, machines)
+        for rank, order, buffers in formation.orders(roster.members, self._example):
+            job.cluster.send(rank, order, buffers)
         answered = self._pump(
             job,
             lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members),

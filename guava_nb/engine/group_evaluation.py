@@ -87,8 +87,11 @@ class GroupEvaluation:
         for rank, owner in enumerate(ensemble.team):
             share = shares[rank // (mesh.stages * mesh.tensor)]
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                part, rows = parts_for(mesh, mesh.stage_of(rank), share.pieces)[0], max(1, sum(share.rows))
-                parcel = Parcel([taken_apart(ensemble.writer, part, rows, self._splitter)], single=True)
+                treated = ensemble.spec.preprocess is not None
+                part = parts_for(mesh, mesh.stage_of(rank), share.pieces, treated)[0]
+                parcel = Parcel(
+                    [taken_apart(ensemble.writer, part, max(1, sum(share.rows)), self._splitter)], single=True
+                )
             message = Evaluate(ensemble.run_id, request, sum(share.rows), NO_BATCH, True)
             self._rounds[request].parcels[owner] = (message, parcel)
             self._send(owner, request)

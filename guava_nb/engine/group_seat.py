@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.backend import Endpoint, end_group, init_group, store_for
-from guava_nb.engine.direct_group import DirectGroup
+from guava_nb.engine.direct_group import DirectGroup, abort_nccl, let_nccl_fail_softly
 from guava_nb.errors import CollectiveTimeout, GroupBroken
 from guava_nb.protocol.messages import FormGroup
 
@@ -52,6 +52,8 @@ class GroupSeat:
                 raise GroupBroken("the group was given up before it was formed")
             self._formed, self._broken = order, ""
         if order.backend == "guava":
+            if order.machines:
+                let_nccl_fail_softly()
             init_group(
                 self._endpoint, order.name, order.rank, len(order.members), order.members, timeout_s=order.timeout_s
             )
@@ -80,6 +82,8 @@ class GroupSeat:
         if direct is not None:
             direct.leave()
         elif formed is not None:
+            if formed.machines:  # taking a group down waits for what is blocked in it
+                abort_nccl(self._device)
             end_group()
         if not dist.is_initialized():
             c10d._world.group_count = (
@@ -109,6 +113,8 @@ class GroupSeat:
         self._endpoint.break_groups(self._broken)  # the store too, where members of a direct group meet
         if direct is not None:
             direct.wake()
+        elif formed.machines:
+            abort_nccl(self._device)
 
     @contextmanager
     def applying(self) -> Iterator[None]:

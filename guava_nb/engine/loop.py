@@ -91,6 +91,10 @@ USER_ERRORS = (Exception, SystemExit)
 SHOW_S = 0.25
 
 
+def _nothing() -> None:
+    pass
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -145,6 +149,11 @@ class WorkerLoop:
 
     def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
         """Hand in a message; from any thread."""
+        if isinstance(
+            message, Shard
+        ):  # how many of them wait here is bounded by the orchestrator's own credit, in bytes
+            done()
+            done = _nothing
         self._queue.put(Arrival(message, payload, done))
 
     def leave(self, reason: str) -> None:
@@ -244,7 +253,7 @@ class WorkerLoop:
             case CommitStep():
                 self._on_commit(message)
             case FormGroup():
-                self._on_form_group(replica, message)
+                self._on_form_group(replica, message, payload)
             case Abort():
                 self._on_abort(message)
             case LoadState():
@@ -255,6 +264,7 @@ class WorkerLoop:
                 replica.tick(metric)
             case Evaluate():
                 self._on_evaluate(replica, message, self._read(message, payload))
+                self._idle_since = time.monotonic()  # that was work, no waiting for the next shard
             case ListRows():
                 self._reader.list_rows(message.run_id)
             case EndRun():
@@ -328,15 +338,17 @@ class WorkerLoop:
             )
         return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
 
-    def _on_form_group(self, replica: AnyReplica, message: FormGroup) -> None:
+    def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
         assert seat is not None and not isinstance(replica, Replica)
         self._show("preparing")
         try:
+            resolve = class_resolver(self._module)
+            example = None if message.example is None else unpack(message.example, payload, resolve)
             seat.form(message)
-            replica.spread(len(message.members))
+            replica.spread(len(message.members), example, message.machines)
             seat.complete()
-            answer = GroupFormed(message.run_id, message.generation, True)
+            answer = GroupFormed(message.run_id, message.generation, True, layout=replica.layout_text)
         except USER_ERRORS as error:
             text, trace = error_text(error), trace_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"

@@ -27,11 +27,10 @@ def check_spec(spec: RunSpec) -> None:
     Raises:
         ConfigError: which one, and what to choose instead.
     """
-    if spec.sync_batchnorm:
+    if spec.sync_batchnorm and spec.parallel is None:
         raise ConfigError(
-            "sync_batchnorm needs the workers to exchange statistics inside the forward, through a process group, which no "
-            "mode of this version does; leave it off (running statistics are averaged after each step), or use GroupNorm or "
-            "LayerNorm, which need no statistics of the batch"
+            "sync_batchnorm needs the workers to exchange statistics inside the forward, through a process group, and whole "
+            "replicas that meet at the orchestrator have none"
         )
     if spec.precision not in _PRECISIONS:
         raise ConfigError(f"precision is {spec.precision!r}; choose one of {', '.join(_PRECISIONS)}")

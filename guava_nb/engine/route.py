@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from guava_nb.protocol.messages import Hello, ProbeAddress, ProbeListening, ProbeReport
 
-__all__ = ["Finding", "Route", "decide", "on_one_host", "unlike_devices"]
+__all__ = ["Finding", "Route", "decide", "machines_of", "on_one_host", "unlike_devices"]
 
 #: Networks that strangers are not on: RFC 1918, link-local and unique local addresses, and the machine itself.
 _PRIVATE = tuple(
@@ -66,6 +66,17 @@ class Finding:
 def on_one_host(hellos: Sequence[Hello]) -> bool:
     """Whether workers share one machine and its network."""
     return len({hello.host_id for hello in hellos}) == 1 and bool(hellos[0].host_id)
+
+
+def machines_of(hellos: Sequence[Hello]) -> tuple[int, ...]:
+    """Number the machines of workers in order of appearance; () unless NCCL can serve the GPUs of each of them."""
+    places = [(hello.host_id or f"? {index}", hello.device_uuid) for index, hello in enumerate(hellos)]
+    if not all(hello.device.startswith("cuda") and hello.device_uuid for hello in hellos):
+        return ()
+    if len(set(places)) < len(places):  # two workers share one GPU
+        return ()
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host, _ in places)
 
 
 def unlike_devices(names: Sequence[str], hellos: Sequence[Hello]) -> str:

@@ -78,6 +78,14 @@ class Parcel:
         return pack(self.parts[0] if self.single else self.parts)
 
     @property
+    def nbytes(self) -> int:
+        """About what the batches take at the worker, whether they travel or are put together there."""
+        if self.is_whole:
+            return sum(buffer.nbytes for buffer in self.packed[1])
+        pieces = [part for part in self.parts if isinstance(part, Piece)]
+        return sum(piece.rows.sizes[i] for piece in pieces for i in piece.indices)
+
+    @property
     def is_whole(self) -> bool:
         """Whether no part of it was taken apart."""
         return not any(isinstance(part, Piece) for part in self.parts)

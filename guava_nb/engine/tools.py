@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.evaluation import Evaluation
 from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
@@ -26,10 +27,10 @@ def evaluation_for(job: Job, ensemble: Ensemble) -> AnyEvaluation:
 
 
 def tools_for(
-    job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied
+    job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
 ) -> tuple[AnyEvaluation, AnyExchange]:
     """Return what validates on this ensemble and what does its steps."""
     evaluation = evaluation_for(job, ensemble)
     if isinstance(ensemble, GroupEnsemble):
-        return evaluation, GroupExchange(job, ensemble, on_commit, on_applied)
-    return evaluation, StarExchange(job, ensemble, on_commit, on_applied)
+        return evaluation, GroupExchange(job, ensemble, on_commit, on_applied, credit)
+    return evaluation, StarExchange(job, ensemble, on_commit, on_applied, credit)

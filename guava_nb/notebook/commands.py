@@ -109,6 +109,7 @@ MODE = Command(
             metavar="NAMES",
             help="pipeline: modules that begin a stage, with commas (balances by itself)",
         ),
+        _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
         _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
         option(
             "--checkpoint-activations",
@@ -160,6 +161,10 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        option(
+            "--preprocess", metavar="NAME", help="shared function(batch), run on the workers' devices for every batch"
+        ),
+        option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
         _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),

@@ -22,11 +22,12 @@ _NAMES = {
     "schedule": "pipeline_schedule",
     "stages_per_worker": "stages_per_worker",
     "split": "pipeline_split",
+    "balance": "pipeline_balance",
     "plan": "tensor_plan",
     "checkpoint_activations": "checkpoint_activations",
     "path": "path",
 }
-_PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split")
+_PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split", "balance")
 
 
 def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,6 +31,8 @@ _PASSED_ON = {
     "seed": "seed",
     "shares": "shares",
     "optimizer_site": "optimizer_site",
+    "preprocess": "preprocess",
+    "augment": "augment",
     "cache": "cache",
 }
 

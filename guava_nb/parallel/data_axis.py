@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from guava_nb.parallel.batch_norm import SyncedNorms
 from guava_nb.parallel.buffers import BufferAverage
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.sharding import Sharded, shard_over_data
@@ -25,16 +28,18 @@ class DataAxis:
         summing: sums gradients of whole parameters.
         buffers: averages buffers.
         sharded: FSDP2's part, with ZeRO 2 and 3.
+        norms: batch norms that share their statistics.
     """
 
     summing: GradientSum | None = None
     buffers: BufferAverage | None = None
     sharded: Sharded | None = None
+    norms: SyncedNorms | None = None
 
     @property
     def runs_stand_ins(self) -> bool:
-        """Whether a replica without rows must run a forward and a backward, because peers gather in them."""
-        return self.sharded is not None
+        """Whether a replica without rows must run a forward and a backward, because peers wait for it in them."""
+        return self.sharded is not None or bool(self.norms)
 
     @property
     def factor(self) -> float:
@@ -60,10 +65,16 @@ class DataAxis:
         if self.buffers:
             self.buffers.finish(rows)
 
-    def count(self, counting: bool) -> None:
-        """Tell whether what runs now uses parameters, or only stands in."""
-        if self.sharded:
-            self.sharded.touch.counting = counting
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """What runs in the block uses no parameters and counts nothing: it only keeps peers from waiting."""
+        with contextlib.ExitStack() as stack:
+            if self.sharded:
+                self.sharded.touch.counting = False
+                stack.callback(setattr, self.sharded.touch, "counting", True)
+            if self.norms:
+                stack.enter_context(self.norms.standing_in())
+            yield
 
     def drop(self) -> None:
         """Forget what the step gathered so far."""
@@ -90,14 +101,21 @@ class DataAxis:
             self.buffers.mark()
 
 
-def make_data_axis(model: nn.Module, zero_stage: int, axes: MeshAxes, full_names: Mapping[str, str]) -> DataAxis:
-    """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place."""
+def make_data_axis(
+    model: nn.Module, zero_stage: int, axes: MeshAxes, full_names: Mapping[str, str], sync_batchnorm: bool = False
+) -> DataAxis:
+    """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place.
+
+    Raises:
+        ConfigError: batch norms shall share statistics, and one of them cannot.
+    """
     if axes.sizes.data == 1:
         return DataAxis()
+    norms = SyncedNorms(model, axes.group("dp")) if sync_batchnorm else None
     sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names) if zero_stage >= 2 else None
     named = {full_names[name]: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     summing = GradientSum(named, axes.group("dp")) if named else None
-    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded)
+    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms)
 
 
 def sum_over_data(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -1,11 +1,14 @@
 """Who stands where: three axes over the ranks of the default process group.
 
 Ranks are laid out data-major, rank = (dp * PP + pp) * TP + tp, so that the ranks which share each layer, and talk most,
-are neighbours.
+are neighbours. Axes that do not leave a machine with several GPUs go over NCCL there, while the default group carries
+the others: a group in Python cannot hand some of its calls to another backend, but a mesh may have groups of its own.
 """
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import ConfigError
 
-__all__ = ["AXES", "MeshAxes"]
+__all__ = ["AXES", "MeshAxes", "axes_inside"]
 
 AXES = ("dp", "pp", "tp")
+#: For one operation inside a machine: who is lost is known by other means.
+_TIMEOUT = datetime.timedelta(seconds=1800)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,14 @@ class MeshAxes:
     tp: int
 
     @classmethod
-    def build(cls, sizes: Mesh, device: torch.device) -> MeshAxes:
+    def build(cls, sizes: Mesh, device: torch.device, machines: Sequence[int] = (), inner: str = "nccl") -> MeshAxes:
         """Lay the mesh over the default group; every rank of it calls this at the same time.
+
+        Args:
+            sizes: of the axes.
+            device: of this rank.
+            machines: number of the machine of every rank, where those of one machine shall have groups of their own.
+            inner: backend of these.
 
         Raises:
             ConfigError: the group has another number of ranks than the mesh needs.
@@ -53,7 +64,11 @@ class MeshAxes:
             # Otherwise DeviceMesh picks a device by rank, which is wrong where every machine has its own cuda:0.
             torch.cuda.set_device(device)
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
+        inside = axes_inside(sizes, machines)
+        if inside:
+            devices = _mixed(sizes, device, inside, inner)
+        else:
+            devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
         return cls(sizes, devices, *(devices.get_local_rank(axis) for axis in AXES))
 
     def size(self, axis: str) -> int:
@@ -67,3 +82,32 @@ class MeshAxes:
     def axis(self, name: str) -> DeviceMesh:
         """Return torch's mesh of one axis."""
         return self.devices[name]
+
+
+def axes_inside(sizes: Mesh, machines: Sequence[int]) -> tuple[str, ...]:
+    """Return the axes along which ranks differ and never leave their machine.
+
+    Args:
+        machines: number of the machine of every rank; empty or all the same: none, since the whole group is alike then.
+    """
+    if len(set(machines)) < 2:
+        return ()
+    places = torch.tensor(machines).reshape(sizes.data, sizes.stages, sizes.tensor)
+    return tuple(
+        axis
+        for dim, axis in enumerate(AXES)
+        if places.shape[dim] > 1 and bool((places == places.narrow(dim, 0, 1)).all())
+    )
+
+
+def _mixed(sizes: Mesh, device: torch.device, inside: Sequence[str], inner: str) -> DeviceMesh:
+    """A mesh whose axes `inside` have groups of the backend `inner`, the others groups like the default one."""
+    ranks = torch.arange(sizes.size).reshape(sizes.data, sizes.stages, sizes.tensor)
+    mine = []
+    for dim, axis in enumerate(AXES):
+        backend = inner if axis in inside else None
+        for members in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():  # every rank makes all, in order
+            group = dist.new_group(members, timeout=_TIMEOUT if backend else None, backend=backend)
+            if dist.get_rank() in members:
+                mine.append(group)
+    return DeviceMesh.from_group(mine, device.type, ranks, mesh_dim_names=AXES)

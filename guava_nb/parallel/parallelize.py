@@ -6,6 +6,7 @@ Everything that cannot be split right is refused here, before anything is traine
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from guava_nb.parallel.part import Part
 from guava_nb.parallel.plan_search import make_plan
 from guava_nb.parallel.plans import Plan, apply_plan
 from guava_nb.parallel.state import FullOrder
+from guava_nb.parallel.telling import describe
 from guava_nb.parallel.tensor_sums import TensorSums
 from guava_nb.parallel.whole import WholePart
 from guava_nb.protocol.messages import ParallelSpec
@@ -44,6 +46,8 @@ def parallelize(
     objective: Objective,
     criterion: Criterion | None,
     make_optimizer: MakeOptimizer,
+    example: Any = None,
+    sync_batchnorm: bool = False,
 ) -> Part:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
@@ -56,11 +60,18 @@ def parallelize(
         criterion: measures outputs against targets; only a pipeline needs it.
         make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
             groups, and once for what this rank holds.
+        example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
+        sync_batchnorm: batch norms see the rows of all replicas.
 
     Raises:
         ConfigError: the model cannot be spread like this.
     """
     check_parallel(spec, mesh)
+    if sync_batchnorm and (spec.pp > 1 or spec.mode == "pipeline"):
+        raise ConfigError(
+            "sync_batchnorm with a pipeline: its stages see micro-batches, whose statistics are not those of the batch; "
+            "leave it off, use GroupNorm or LayerNorm, or a mode without stages"
+        )
     check_model(model)
     order, plan = _look_at_whole(model, spec, make_optimizer)
     if spec.tp > 1:
@@ -70,7 +81,9 @@ def parallelize(
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
         from guava_nb.parallel.spread_stages import pipeline_part
 
-        return pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan)
+        stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
+        stages.layout = describe(stages.begins, plan)
+        return stages
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
     # FSDP2 hangs its hooks on a model's outputs, so there they must be tensors of the ordinary kind.
@@ -81,14 +94,16 @@ def parallelize(
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
-    data = make_data_axis(model, spec.zero_stage, mesh, names)
+    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
     holding = hold(model, names, order, mesh)
     optimizer = make_optimizer(holding.named)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
-    return WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part = WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part.layout = describe((), plan)
+    return part
 
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:

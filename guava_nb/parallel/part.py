@@ -24,6 +24,7 @@ class Part(Protocol):
         model: the local module.
         named: full name to local parameter, a tied one once.
         optimizer: of these parameters.
+        layout: how the whole model is spread, in words; "" for whole replicas.
     """
 
     takes_inputs: bool
@@ -32,6 +33,7 @@ class Part(Protocol):
     model: nn.Module
     named: dict[str, nn.Parameter]
     optimizer: Optimizer
+    layout: str
 
     def train_batch(
         self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False

@@ -78,6 +78,7 @@ class PipelinePart(Part):
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
+        self.layout = ""
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from guava_nb.parallel.holding import layouts_in
 from guava_nb.parallel.layout import Layout
 from guava_nb.parallel.loss import Criterion, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
-from guava_nb.parallel.part import Part
 from guava_nb.parallel.pipeline import PipelinePart
 from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.parallel.plans import Plan, apply_plan
@@ -36,8 +36,9 @@ def pipeline_part(
     criterion: Criterion | None,
     make_optimizer: MakeOptimizer,
     plan: Plan,
-) -> Part:
-    """Cut a model into stages and spread each; `plan` is the whole model's.
+    example: Any = None,
+) -> PipelinePart:
+    """Cut a model into stages and spread each; `plan` is the whole model's, `example` as in `parallelize`.
 
     Raises:
         ConfigError: there is no criterion, or the model cannot be cut so.
@@ -51,7 +52,10 @@ def pipeline_part(
     again = matching(model, spec.checkpoint_activations, "checkpoint_activations")
     stages = _Stages(spec, mesh, plan, list(again))
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
-    return PipelinePart(model, spec, place, criterion=criterion, make_optimizer=make_optimizer, hooks=stages.hooks())
+    hooks = stages.hooks()
+    return PipelinePart(
+        model, spec, place, criterion=criterion, make_optimizer=make_optimizer, hooks=hooks, example=example
+    )
 
 
 class _Stages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +35,12 @@ class WholePart:
         model: the local module.
         named: full name to local parameter.
         optimizer: of these parameters.
+        layout: how the whole model is spread, in words.
     """
 
     takes_inputs = True
     takes_targets = True
+    layout = ""
 
     def __init__(
         self,
@@ -87,12 +90,8 @@ class WholePart:
         if not stand_in:
             return self._train(batch, rows, factor, last)
         if self._data.runs_stand_ins:
-            self._data.count(False)
-            try:
-                with kept_buffers(self.model):
-                    self._train(batch, rows, 0.0, last)
-            finally:
-                self._data.count(True)
+            with self._data.standing_in(), kept_buffers(self.model):
+                self._train(batch, rows, 0.0, last)
             self._rows -= rows
         return _NOTHING
 
@@ -123,7 +122,8 @@ class WholePart:
         """Do a forward only, in evaluation mode."""
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
-        with torch.no_grad(), evaluating(self.model):
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
             loss = self._objective(self.model, batch, rows, True)
         # What FSDP2 gathered for this forward would be stale after the next load.
         self._data.release()

@@ -85,6 +85,7 @@ class Attach(Message, frozen=True):
         last_generation: generation of the last committed step, -1 before the first.
         last_step: last committed step, -1 before the first.
         last_kind: kind number of the last message handled.
+        codecs: how chunks that come here may be compressed.
     """
 
     session_id: bytes
@@ -95,10 +96,11 @@ class Attach(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Attached(Message, frozen=True):
-    """Listener to dialler: accepted; `received` as in `Attach`, `resumed` tells whether the session was known."""
+    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`, `resumed`: the session was known."""
 
     resumed: bool
     received: dict[int, int]
@@ -106,6 +108,7 @@ class Attached(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Refused(Message, frozen=True):
@@ -294,6 +297,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        preprocess: function of a batch that runs on the worker's device for every batch, before the model.
+        augment: likewise before it, in training only, drawing from the shard's own random state.
         cache: what workers keep of the batches they got; None keeps nothing.
         data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
     """
@@ -314,6 +319,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    preprocess: Factory | None = None
+    augment: Factory | None = None
     cache: CacheSpec | None = None
     data: tuple[DataSpec, ...] = ()
 
@@ -353,6 +360,8 @@ class FormGroup(Message, frozen=True):
         timeout_s: for the meeting of all members.
         interface: on the direct path the receiver's network interface, and
         addresses: of all members, in order of rank: those that were proved to be reachable.
+        example: inputs of some samples, for the member that measures how long the model's modules take.
+        machines: number of every member's machine, where GPUs of one machine use NCCL among themselves.
     """
 
     run_id: str
@@ -365,12 +374,16 @@ class FormGroup(Message, frozen=True):
     timeout_s: float
     interface: str = ""
     addresses: tuple[str, ...] = ()
+    example: Tree | None = None
+    machines: tuple[int, ...] = ()
 
 
 class GroupFormed(Message, frozen=True):
     """Worker to orchestrator: the group stands and the model is spread over it, or why not.
 
-    `broken` tells that the group, not the model, was in the way: a member did not come or was lost.
+    Attributes:
+        broken: the group, not the model, was in the way: a member did not come or was lost.
+        layout: how the model is spread, in words for people.
     """
 
     run_id: str
@@ -379,6 +392,7 @@ class GroupFormed(Message, frozen=True):
     problem: str = ""
     traceback: str = ""
     broken: bool = False
+    layout: str = ""
 
 
 class ProbeListen(Message, frozen=True):

@@ -7,7 +7,7 @@ allocated or handed to a tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from guava_nb.errors import FrameTooLarge, RemoteProtocolError
 from guava_nb.protocol.messages import MESSAGE_KINDS, FlatTensor, Message, TensorSpec, Tree
@@ -97,8 +97,10 @@ _CHECK_OF_TYPE: dict[object, Callable[..., None]] = {Tree: _check_tree, FlatTens
 
 
 def _tensor_fields(record: type[Message]) -> tuple[tuple[str, Callable[..., None]], ...]:
+    """Names of fields that describe a payload, optional ones included, with what checks them."""
     hints: Iterable[tuple[str, object]] = get_type_hints(record).items()
-    return tuple((name, _CHECK_OF_TYPE[hint]) for name, hint in hints if hint in _CHECK_OF_TYPE)
+    plain = [(name, next((kind for kind in get_args(hint) if kind in _CHECK_OF_TYPE), hint)) for name, hint in hints]
+    return tuple((name, _CHECK_OF_TYPE[kind]) for name, kind in plain if kind in _CHECK_OF_TYPE)
 
 
 # Found from the records' own annotations, so that a new record is checked without anyone remembering to.
@@ -119,10 +121,11 @@ def check_tensors(message: Message, payload_bytes: int) -> None:
             element size, or a tensor that reaches beyond the payload.
         FrameTooLarge: a payload that no field of the record describes.
     """
-    fields = _FIELDS[type(message)]
-    if not fields:
-        if payload_bytes:
-            raise FrameTooLarge(f"{type(message).__name__} announces a payload of {payload_bytes} bytes; it has none")
-        return
-    for name, check in fields:
-        check(getattr(message, name), payload_bytes)
+    described = False
+    for name, check in _FIELDS[type(message)]:
+        value = getattr(message, name)
+        if value is not None:
+            described = True
+            check(value, payload_bytes)
+    if payload_bytes and not described:
+        raise FrameTooLarge(f"{type(message).__name__} announces a payload of {payload_bytes} bytes; it has none")

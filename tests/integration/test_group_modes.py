@@ -93,6 +93,7 @@ MODES = [
     ("pipeline", 3, {"pipeline_schedule": "1f1b", "micro_batches": 3}),
     ("pipeline", 2, {"pipeline_schedule": "interleaved", "stages_per_worker": 2}),
     ("pipeline", 2, {"micro_batches": 1, "pipeline_split": "2"}),
+    ("pipeline", 2, {"pipeline_balance": "time"}),
     ("hybrid", 4, {"dp": 2, "pp": 2}),
     ("hybrid", 4, {"dp": 2, "tp": 2}),
     ("hybrid", 4, {"dp": 2, "pp": 2, "zero_stage": 1}),
@@ -120,6 +121,8 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert session.orch.validate(DataLoader(data(), 17))["loss"] == pytest.approx(truth, abs=1e-12)
     report = run.report()
     assert report["mode"] == mode and report["wire"]["sample_bytes"] > 0
+    words = {"pipeline": "stages begin", "pp": "stages begin", "tensor": "shared out: columns of", "tp": "columns of"}
+    assert all(word in report["layout"] for key, word in words.items() if key == mode or settings.get(key, 1) > 1)
     moved = "gradient_bytes" if mode == "zero" else "activation_bytes"
     assert report["wire"][moved] > 0
 

@@ -66,6 +66,30 @@ def compare(case: Scenario, ranks: list[dict[str, Any]], tolerance: float) -> No
 
 
 @pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("data", 5), ("data of 3", 2), ("zero 1", 3), ("zero 2", 3), ("zero 3", 1), ("zero 3 of 3", 2), ("hybrid", 3)],
+)
+def test_synced_batch_norms_see_the_whole_batch(pool: GroupPool, backend: str, name: str, rows: int) -> None:
+    """With replicas of unlike rows, and with one that has none."""
+    case = Scenario(spec=SPECS[name], model="normed", steps=8, rows=rows, sync=True)
+    ranks = run(pool, backend, case)
+    plainly = replace(case, model="plainly normed")
+    compare(plainly, ranks, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [("hybrid", (0, 0, 1, 1)), ("hybrid zero 3", (0, 0, 1, 1)), ("hybrid zero 1", (0, 1, 0, 1)),
+     ("pipeline of tensors", (0, 0, 1, 1)), ("pipeline of replicas", (0, 0, 1, 1))],
+)  # fmt: skip
+def test_groups_inside_machines_under_the_relay(pool: GroupPool, name: str, machines: tuple[int, ...]) -> None:
+    """As NCCL does inside a box of GPUs; gloo stands for it where there are none."""
+    case = Scenario(spec=SPECS[name], steps=6, machines=machines)
+    compare(case, run(pool, "guava", case), 1e-9)
+
+
+@pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_to_plain_pytorch(pool: GroupPool, backend: str, name: str) -> None:
     case = Scenario(spec=SPECS[name], accumulate=2, groups=True)
@@ -195,6 +219,8 @@ def test_what_cannot_be_spread_is_refused_with_its_sizes(pool: GroupPool) -> Non
     assert "dp 2 x pp 2 x tp 1 needs 4 workers, 2 are here" in said(ParallelSpec(mode="hybrid", dp=2, pp=2), (2, 2, 1))
     assert "no axis tp" in said(ParallelSpec(tp=2), (1, 1, 2))
     assert "zero_stage 1" in said(ParallelSpec(mode="hybrid", pp=2, zero_stage=3), (1, 2, 1))
+    assert "micro-batches, whose statistics" in said(SPECS["pipeline"], (1, 2, 1), sync=True)
+    assert "'second': OwnNorm has a forward of its own" in said(SPECS["data"], (2, 1, 1), sync=True, model="own norm")
     assert "needs a criterion" in said(ParallelSpec(mode="pipeline", pp=2), (1, 2, 1))
     assert "looks at whole parameters" in said(ParallelSpec(mode="tensor", tp=2), (1, 1, 2), optimizer="Adafactor")
     wrong = ParallelSpec(mode="tensor", tp=2, tensor_plan={"blocks.9.*": "colwise"})

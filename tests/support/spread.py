@@ -156,6 +156,8 @@ class Scenario:
     spec: ParallelSpec
     model: str = "language"
     double: bool = True
+    machines: tuple[int, ...] = ()
+    sync: bool = False
     steps: int = 20
     rows: int = 6
     accumulate: int = 1
@@ -223,10 +225,11 @@ def plain(case: Scenario) -> tuple[nn.Module, torch.optim.Optimizer, list[float]
 def spread(case: Scenario) -> dict[str, Any]:
     """Train the same over the default group; a small stand-in for the engine."""
     spec = case.spec
-    axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU)
+    axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU, case.machines, inner="gloo")
     part = parallelize(
-        case.build(), spec, axes, CPU, objective=objective, criterion=criterion, make_optimizer=case.make_optimizer
-    )
+        case.build(), spec, axes, CPU, objective=objective, criterion=criterion, make_optimizer=case.make_optimizer,
+        sync_batchnorm=case.sync,
+    )  # fmt: skip
     if case.model_state is not None:
         part.load(case.model_state, case.optimizer_state)
     part.model.train()
@@ -334,6 +337,48 @@ class Counting(nn.Module):
         return self
 
 
+class Normed(nn.Module):
+    """Batch norms of three kinds: with momentum, with a mean over all steps, without weights; over two and three axes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.first = nn.BatchNorm1d(WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.BatchNorm1d(WIDTH, momentum=None, affine=False)
+        self.third = nn.SyncBatchNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.embed(x).transpose(1, 2)).transpose(1, 2)
+        h = self.inner(h).tanh()
+        # Uneven over the rows, so that the mean of the replicas' statistics is not that of the batch.
+        h = self.second((h + 5 * (x == 3)[..., None]).flatten(0, 1)).view_as(h)
+        return self.head(self.third(h.transpose(1, 2)).transpose(1, 2))
+
+
+class PlainNormed(Normed):
+    """The same for a loop without a group."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.third.__class__ = nn.BatchNorm1d
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A batch norm that does it in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class OwnNormed(Normed):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.second = OwnNorm(WIDTH)
+
+
+MODELS |= {"normed": Normed, "plainly normed": PlainNormed, "own norm": OwnNormed}
 MODELS |= {"choosy": Choosy, "counting": Counting}
 
 
@@ -354,8 +399,9 @@ def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
     try:
         axes = MeshAxes.build(Mesh(*sizes), CPU)
         parallelize(
-            case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer
-        )
+            case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer,
+            sync_batchnorm=case.sync,
+        )  # fmt: skip
     except ConfigError as error:
         return str(error)
     return ""

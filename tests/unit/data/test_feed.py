@@ -496,3 +496,26 @@ def test_a_position_that_cannot_be_read_is_refused() -> None:
 def test_sequential_sampler_without_generator_has_none_to_save() -> None:
     feed = Feed(DataLoader(Numbers(), batch_size=4, sampler=SequentialSampler(Numbers())))
     assert feed.position()["start"]["generators"] == {}
+
+
+def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
+    class Noisy(Dataset[tuple[torch.Tensor, int]]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.rand(2) + index, index
+
+    torch.manual_seed(3)
+    plain = list(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    torch.manual_seed(3)
+    feed = Feed(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    inputs, ids = feed.example(2)
+    assert ids.tolist() == [0, 1] and inputs.shape == (2, 2)
+    for loaded, (values, labels) in zip(feed.epoch(), plain, strict=True):
+        assert torch.equal(loaded.batch[0], values) and torch.equal(loaded.batch[1], labels)
+
+
+def test_an_example_needs_a_data_set_with_indices() -> None:
+    with pytest.raises(ConfigError, match="no data set with indices"):
+        Feed([torch.zeros(2, 1)]).example(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from guava_nb.engine.route import decide, unlike_devices
+from guava_nb.engine.route import decide, machines_of, unlike_devices
 from guava_nb.protocol.messages import Hello, ProbeAddress, ProbeAnswer, ProbeListening, ProbeReport
 
 NAMES = {0: "w1", 1: "w2"}
@@ -71,3 +72,15 @@ def test_who_does_not_answer_is_named() -> None:
 def test_devices_that_no_library_serves_together(hellos: list[Hello], said: str) -> None:
     assert said in unlike_devices(["w1", "w2"], hellos)
     assert bool(said) == bool(unlike_devices(["w1", "w2"], hellos))
+
+
+def test_machines_are_numbered_where_every_worker_has_a_gpu_of_its_own() -> None:
+    def on(host: str, device: str, uuid: str) -> Hello:
+        return msgspec.structs.replace(hello(device, uuid), host_id=host)
+
+    four = [on("a", "cuda:0", "g0"), on("b", "cuda:0", "g1"), on("a", "cuda:1", "g2"), on("b", "cuda:1", "g3")]
+    assert machines_of(four) == (0, 1, 0, 1)
+    assert machines_of([*four, on("a", "cuda:1", "g2")]) == ()  # two workers on one GPU
+    assert machines_of([*four, on("c", "cpu", "")]) == ()
+    unknown = [on("", "cuda:0", "g0"), on("", "cuda:0", "g1")]
+    assert machines_of(unknown) == (0, 1)  # nobody knows that they share a machine

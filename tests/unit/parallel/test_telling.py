@@ -1,0 +1,23 @@
+"""The sentence that says how a model is spread."""
+
+from __future__ import annotations
+
+from guava_nb.parallel.plans import Plan, Split
+from guava_nb.parallel.telling import describe
+
+
+def test_whole_replicas_have_nothing_to_tell() -> None:
+    assert describe((), Plan({})) == ""
+
+
+def test_stages_are_named_by_the_module_they_begin_with() -> None:
+    assert describe(("embed", "blocks.3"), Plan({})) == "stages begin: 1 with embed, 2 with blocks.3"
+
+
+def test_repeated_blocks_are_named_once_and_counted() -> None:
+    splits = {f"blocks.{k}.{kind}": Split(kind) for k in range(3) for kind in ("column", "row")} | {"0": Split("vocab")}
+    text = describe((), Plan(splits))
+    assert text == (
+        "shared out: columns of blocks.*.column (x3); rows of blocks.*.row (x3); words of 0; "
+        "all else is whole on every worker"
+    )
