@@ -23,7 +23,7 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
-from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import (
     Reference,
@@ -300,6 +300,7 @@ class Orchestrator:
         threads: int | None = None,
         progress: bool = True,
         cache: str | None = None,
+        cache_static: bool = False,
         data: str = "orchestrator",
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
@@ -333,6 +334,8 @@ class Orchestrator:
             progress: show a bar while blocking.
             cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
                 and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
+            cache_static: the samples of `train_loader` do not change between epochs: those that workers hold are not even
+                loaded again. Without it every sample is loaded and compared, and sent where it changed.
             data: "worker" where `train_loader` is a `WorkerData`.
 
         Raises:
@@ -365,6 +368,8 @@ class Orchestrator:
                 ),
                 cache=cache_spec(self.config, cache),
             )  # fmt: skip
+            if cache_static:
+                refuse_static(spec)
             if own:
                 refuse_group(spec)
                 spec = replace(spec, data=ask_data(cluster, self._ledger.cells(), own, interrupts.check))
@@ -373,6 +378,7 @@ class Orchestrator:
             plan = TrainingPlan(
                 feed=feed,
                 val_feed=val_feed,
+                cache_static=cache_static,
                 num_epochs=num_epochs,
                 val_interval=val_interval,
                 accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from guava_nb.data.loader_parts import LeaveOut
 from guava_nb.data.loading import LoadError, Source, make_source
 from guava_nb.data.randomness import RandomState
 from guava_nb.errors import CheckpointError, ConfigError
@@ -184,6 +185,14 @@ class Feed:
             if state is not None:
                 RandomState.from_plain(state)  # damage is told now, not in the middle of a run
         self._resume = dict(position)
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        """Do not load batches of which `wanted(indices)` says so, each time one is drawn; they come as `Unread`.
+
+        Raises:
+            ConfigError: the loader has no indices.
+        """
+        self._source.leave_out(wanted)
 
     def close(self) -> None:
         """End loader processes that persist between epochs; the feed cannot be walked again."""

@@ -17,7 +17,7 @@ from guava_nb.engine.source import pip_name
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, Message, RunSpec
 
-__all__ = ["ask_data", "data_spec", "feeds", "refuse_group", "refuse_place"]
+__all__ = ["ask_data", "data_spec", "feeds", "refuse_group", "refuse_place", "refuse_static"]
 
 
 def data_spec(data: WorkerData, shared: ModuleType | None) -> DataSpec:
@@ -58,6 +58,21 @@ def refuse_group(spec: RunSpec) -> None:
             f"data that lies at the workers goes with data mode through the orchestrator, and this run is of mode "
             f"{spec.parallel.mode} on the path {spec.parallel.path}: choose %guava_mode data --path relay (set_mode('data', "
             "path='relay')), or give a loader here with cache='disk', which sends each sample once"
+        )
+
+
+def refuse_static(spec: RunSpec) -> None:
+    """Refuse to leave samples unloaded where nobody keeps them, or where it is not followed who does.
+
+    Raises:
+        ConfigError: what to choose instead.
+    """
+    if spec.cache is None:
+        raise ConfigError("cache_static is for workers that keep samples: give cache='memory' or cache='disk' with it")
+    if spec.parallel is not None:
+        raise ConfigError(
+            f"cache_static goes with data mode through the orchestrator, and this run is of mode {spec.parallel.mode} on the "
+            f"path {spec.parallel.path}: leave it out, the cache alone works there; or choose %guava_mode data --path relay"
         )
 
 

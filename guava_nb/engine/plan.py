@@ -83,6 +83,7 @@ class TrainingPlan:
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `engine.credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
+        cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps: 0 saves no checkpoint by itself.
         start: where the data begins; from a checkpoint.
     """
@@ -102,6 +103,7 @@ class TrainingPlan:
     snapshot_every_steps: int | None = None
     save_every_steps: int = 0
     save_path: Path | None = None
+    cache_static: bool = False
     start: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from guava_nb.data.feed import Feed
+from guava_nb.data.loader_parts import Unread
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows, split_keys
 from guava_nb.data.split import RowSplitter
 from guava_nb.data.tree import pack
 from guava_nb.engine.holdings import MAX_ROWS, SENT, Holdings, Order, cost_function
+from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
     CachedRows,
     CacheHeld,
@@ -58,6 +61,49 @@ class Piece:
 
     rows: Rows
     indices: Sequence[int]
+
+
+class _KnownRows(Rows):
+    """Rows of a batch that was not loaded, because all of them are held by somebody."""
+
+    def __init__(self, unread: Unread, known: Sequence[tuple[bytes, int]], form: _Form, splitter: RowSplitter) -> None:
+        self.count = len(unread.ids)
+        self.keys, self.sizes = [key for key, _ in known], [size for _, size in known]
+        self.marks, self.slots = form.marks, form.slots
+        self._unread, self._form, self._splitter = unread, form, splitter
+
+    @cached_property
+    def _loaded(self) -> Rows:
+        rows = Rows(self._unread.read(), self.count, self._splitter)
+        for sample, before, now in zip(self._unread.ids, self.keys, rows.keys, strict=True):
+            if before != now:
+                raise ConfigError(
+                    f"sample {sample} is not what it was in an earlier epoch, and cache_static=True said that samples do not "
+                    "change: leave it out, then samples that changed are found and sent anew"
+                )
+        return rows
+
+    def only(self, indices: Sequence[int]) -> Any:
+        return self._loaded.only(indices) if indices else self._form.empty
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What batches look like without any row; if that is the same for all, it need not be loaded."""
+
+    marks: bytes
+    slots: tuple[int, ...]
+    empty: Any
+    packed: tuple[Tree, bytes]
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Form:
+        empty = rows.only([])
+        tree, buffers = pack(empty)
+        return cls(rows.marks, rows.slots, empty, (tree, b"".join(buffers)))
+
+    def is_like(self, other: _Form) -> bool:
+        return (self.marks, self.slots, self.packed) == (other.marks, other.slots, other.packed)
 
 
 class Parcel:
@@ -106,7 +152,10 @@ class RowWriter:
         self._listed: set[int] = set()
         self._run_id = ""
         self._told: set[str] = set()
-        self._seen: dict[int, bytes] = {}
+        self._seen: dict[int, tuple[bytes, int]] = {}
+        self._form: _Form | None = None
+        self._forms_differ = False
+        self._static = False
         self._again = self._changed = 0
         self.on_shard_wanted: Callable[[int, int, int], None] = lambda rank, step, shard: None
         self.on_batch_wanted: Callable[[int, int], None] = lambda rank, request: None
@@ -193,28 +242,52 @@ class RowWriter:
         """
         if self._spec.cache is None or not rows:
             return batch
+        if isinstance(batch, Unread):
+            if self._form is not None and not self._forms_differ:
+                return _KnownRows(batch, [self._seen[sample] for sample in batch.ids], self._form, splitter)
+            batch = batch.read()
         try:
             made = Rows(batch, rows, splitter)
         except NotSeparable as reason:
             self._tell(f"batches are sent whole and nothing of them is kept by the workers: {reason}")
             return batch
         if len(ids) == rows:
-            self._watch(ids, made.keys)
+            self._watch(ids, made)
         return made
+
+    def leave_unread(self, feed: Feed) -> None:
+        """Leave batches of this feed unread of which every row is held: its user said that samples do not change.
+
+        Raises:
+            ConfigError: its loader has no indices.
+        """
+        feed.leave_out(self._is_held)
+        self._static = True
+
+    def _is_held(self, ids: Sequence[int]) -> bool:
+        """Whether a batch of a data set that does not change need not be loaded; asked on the loader's thread."""
+        if self._form is None or self._forms_differ:
+            return False
+        held = list(self._caches.of.values())
+        return all((known := self._seen.get(i)) is not None and any(known[0] in of for of in held) for i in ids)
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
             self._cluster.notice(sentence)
 
-    def _watch(self, ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        for sample, key in zip(ids, keys, strict=True):
+    def _watch(self, ids: Sequence[int], rows: Rows) -> None:
+        if self._static:
+            form = _Form.of(rows)
+            self._form = self._form or form
+            self._forms_differ |= not self._form.is_like(form)
+        for sample, key, size in zip(ids, rows.keys, rows.sizes, strict=True):
             before = self._seen.get(sample)
             if before is not None:
                 self._again += 1
-                self._changed += before != key
+                self._changed += before[0] != key
             if before is not None or len(self._seen) < MAX_ROWS:
-                self._seen[sample] = key
+                self._seen[sample] = (key, size)
         if self._again >= _JUDGED and 2 * self._changed > self._again:
             self._tell(
                 "the samples change between epochs (is there augmentation in the data set?): those that changed are sent anew, "

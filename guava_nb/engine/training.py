@@ -85,6 +85,8 @@ class TrainingJob(TeamJob):
         self._calls = BoundaryCalls()
         self._blame = Blame()
         ensemble.attach(self)
+        if plan.cache_static:
+            ensemble.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
         self._evaluation, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)

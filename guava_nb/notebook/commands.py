@@ -48,6 +48,9 @@ WORKER = Command(
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
         option("--name", metavar="NAME", help="how this worker is called in tables and logs"),
+        flag(
+            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
         flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
     ),
     "%guava_worker guava1:...",

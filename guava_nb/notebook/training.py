@@ -66,6 +66,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         given["optimizer_args"] = optimizer_args
     if args.fresh:
         given["fresh"] = True
+    if args.cache_static:
+        given["cache_static"] = True
     if args.resume is not None:
         given["resume"] = Path(args.resume).expanduser()
     if args.fresh and args.resume is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.run import Run
+from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
     CacheSpec,
     Evaluate,
@@ -289,3 +290,102 @@ def test_strings_stay_with_their_rows(cluster: Cluster) -> None:
     assert job.run.wait(60)
     job.run.result()
     assert counted.bytes[5] < counted.bytes[0] / 2
+
+
+class Counting(Dataset[Any]):
+    """Counts its looks; from `changes_at` looks on samples are others than they were."""
+
+    def __init__(self, changes_at: int = 1 << 40) -> None:
+        self.looks, self.changes_at = 0, changes_at
+
+    def __len__(self) -> int:
+        return 101
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.looks += 1
+        return torch.full((10,), index / 50 - (self.looks >= self.changes_at), dtype=torch.float64), index % 4
+
+
+def shuffled(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(9), **options)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_samples_that_are_said_not_to_change_are_loaded_once(cluster: Cluster, count: int) -> None:
+    data = Counting()
+    workers = [Watched(cluster, f"w{k}") for k in range(count)]
+    run, sent = train(cluster, workers, shuffled(data), 4, cache_static=True)
+    assert data.looks == 101 if count == 1 else 101 <= data.looks < 4 * 101
+    assert sent[1:] == [0, 0, 0] if count == 1 else sent[3] < sent[0]
+    assert_equal(run, shuffled(Counting()), 4)
+
+
+def test_loader_processes_leave_samples_out_too(cluster: Cluster) -> None:
+    run, sent = train(cluster, [Watched(cluster, "w0")], shuffled(Counting(), num_workers=2), 3, cache_static=True)
+    assert sent[1:] == [0, 0]
+    assert_equal(run, shuffled(Counting(), num_workers=2))
+
+
+def test_a_lost_worker_s_rows_are_loaded_again(cluster: Cluster) -> None:
+    seen: Counter[str] = Counter()
+
+    def dies(worker: DirectWorker, message: Message) -> None:
+        seen[worker.name] += isinstance(message, GradientBucket)
+        if worker.name == "w1" and seen["w1"] == 20:
+            worker.die()
+
+    workers = [Watched(cluster, f"w{k}", dies) for k in range(2)]
+    run, sent = train(cluster, workers, shuffled(data := Counting()), 5, cache_static=True)
+    assert data.looks > 101 and sent[4] == 0
+    assert_equal(run, shuffled(Counting()), 5)
+
+
+def test_that_samples_changed_although_they_were_said_not_to_is_found_when_one_is_loaded(cluster: Cluster) -> None:
+    workers = [Watched(cluster, "w0")]
+    some = CacheSpec("memory", 40 * (16 + ROW_BYTES + 160))
+    workers[0].start()
+    cluster.wait_for(1, 10)
+
+    class Lose:
+        def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+            store = workers[0].loop._reader._store
+            store.drop(list(store.sizes()))  # type: ignore[union-attr]
+
+    plan = plan_for(DataLoader(Counting(changes_at=102), batch_size=8), 3, callbacks=[Lose()], cache_static=True)
+    job = job_for(cluster, spec(cache=some), plan)
+    job.start()
+    assert job.run.wait(60)
+    with pytest.raises(ConfigError, match=r"sample \d+ is not what it was.*cache_static"):
+        job.run.result()
+
+
+def ragged(samples: list[Any]) -> Any:
+    longest = max(int(y) for _, y in samples) + 1  # the batch decides how wide its rows are
+    return (
+        torch.stack([torch.nn.functional.pad(x, (0, longest))[:10] for x, _ in samples]),
+        torch.tensor([y for _, y in samples]),
+        torch.zeros(longest),
+    )
+
+
+def test_batches_of_several_forms_are_loaded_in_each_epoch(cluster: Cluster) -> None:
+    data = Counting()
+    loader_ = DataLoader(data, batch_size=3, collate_fn=ragged)
+    run_spec = spec(cache=CACHE, criterion=None, step=Factory(f"{__name__}:first_two"))
+    worker = Watched(cluster, "w0").start()
+    cluster.wait_for(1, 10)
+    job = job_for(cluster, run_spec, plan_for(loader_, 3, cache_static=True))
+    job.start()
+    assert job.run.wait(60)
+    job.run.result()
+    assert data.looks == 3 * 101 and worker.error is None
+
+
+def first_two(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_list_of_batches_has_no_samples_to_leave_out(cluster: Cluster) -> None:
+    plan = plan_for([(torch.zeros(4, 10), torch.zeros(4))], 2, cache_static=True)
+    with pytest.raises(ConfigError, match="cache_static needs a DataLoader"):
+        job_for(cluster, spec(cache=CACHE), plan)
