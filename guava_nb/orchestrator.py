@@ -53,7 +53,7 @@ from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError, WorkerLost
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
@@ -341,16 +341,7 @@ class Orchestrator:
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
-        cluster = self._open_cluster()
-        if self.run is not None and not self.run.done:
-            raise ClusterError(
-                f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
-            )
-        if not cluster.roster.ready():
-            raise ClusterError(
-                "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
-                "(in a script: launch_workers(2))"
-            )
+        cluster = self._idle_cluster()
         with interrupts_remembered() as interrupts:
             shared = self._shared()
             refuse_place(data, train_loader)
@@ -370,9 +361,7 @@ class Orchestrator:
             )  # fmt: skip
             if cache_static:
                 refuse_static(spec)
-            if own:
-                refuse_group(spec)
-                spec = replace(spec, data=ask_data(cluster, self._ledger.cells(), own, interrupts.check))
+            spec = self._with_data(spec, own, interrupts.check)
             feed, val_feed = feeds(loaders, spec.data)
             assert feed is not None
             plan = TrainingPlan(
@@ -395,6 +384,27 @@ class Orchestrator:
             ensemble.look_at(plan.feed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
+
+    def _idle_cluster(self) -> Cluster:
+        """The cluster, if a run can begin there."""
+        cluster = self._open_cluster()
+        if self.run is not None and not self.run.done:
+            raise ClusterError(
+                f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
+            )
+        if not cluster.roster.ready():
+            raise ClusterError(
+                "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
+                "(in a script: launch_workers(2))"
+            )
+        return cluster
+
+    def _with_data(self, spec: RunSpec, own: Sequence[DataSpec], check_interrupt: Callable[[], None]) -> RunSpec:
+        """The record of a run with what the workers say of the data sets that lie there."""
+        if not own:
+            return spec
+        refuse_group(spec)
+        return replace(spec, data=ask_data(self._open_cluster(), self._ledger.cells(), own, check_interrupt))
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool

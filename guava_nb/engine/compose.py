@@ -15,7 +15,7 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import CacheSpec, DataSpec, Factory, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Factory, ParallelSpec, RunSpec
 
 __all__ = ["build_spec", "cache_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
 
@@ -171,8 +171,6 @@ def build_spec(
     parallel: ParallelSpec | None = None,
     preprocess: Reference | None = None,
     augment: Reference | None = None,
-    cache: CacheSpec | None = None,
-    data: tuple[DataSpec, ...] = (),
     **overrides: Any,
 ) -> RunSpec:
     """Return the records for a run; `overrides` replace the configuration's values where they are not None.
@@ -217,7 +215,5 @@ def build_spec(
         parallel=parallel,
         preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
         augment=None if augment is None else _factory("augment", augment, None, shared),
-        cache=cache,
-        data=data,
         **chosen,
     )

@@ -60,12 +60,14 @@ class _Built:
 
     def _samples(self, ids: Sequence[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)
-        if callable(many):
-            try:
-                return list(many(list(ids)))
-            except Exception:  # noqa: S110 - one by one it is found out which sample it was
-                pass
-        return [self._sample(index) for index in ids]
+        if not callable(many):
+            return [self._sample(index) for index in ids]
+        try:
+            return list(many(list(ids)))
+        except Exception:
+            for index in ids:  # the batch is lost anyhow: find out which sample it was
+                self._sample(index)
+            raise
 
     def _sample(self, index: int) -> Any:
         try:

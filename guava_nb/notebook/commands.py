@@ -48,9 +48,6 @@ WORKER = Command(
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
         option("--name", metavar="NAME", help="how this worker is called in tables and logs"),
-        flag(
-            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
-        ),
         flag("--detach", help="do not block the cell (a free Colab counts as idle then)"),
     ),
     "%guava_worker guava1:...",
@@ -169,6 +166,9 @@ TRAIN = Command(
         ),
         option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
         _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
+        flag(
+            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

@@ -135,7 +135,10 @@ class ByMarks:
         self.marks = marks
 
     def only(self, batch: Any) -> Any:
-        return rewrite_marked(batch, self.marks, lambda v: [_packed(x) for x in v] if isinstance(v, list) else v)
+        def packed(value: Any) -> Any:
+            return type(value)(_packed(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+        return rewrite_marked(batch, self.marks, packed)
 
 
 def test_every_dtype_that_can_travel_is_kept_exactly() -> None:
