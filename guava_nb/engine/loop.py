@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Union
 
@@ -20,6 +21,7 @@ import torch
 
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.ahead import Ahead, copier_for
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.pending import LocalStep, PendingSteps
@@ -89,6 +91,10 @@ def _nothing() -> None:
     pass
 
 
+def _key(message: Shard) -> tuple[str, int, int, int]:
+    return message.run_id, message.generation, message.step, message.shard
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -133,6 +139,7 @@ class WorkerLoop:
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
+        self._ahead = Ahead(copier_for(device))
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -175,6 +182,8 @@ class WorkerLoop:
                     return
         except _End:
             return
+        finally:
+            self._ahead.close()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -257,6 +266,7 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------ preparation
 
     def _forget(self) -> None:
+        self._ahead.close()
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = None
         self._run_id = ""
@@ -397,7 +407,8 @@ class WorkerLoop:
         wait_s = time.monotonic() - self._idle_since
         self._show("working")
         try:
-            parts = self._unpack(message.batch, payload)
+            parts = self._ahead.take(_key(message), partial(self._unpack, message.batch, payload))
+            self._look_ahead()
             result = self._run_shard(replica, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
@@ -417,6 +428,13 @@ class WorkerLoop:
         else:
             self._send(ready, ())
         self._idle_since = time.monotonic()
+
+    def _look_ahead(self) -> None:
+        """Let the next shard, if it is here, come to the device while this one computes."""
+        following = self._steps.following()
+        if following is not None:
+            message, payload = following
+            self._ahead.begin(_key(message), partial(self._unpack, message.batch, payload))
 
     def _run_shard(self, replica: AnyReplica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
