@@ -115,6 +115,7 @@ MODE = Command(
             metavar="NAMES",
             help='modules whose activations are computed again in backward, with commas; "*": every block that repeats',
         ),
+        _one("--sync-batchnorm", ("on", "off"), "batch norms see the rows of all workers (off); not with a pipeline"),
         _one(
             "--path",
             ("auto", "relay", "direct"),
