@@ -35,6 +35,14 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        _one(
+            "--compression",
+            ("auto", "on", "off"),
+            "lossless, of batches, gradients and parameters (auto: where it pays)",
+        ),
+        option(
+            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
+        ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
