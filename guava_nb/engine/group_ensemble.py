@@ -188,7 +188,8 @@ class GroupEnsemble(Ensemble):
         if self._breaks >= MOST_BREAKS:
             raise ClusterError(
                 f"{self._breaks} process groups in a row broke while all workers stayed ({reason}); the path is "
-                f"{self.route.path}. Try %guava_mode ... --path relay, and look at %guava_log"
+                f"{self.route.path}. {'Try --path relay (path=relay), and look' if self.route.path == 'direct' else 'Look'} "
+                "at %guava_log"
             )
 
     def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
