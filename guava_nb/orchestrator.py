@@ -427,7 +427,7 @@ class Orchestrator:
             mode: "data", "pipeline", "tensor", "zero" or "hybrid".
             tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; None finds one by itself.
             settings: `dp`, `pp`, `tp`, `zero_stage` as in `guava_nb.config.mode_settings`, and fields of the configuration
-                such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `path`.
+                such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `sync_batchnorm`, `path`.
 
         Raises:
             ConfigError: something does not fit; nothing was changed.

@@ -20,6 +20,7 @@ import torch
 
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.ahead import Ahead, copier_for
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.own_data import OwnData
@@ -95,6 +96,10 @@ def _nothing() -> None:
     pass
 
 
+def _key(message: Shard) -> tuple[str, int, int, int]:
+    return message.run_id, message.generation, message.step, message.shard
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -141,6 +146,7 @@ class WorkerLoop:
         self._leaving = ""
         self._reader = RowReader(send)
         self._data = OwnData()
+        self._ahead = Ahead(copier_for(device))
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -184,6 +190,7 @@ class WorkerLoop:
         except _End:
             return
         finally:
+            self._ahead.close()
             self._reader.close()
 
     def _take(self) -> None:
@@ -273,6 +280,7 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------ preparation
 
     def _forget(self) -> None:
+        self._ahead.close()
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = None
         self._run_id = ""
@@ -450,7 +458,9 @@ class WorkerLoop:
         wait_s = time.monotonic() - self._idle_since
         self._show("working")
         try:
-            result = self._run_shard(replica, message, load())
+            parts = self._ahead.take(_key(message), load)
+            self._look_ahead()
+            result = self._run_shard(replica, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
             self._fail(error, message.run_id, message.step, message.shard)
@@ -469,6 +479,13 @@ class WorkerLoop:
         else:
             self._send(ready, ())
         self._idle_since = time.monotonic()
+
+    def _look_ahead(self) -> None:
+        """Let the next shard, if it is here, come to the device while this one computes."""
+        following = self._steps.following()
+        if following is not None:
+            message, load = following
+            self._ahead.begin(_key(message), load)
 
     def _run_shard(self, replica: AnyReplica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""

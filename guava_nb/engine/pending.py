@@ -58,6 +58,14 @@ class PendingSteps(Generic[T]):
         """Return the step to work on, if anything of it has come."""
         return self._steps.get(self.committed + 1)
 
+    def following(self) -> tuple[Shard, Callable[[], Any]] | None:
+        """Return the shard to be worked on first of those that have come, of this step or the next, and what gives it."""
+        for number in (self.committed + 1, self.committed + 2):
+            step = self._steps.get(number)
+            if step is not None and step.todo:
+                return step.todo[0]
+        return None
+
     def find(self, number: int, generation: int) -> LocalStep[T] | None:
         """Return a step's record; None when the message belongs to the past or to an attempt that was given up.
 

@@ -121,6 +121,7 @@ class TrainingJob(TeamJob):
         except BaseException as caught:
             error = caught
         if state != "done":
+            self.ensemble.retire()
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())

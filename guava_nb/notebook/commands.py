@@ -36,6 +36,14 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        _one(
+            "--compression",
+            ("auto", "on", "off"),
+            "lossless, of batches, gradients and parameters (auto: where it pays)",
+        ),
+        option(
+            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
+        ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
@@ -116,6 +124,7 @@ MODE = Command(
             metavar="NAMES",
             help='modules whose activations are computed again in backward, with commas; "*": every block that repeats',
         ),
+        _one("--sync-batchnorm", ("on", "off"), "batch norms see the rows of all workers (off); not with a pipeline"),
         _one(
             "--path",
             ("auto", "relay", "direct"),

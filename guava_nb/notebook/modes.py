@@ -25,6 +25,7 @@ _NAMES = {
     "balance": "pipeline_balance",
     "plan": "tensor_plan",
     "checkpoint_activations": "checkpoint_activations",
+    "sync_batchnorm": "sync_batchnorm",
     "path": "path",
 }
 _PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split", "balance")
@@ -49,6 +50,8 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
         mode_settings(args.mode, **{_NAMES[n]: given[n] for n in ("dp", "pp", "tp", "zero") if n in given})
     except ConfigError as error:
         raise UsageError(str(error)) from None
+    if "sync_batchnorm" in given:
+        given["sync_batchnorm"] = given["sync_batchnorm"] == "on"
     return {"mode": args.mode, **{_NAMES[name]: value for name, value in given.items()}}
 
 

@@ -38,6 +38,7 @@ class PipelinePart(Part):
 
     Attributes, beside those of every part:
         begins: full name of the module with which each stage of the pipeline begins.
+        stage_parameters: how many each stage of the pipeline has.
         buffers: full name to local buffer.
 
     Args:
@@ -78,6 +79,7 @@ class PipelinePart(Part):
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
+        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self.layout = ""
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1

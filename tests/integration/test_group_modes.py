@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from guava_nb.engine.ensemble import fetch_between_runs
 from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.run import Run
-from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError
+from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
 #: The net of `processes` as a Sequential whose blocks have the traps: stages are cut between them.
@@ -127,6 +128,47 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert report["wire"][moved] > 0
 
 
+NORMED = """
+from torch import nn
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(10, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mode", "settings"), [("data", {}), ("zero", {"zero_stage": 3})])
+def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, settings: dict[str, Any]) -> None:
+    """98 rows in batches of 32: the last batch has two, one on each worker."""
+    session.ensure(2)
+    namespace: dict[str, Any] = {}
+    exec(NORMED, namespace)
+    torch.manual_seed(0)
+    model = namespace["Normed"]().double()
+    rows = torch.utils.data.TensorDataset(*(tensor[:98] for tensor in data().tensors))
+    batches = DataLoader(rows, batch_size=32)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for x, y in list(batches) * 2:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    session.orch.set_mode(mode, path="relay", sync_batchnorm=True, **settings)
+    try:
+        run = session.train(batches, 2, NORMED, model="Normed", criterion="CrossEntropyLoss")
+    finally:
+        session.orch.set_mode("data", sync_batchnorm=False)
+    assert [r["loss"] for r in run.history] == pytest.approx(losses, abs=1e-9)
+    assert difference(run.model(), model) <= 1e-9
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 2}), ("pipeline", {}), ("tensor", {})])
 def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
@@ -168,6 +210,46 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session.workers.append(Worker(session, "spare-twice", False))
     session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
     assert len(calls) == 3 and run.generations == 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["data", "zero", "pipeline"])
+def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: Path, mode: str) -> None:
+    """Nobody can hand the state over while the step holds; it is there when the step is over."""
+    victims = session.ensure(2)
+    calls = 7 if mode != "pipeline" else 2 * 4 * 2 + 1  # blocks of one stage x micro-batches x two steps, and one more
+    for worker in victims:
+        worker.trap("forward", calls)
+    run = train(session, mode, loader(), epochs=3, detach=True)
+    for worker in victims:
+        worker.wait_trapped()
+    committed = len(run.history)
+    assert committed >= 1
+    job = session.orch._job
+    assert job is not None
+    job.plan.interrupt_grace_s = 0.5  # the run's own patience; the test does not wait for the real one
+    run.stop()
+    assert run.wait(30) and run.state == "stopped" and len(run.history) == committed
+    with pytest.raises(WorkerLost, match="still in work there. Nothing is lost"):
+        fetch_between_runs(session.orch._ensemble, session.orch._open_cluster(), 0.5)
+    for worker in victims:
+        worker.release()
+    session.orch.save_checkpoint(tmp_path / "after.pt")
+    plain = Plain(session.folder, loader()).epochs(3, limit=committed)
+    assert difference(run.model(), plain.model) <= 1e-9
+    assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])
+def test_a_failed_run_leaves_workers_that_validate(session: Session, mode: str) -> None:
+    session.ensure(2)
+    wrong = [(torch.zeros(8, 10, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)),
+             (torch.zeros(8, 3, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))]  # fmt: skip
+    with pytest.raises(RemoteError, match="cannot be multiplied"):
+        train(session, mode, wrong)
+    for _ in range(2):
+        assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
 
 
 @pytest.mark.timeout(120)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from guava_nb.errors import ConfigError, RemoteError
-from tests.support.processes import Session, difference
+from guava_nb.render import session_view, to_text
+from tests.support.processes import CELL as TRAPS
+from tests.support.processes import Session, difference, eventually
 
 CELL = """
 import torch
@@ -136,3 +139,112 @@ def test_a_function_that_gives_no_batch_back_is_named(pool_of_three: Session, fu
     with pytest.raises((ConfigError, RemoteError), match=sentence):
         train(pool_of_three, preprocess=function)
     assert len(train(pool_of_three).history) == 8  # the worker stayed up
+
+
+# ------------------------------------------------------------------------------------------- ahead of need, and the status
+
+
+class Big(Dataset[Any]):
+    """Rows of a megabyte, made when they are asked for; counts them."""
+
+    def __init__(self, rows: int = 60) -> None:
+        self.rows, self.made = rows, 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.made += 1
+        return torch.full((1_000_000,), index % 251, dtype=torch.uint8), index % 4
+
+
+HELD = (
+    TRAPS
+    + """
+
+class Few(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x):
+        global _calls
+        _calls += 1
+        trap("forward")
+        return self.head(x[:, :10].double())
+"""
+)
+
+
+@pytest.mark.timeout(120)
+def test_what_is_held_stays_bounded_however_slow_a_worker_is(pool_of_three: Session) -> None:
+    """A worker that stands still: bytes in flight and bytes loaded stop within the budget, and go on when it does."""
+    (worker,) = pool_of_three.ensure(1)
+    budget = 8_100_000  # four batches
+    pool_of_three.orch.config = pool_of_three.orch.config.replace(prefetch_bytes=budget)
+    try:
+        dataset = Big()
+        worker.trap("forward", 3)
+        run = pool_of_three.train(
+            DataLoader(dataset, 2), 1, HELD.format(folder=str(pool_of_three.folder)),
+            model="Few", criterion="CrossEntropyLoss", detach=True,
+        )  # fmt: skip
+        worker.wait_trapped()
+        rank = next(w.rank for w in pool_of_three.orch.status().workers if w.name == worker.name)
+        in_flight = eventually(
+            lambda: (found := run.feeding().in_flight[rank])[0] == 4 and found, 20, "the budget is in use"
+        )
+        assert 4 * 2_000_000 < in_flight[1] <= budget  # the batch in work among them
+        status = pool_of_three.orch.status()
+        (shown,) = [w for w in status.workers if w.name == worker.name]
+        assert (shown.queued_batches, shown.queued_bytes) == in_flight
+        loaded = eventually(lambda: pool_of_three.orch.status().run.loaded_batches, 20, "a batch is ready")
+        assert loaded == 1  # a quarter of the budget is held ready
+        assert dataset.made <= 2 * (2 + 4 + 1 + 1)  # two done, four in flight, one ready, one being loaded
+        text = to_text(session_view(pool_of_three.orch.status()))
+        assert "4 batches, 8.0 MB" in text and "1 batches, 2.0 MB, ready to be sent" in text
+        worker.release()
+        assert run.wait(60)
+        run.result()
+        assert (dataset.made, run.lost_samples) == (60, 0)
+    finally:
+        pool_of_three.orch.config = pool_of_three.orch.config.replace(prefetch_bytes=64 << 20)
+
+
+SLOW_WORKER = (
+    CELL
+    + """
+
+def slow_loss(outputs, targets):
+    import time
+    time.sleep(0.03)
+    return nn.functional.cross_entropy(outputs, targets)
+"""
+)
+
+
+class Slow(Dataset[Any]):
+    """Takes its time."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.03)
+        return torch.zeros(12, dtype=torch.uint8), index % 4
+
+
+@pytest.mark.timeout(120)
+def test_who_waits_for_whom_is_told(pool_of_three: Session) -> None:
+    pool_of_three.ensure(1)
+    slow_data = pool_of_three.train(
+        DataLoader(Slow(), 2), 2, CELL, model="Deep", criterion="CrossEntropyLoss", preprocess="to_float"
+    )
+    quick = DataLoader(images(200), 2)
+    slow_worker = pool_of_three.train(quick, 1, SLOW_WORKER, model="Deep", criterion="slow_loss", preprocess="to_float")
+    (starved,), (busy,) = slow_data.report()["waits"], slow_worker.report()["waits"]
+    assert starved["gpu_waits_for_data"] > 0.5 > busy["gpu_waits_for_data"]
+    assert busy["data_waits_for_gpu"] > 0.2 > starved["data_waits_for_gpu"]
+    assert starved["seconds"] > 0
+    text = to_text(session_view(pool_of_three.orch.status()))
+    assert "worker waits for data" in text and "data waits for worker" in text
