@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
+from guava_nb.engine.asking import ask
 from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import (
@@ -35,22 +37,25 @@ from guava_nb.engine.compose import (
     plain_arguments,
 )
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
+from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
-from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, close_all, launch
 from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.passes import Progress
 from guava_nb.engine.plan import Position, TrainingPlan
-from guava_nb.engine.progress import watch
+from guava_nb.engine.predicting import predict
+from guava_nb.engine.predictions import Predictions, wanted_of
+from guava_nb.engine.progress import reporting, watch
 from guava_nb.engine.routes import cuda_reach
 from guava_nb.engine.run import Run
+from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
-from guava_nb.engine.tools import GroupLost, evaluation_for
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError, WorkerLost
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
@@ -299,6 +304,7 @@ class Orchestrator:
         fresh: bool = False,
         threads: int | None = None,
         progress: bool = True,
+        metrics: Metrics | None = None,
         cache: str | None = None,
         cache_static: bool = False,
         data: str = "orchestrator",
@@ -337,6 +343,7 @@ class Orchestrator:
             cache_static: the samples of `train_loader` do not change between epochs: those that workers hold are not even
                 loaded again. Without it every sample is loaded and compared, and sent where it changed.
             data: "worker" where `train_loader` is a `WorkerData`.
+            metrics: of the validations, beside loss and accuracy; see `validate`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
@@ -345,6 +352,7 @@ class Orchestrator:
         with interrupts_remembered() as interrupts:
             shared = self._shared()
             refuse_place(data, train_loader)
+            specs = metric_specs(metrics, shared)
             loaders = (train_loader, val_loader)
             own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
             reach = (lambda: False) if own else cuda_reach(cluster)
@@ -353,7 +361,7 @@ class Orchestrator:
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                preprocess=preprocess, augment=augment,
+                preprocess=preprocess, augment=augment, metrics=specs,
                 parallel=parallel_spec(
                     self.config, len(cluster.roster.ready()), self._tensor_plan, reach
                 ),
@@ -379,6 +387,7 @@ class Orchestrator:
                 interrupt_grace_s=self.config.interrupt_grace_s,
                 rejoin_timeout_s=self.config.rejoin_timeout_s,
                 snapshot_every_steps=self.config.snapshot_every_steps,
+                validation=lambda: Validation(specs, merges_for(specs, shared)),
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)
             ensemble.look_at(plan.feed)
@@ -485,28 +494,84 @@ class Orchestrator:
         fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
         return ensemble.master.model
 
-    def validate(self, loader: Any, criterion: Reference = "CrossEntropyLoss") -> dict[str, Any]:
-        """Evaluate the current weights; returns loss, accuracy (None where it has no meaning) and samples.
+    def validate(
+        self,
+        loader: Any,
+        criterion: Reference = "CrossEntropyLoss",
+        metrics: Metrics | None = None,
+        *,
+        progress: bool | Progress = True,
+    ) -> dict[str, Any]:
+        """Evaluate the current weights; returns loss, accuracy (None where it has no meaning), samples and the metrics.
 
-        Each sample counts once, whatever the number of workers. `criterion` is used when nothing was trained yet.
+        Each sample counts once, whatever the number of workers and whoever is lost meanwhile.
+
+        Args:
+            loader: a DataLoader, or an iterable of batches (inputs, targets).
+            criterion: used when nothing was trained yet.
+            metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
+                return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
+                functions that make one.
+            progress: show a bar in a terminal; or a function of (samples done, samples in all or None).
 
         Raises:
             ClusterError: a run is in progress, or no worker is here.
+            ConfigError: a metric cannot be made on the workers.
+            RemoteError: the model, the loss or a metric raised on a worker.
         """
-        feed, cluster = Feed(loader), self._open_cluster()
+        feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
+        specs = metric_specs(metrics, shared)
+        question = Validation(specs, merges_for(specs, shared))
         ensemble = self._ensemble or self._untrained(criterion)
-        ensemble.look_at(feed)
-        job = Job(cluster)
-        ensemble.attach(job)
-        evaluation = evaluation_for(job, ensemble)
-        with job.attached():
-            try:
-                ensemble.bring_up(job)
-                return evaluation.run(feed).record()
-            except NobodyLeft as error:
-                raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
-            except GroupLost as error:
-                raise WorkerLost(f"{error}; validate again when enough workers are here") from error
+        with reporting("validating", progress) as report:
+            ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
+        return question.result().record()
+
+    def predict(
+        self,
+        loader: Any,
+        top_k: int = 1,
+        confidence_threshold: float | None = None,
+        return_full_probabilities: bool = False,
+        raw: bool = False,
+        path: str | Path | None = None,
+        resume: bool = False,
+        *,
+        predict_step: Reference | None = None,
+        progress: bool | Progress = True,
+    ) -> Predictions:
+        """Return what the current weights make of every sample, in the order of the data set.
+
+        The model is called with the inputs: with the batch where it is a tensor, with its first part where it is
+        (inputs, targets) or a list of one. Only what is asked for comes back over the wire.
+
+        Args:
+            loader: a DataLoader, or an iterable of batches. Shuffled or not, results stand in the order of the sample
+                ids, see `guava_nb.engine.predictions`.
+            top_k: the best classes of each sample.
+            confidence_threshold: samples whose best class is less probable get class -1 and confidence NaN.
+            return_full_probabilities: the probabilities of all classes too (softmax in float32).
+            raw: the outputs as they are, for models that give no [rows, classes].
+            path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
+            resume: go on with what an interrupted call left in `path`, without predicting it again.
+            predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
+            progress: as for `validate`.
+
+        Raises:
+            ClusterError: a run is in progress, or no worker is here.
+            ConfigError: an option does not fit the outputs, the results cannot fit, or `path` holds something else.
+            RemoteError: the model raised on a worker; with the worker's name, the batch and its sample ids.
+        """
+        cluster, wanted = self._open_cluster(), wanted_of(top_k, confidence_threshold, return_full_probabilities, raw)
+        if predict_step is not None:
+            step = Factory(factory_name("predict_step", predict_step, self._shared()))
+            wanted = msgspec.structs.replace(wanted, step=step)
+        ensemble = self._ensemble or self._untrained("CrossEntropyLoss")
+        with reporting("predicting", progress) as report:
+            return predict(
+                cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
+                patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
+            )  # fmt: skip
 
     def _untrained(self, criterion: Reference) -> Ensemble:
         shared = self._shared()

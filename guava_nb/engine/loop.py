@@ -21,6 +21,7 @@ import torch
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
 from guava_nb.engine.ahead import Ahead, copier_for
+from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.own_data import OwnData
@@ -41,7 +42,6 @@ from guava_nb.protocol.messages import (
     DataFacts,
     EndRun,
     Evaluate,
-    Evaluated,
     Failure,
     FetchState,
     FlatTensor,
@@ -53,6 +53,7 @@ from guava_nb.protocol.messages import (
     LoadState,
     MeanBucket,
     Message,
+    Predict,
     Prepare,
     Prepared,
     Ready,
@@ -141,6 +142,7 @@ class WorkerLoop:
         self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
+        self._answering: Answering | None = None
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
@@ -246,7 +248,7 @@ class WorkerLoop:
                     self._handle_of_run(self._replica, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
-            case Shard() | Evaluate():
+            case Shard() | Evaluate() | Predict():
                 self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
     def _handle_of_run(self, replica: AnyReplica, message: Message, payload: memoryview) -> None:
@@ -269,8 +271,9 @@ class WorkerLoop:
                 self._on_fetch(replica, message)
             case Tick(metric=metric):
                 replica.tick(metric)
-            case Evaluate():
-                self._on_evaluate(replica, message, self._read(message, payload))
+            case Evaluate() | Predict():
+                assert self._answering is not None
+                self._on_ask(self._answering, message, self._read(message, payload))
                 self._idle_since = time.monotonic()  # that was work, no waiting for the next shard
             case ListRows():
                 self._reader.list_rows(message.run_id)
@@ -282,7 +285,7 @@ class WorkerLoop:
     def _forget(self) -> None:
         self._ahead.close()
         self._steps = PendingSteps()
-        self._replica = self._module = self._prepare = None
+        self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""
         if self._seat is not None:
             self._seat.leave()
@@ -293,7 +296,9 @@ class WorkerLoop:
         self._forget()
         self._show("preparing")
         try:
-            self._replica = self._build(message)
+            replica = self._build(message)
+            self._answering = Answering(replica, self._resolve, message.spec.metrics)
+            self._replica = replica
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             text = error_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
@@ -313,12 +318,11 @@ class WorkerLoop:
         torch.use_deterministic_algorithms(message.spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
-        module = source.build_module(message.cells) if message.cells else None
-        self._module = module
-        self._data.open(message.cells, message.spec.data, module)
+        self._module = source.build_module(message.cells) if message.cells else None
+        self._data.open(message.cells, message.spec.data, self._module)
         if message.spec.parallel is not None:
-            return self._build_group_replica(message.spec, module)
-        return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
+            return self._build_group_replica(message.spec)
+        return Replica(message.spec, self._resolve, self._device, model=self._own_model)
 
     def _on_ask_data(self, message: AskData) -> None:
         self._show("preparing")
@@ -336,7 +340,11 @@ class WorkerLoop:
             self._send(DataFacts(message.request_id, tuple(facts)), ())
         self._show("ready")
 
-    def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
+    def _resolve(self, name: str) -> object:
+        found: object = source.resolve(name, self._module)
+        return found
+
+    def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
 
         if self._seat is None or self._own_model is not None:
@@ -344,7 +352,7 @@ class WorkerLoop:
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
             )
-        return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
+        return GroupReplica(spec, self._resolve, self._device)
 
     def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
@@ -376,29 +384,29 @@ class WorkerLoop:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, load: Load | None) -> None:
+    def _on_ask(self, answering: Answering, message: Evaluate | Predict, load: Load | None) -> None:
         if load is None:
             return  # rows are lacking: it comes again
-        self._show("validating")
+        self._show("validating" if isinstance(message, Evaluate) else "predicting")
         try:
-            sums = replica.evaluate(load(), message.rows if message.grouped else None)
-        except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1)
+            answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
+            reply, buffers = answer(message, load())  # type: ignore[arg-type]  # each takes its own
+        except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
+            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
             return
-        rows = sums.rows if message.grouped else message.rows
-        self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
+        self._send(reply, buffers)
 
-    def _read(self, message: Shard | Evaluate, payload: memoryview) -> Load | None:
+    def _read(self, message: Shard | Evaluate | Predict, payload: memoryview) -> Load | None:
         load = self._reader.read(message, payload, class_resolver(self._module))
         if not message.source or load is None:
             return load
         ids = load()
         return lambda: self._own_batches(message, ids)
 
-    def _own_batches(self, message: Shard | Evaluate, ids: Any) -> Any:
+    def _own_batches(self, message: Shard | Evaluate | Predict, ids: Any) -> Any:
         """Batches of data that lies here; a shard that is issued again draws the same random numbers elsewhere."""
         seed = self._prepare.spec.seed if self._prepare is not None else 0
-        if isinstance(message, Evaluate):
+        if not isinstance(message, Shard):
             return self._data.batch(message.source, ids.tolist(), shard_seed(seed, -1 - message.source, int(ids[0])))
         return [
             self._data.batch(
@@ -544,7 +552,9 @@ class WorkerLoop:
         self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
         self._forget()
 
-    def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+    def _fail(
+        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
+    ) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = "group" if kind == "user" else "torn"
@@ -553,4 +563,4 @@ class WorkerLoop:
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())

@@ -19,6 +19,7 @@ from guava_nb.protocol.messages import (
     Evaluate,
     FlatTensor,
     Message,
+    Predict,
     RowList,
     RowsWanted,
     Shard,
@@ -77,7 +78,7 @@ class RowReader:
         raw = memoryview(listed.tobytes())
         self._send(RowList(run_id, FlatTensor("uint8", raw.nbytes)), [raw] if raw.nbytes else [])
 
-    def read(self, message: Shard | Evaluate, payload: memoryview, resolve: Resolve) -> Load | None:
+    def read(self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve) -> Load | None:
         """Take a batch in, at the moment it comes: orders about rows hold in the order in which they were given.
 
         Returns:
@@ -94,7 +95,7 @@ class RowReader:
             return _raises(error)
         return lambda: batch
 
-    def _ask(self, message: Shard | Evaluate, keys: Sequence[bytes]) -> None:
+    def _ask(self, message: Shard | Evaluate | Predict, keys: Sequence[bytes]) -> None:
         joined = b"".join(keys)
         on_disk = self._spec is not None and self._spec.mode == "disk"
         reason = _DAMAGED if on_disk else ""
@@ -103,7 +104,7 @@ class RowReader:
         else:
             self._send(RowsWanted(message.run_id, joined, request_id=message.request_id, reason=reason), ())
 
-    def _put_together(self, message: Shard | Evaluate, payload: memoryview, resolve: Resolve) -> Any:
+    def _put_together(self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve) -> Any:
         came = unpack(message.batch, payload, resolve)
         parts = came if isinstance(message, Shard) else [came]
         if len(parts) != len(message.cached):

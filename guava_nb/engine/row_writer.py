@@ -27,6 +27,7 @@ from guava_nb.protocol.messages import (
     Evaluate,
     ListRows,
     Message,
+    Predict,
     RowList,
     RowsWanted,
     RunSpec,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Caches", "Parcel", "Piece", "RowWriter", "taken_apart"]
 
 Buffers = Sequence[memoryview]
-_Order = TypeVar("_Order", Shard, Evaluate)
+_Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
 
 #: Samples seen again after which it is judged whether they change between epochs.
 _JUDGED = 32

@@ -190,6 +190,16 @@ class Factory(msgspec.Struct, frozen=True, array_like=True):
     args: dict[str, Any] = {}
 
 
+class MetricSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One figure of a validation: its name in the result, and what makes it.
+
+    The factory names a function `metric(outputs, targets)` or something that makes a torchmetrics metric.
+    """
+
+    name: str
+    factory: Factory
+
+
 class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How one model is spread over workers. Rank = (dp index * pp + pp index) * tp + tp index.
 
@@ -297,6 +307,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        metrics: of the run's validations; here so that a worker that cannot make them says so before training.
         preprocess: function of a batch that runs on the worker's device for every batch, before the model.
         augment: likewise before it, in training only, drawing from the shard's own random state.
         cache: what workers keep of the batches they got; None keeps nothing.
@@ -319,6 +330,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    metrics: tuple[MetricSpec, ...] = ()
     preprocess: Factory | None = None
     augment: Factory | None = None
     cache: CacheSpec | None = None
@@ -653,6 +665,57 @@ class Tick(Message, frozen=True):
 class Evaluate(Message, frozen=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
+    loss and accuracy. `cached` (at most one) and `source` are those of `Shard`.
+    """
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    grouped: bool = False
+    metrics: tuple[MetricSpec, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
+
+
+class Evaluated(Message, frozen=True):
+    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+
+    `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
+    or where this rank's figures do not count.
+    """
+
+    run_id: str
+    request_id: int
+    loss_sum: float
+    count: float
+    correct: int | None
+    rows: int
+    metrics: Tree = Tree(b"")
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What comes back of a model's outputs; nothing else crosses the wire.
+
+    Attributes:
+        top_k: the best classes of each row, with their probabilities.
+        threshold: rows whose best probability is below it send no classes.
+        full: the probabilities of all classes too.
+        raw: the outputs as they are, instead of all the above.
+        step: `step(model, batch)` that gives the outputs; None calls the model on the inputs.
+    """
+
+    top_k: int = 1
+    threshold: float | None = None
+    full: bool = False
+    raw: bool = False
+    step: Factory | None = None
+
+
+class Predict(Message, frozen=True):
+    """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
+
     When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached` (at most one) and
     `source` are those of `Shard`.
     """
@@ -661,20 +724,19 @@ class Evaluate(Message, frozen=True):
     request_id: int
     rows: int
     batch: Tree
+    wanted: Wanted
     grouped: bool = False
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
 
 
-class Evaluated(Message, frozen=True):
-    """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
+class Predicted(Message, frozen=True):
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; no structure without outputs."""
 
     run_id: str
     request_id: int
-    loss_sum: float
-    count: float
-    correct: int | None
     rows: int
+    columns: Tree = Tree(b"")
 
 
 class EndRun(Message, frozen=True):
@@ -928,6 +990,7 @@ class Failure(Message, frozen=True):
     type_name: str
     text: str
     traceback: str
+    request_id: int = 0  # of the `Evaluate` or `Predict` that failed
 
 
 class CrashReport(Message, frozen=True):
@@ -994,6 +1057,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     77: Expire,
     78: OperationFailed,
     79: GroupEnded,
+    80: Predict,
+    81: Predicted,
     92: CacheHeld,
     93: ListRows,
     94: RowList,
@@ -1009,6 +1074,9 @@ _CHANNELS: dict[type[Message], Channel] = {
     StepInfo: Channel.BATCH,
     Tick: Channel.BATCH,
     Evaluate: Channel.BATCH,
+    Evaluated: Channel.BATCH,
+    Predict: Channel.BATCH,
+    Predicted: Channel.BATCH,
     GradientBucket: Channel.GRADIENT,
     MeanBucket: Channel.GRADIENT,
     CommitStep: Channel.GRADIENT,
@@ -1032,7 +1100,11 @@ def counted_as(message: Message, payload_bytes: int) -> Channel:
     channel = channel_of(message)
     if channel is not Channel.BATCH:
         return channel
-    if not isinstance(message, Shard | Evaluate) or message.source:
+    if isinstance(message, StepInfo | Tick):
+        return Channel.CONTROL
+    if not isinstance(message, Shard | Evaluate | Predict):
+        return channel
+    if message.source:
         return Channel.CONTROL
     if payload_bytes or not message.cached or any(not c.keys or c.states.strip(b"\0") for c in message.cached):
         return channel

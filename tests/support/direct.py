@@ -19,12 +19,15 @@ from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import Hello, Message, channel_of
+from guava_nb.protocol.tensors import check_tensors
 
 
 def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, memoryview]:
     """What the wire does: encode, decode, and put the payload into memory of its own."""
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
-    return again, memoryview(bytearray(b"".join(bytes(b) for b in buffers)))
+    payload = bytearray(b"".join(bytes(b) for b in buffers))
+    check_tensors(again, len(payload))
+    return again, memoryview(payload)
 
 
 #: Threads of one process share torch's random state on the CPU; real workers are processes of their own.
