@@ -18,13 +18,24 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from guava_nb.config import DistributedConfig, mode_settings
 from guava_nb.data.feed import Feed
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.asking import ask
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
+from guava_nb.engine.compose import (
+    Reference,
+    build_spec,
+    cache_spec,
+    factory_name,
+    mode_of,
+    parallel_spec,
+    plain_arguments,
+)
 from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
@@ -49,7 +60,7 @@ from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
@@ -329,11 +340,16 @@ class Orchestrator:
         optimizer_site: str | None = None,
         callbacks: Sequence[Any] = (),
         split_fn: Callable[..., Any] | None = None,
+        preprocess: Reference | None = None,
+        augment: Reference | None = None,
         resume: str | Path | None = None,
         fresh: bool = False,
         threads: int | None = None,
         progress: bool = True,
         metrics: Metrics | None = None,
+        cache: str | None = None,
+        cache_static: bool = False,
+        data: str = "orchestrator",
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -341,7 +357,8 @@ class Orchestrator:
         optimizer, from its state too. `fresh` starts anew.
 
         Args:
-            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches.
+            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
+                where every worker has the data: then only ids of samples travel.
             val_loader: for validation after each epoch, or every `val_interval` optimizer steps.
             num_epochs: passes over the data; with `resume`, counted from the very beginning.
             criterion: loss(outputs, targets) for batches (inputs, targets); a torch criterion's name or a shared function.
@@ -357,14 +374,69 @@ class Orchestrator:
             optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
             callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
             split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+            preprocess: shared or importable function of a batch; runs on the worker's device for every batch of training and
+                validation, so that data travels in the dtype it has (uint8 images, say) and becomes floats there.
+            augment: likewise, in training only and before `preprocess`; what it draws depends on seed, step and share alone.
             resume: a checkpoint to go on from.
             threads: torch's threads in each worker; None leaves them.
             progress: show a bar while blocking.
+            cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
+                and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
+            cache_static: the samples of `train_loader` do not change between epochs: those that workers hold are not even
+                loaded again. Without it every sample is loaded and compared, and sent where it changed.
+            data: "worker" where `train_loader` is a `WorkerData`.
             metrics: of the validations, beside loss and accuracy; see `validate`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
+        cluster = self._idle_cluster()
+        with interrupts_remembered() as interrupts:
+            shared = self._shared()
+            refuse_place(data, train_loader)
+            specs = metric_specs(metrics, shared)
+            loaders = (train_loader, val_loader)
+            own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+            reach = (lambda: False) if own else cuda_reach(cluster)
+            spec = build_spec(
+                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
+                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
+                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+                preprocess=preprocess, augment=augment, metrics=specs,
+                parallel=parallel_spec(
+                    self.config, len(cluster.roster.ready()), self._tensor_plan, reach
+                ),
+                cache=cache_spec(self.config, cache),
+            )  # fmt: skip
+            if cache_static:
+                refuse_static(spec)
+            spec = self._with_data(spec, own, interrupts.check)
+            feed, val_feed = feeds(loaders, spec.data)
+            assert feed is not None
+            plan = TrainingPlan(
+                feed=feed,
+                val_feed=val_feed,
+                cache_static=cache_static,
+                num_epochs=num_epochs,
+                val_interval=val_interval,
+                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
+                shares=shares,
+                callbacks=callbacks,
+                split_fn=split_fn,
+                prefetch_steps=self.config.prefetch_steps,
+                prefetch_bytes=self.config.prefetch_bytes,
+                interrupt_grace_s=self.config.interrupt_grace_s,
+                rejoin_timeout_s=self.config.rejoin_timeout_s,
+                snapshot_every_steps=self.config.snapshot_every_steps,
+                validation=lambda: Validation(specs, merges_for(specs, shared)),
+            )
+            ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            interrupts.check()
+            return self._launch(ensemble, plan, detach, progress)
+
+    def _idle_cluster(self) -> Cluster:
+        """The cluster, if a run can begin there."""
         cluster = self._open_cluster()
         if self.run is not None and not self.run.done:
             raise ClusterError(
@@ -375,36 +447,14 @@ class Orchestrator:
                 "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
                 "(in a script: launch_workers(2))"
             )
-        with interrupts_remembered() as interrupts:
-            shared = self._shared()
-            specs = metric_specs(metrics, shared)
-            spec = build_spec(
-                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
-                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
-                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
-                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site, metrics=specs,
-                parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
-                ),
-            )  # fmt: skip
-            plan = TrainingPlan(
-                feed=Feed(train_loader),
-                val_feed=None if val_loader is None else Feed(val_loader),
-                num_epochs=num_epochs,
-                val_interval=val_interval,
-                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
-                shares=shares,
-                callbacks=callbacks,
-                split_fn=split_fn,
-                prefetch_steps=self.config.prefetch_steps,
-                interrupt_grace_s=self.config.interrupt_grace_s,
-                rejoin_timeout_s=self.config.rejoin_timeout_s,
-                snapshot_every_steps=self.config.snapshot_every_steps,
-                validation=lambda: Validation(specs, merges_for(specs, shared)),
-            )
-            ensemble = self._place_start(spec, shared, plan, resume, fresh)
-            interrupts.check()
-            return self._launch(ensemble, plan, detach, progress)
+        return cluster
+
+    def _with_data(self, spec: RunSpec, own: Sequence[DataSpec], check_interrupt: Callable[[], None]) -> RunSpec:
+        """The record of a run with what the workers say of the data sets that lie there."""
+        if not own:
+            return spec
+        refuse_group(spec)
+        return replace(spec, data=ask_data(self._open_cluster(), self._ledger.cells(), own, check_interrupt))
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
@@ -586,6 +636,7 @@ class Orchestrator:
             preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
+            cache=cache_spec(self.config),
         )  # fmt: skip
         run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
         if is_own(spec):

@@ -9,6 +9,7 @@ __all__ = ["COMMANDS"]
 
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _INTERVALS = ("step", "epoch", "validation")
+_CACHES = ("off", "memory", "disk")
 _SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
@@ -40,6 +41,14 @@ UP = Command(
             nargs="*",
             metavar="CODE",
             help="dial a worker that listens (guava worker --listen, GPUTrainer) instead of listening; again for a further one",
+        ),
+        _one(
+            "--compression",
+            ("auto", "on", "off"),
+            "lossless, of batches, gradients and parameters (auto: where it pays)",
+        ),
+        option(
+            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
         ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
@@ -146,7 +155,7 @@ TRAIN = Command(
         option(
             "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
         ),
-        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
         _expression("--metrics", "of the validations, as for %%guava_validate"),
         option(
@@ -169,6 +178,14 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        option(
+            "--preprocess", metavar="NAME", help="shared function(batch), run on the workers' devices for every batch"
+        ),
+        option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
+        _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
+        flag(
+            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

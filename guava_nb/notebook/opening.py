@@ -22,7 +22,9 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--local {local} starts more workers than --workers {args.workers} expects: give --workers {local}, or leave it out"
         )
-    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
+    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected, "compression": args.compression}
+    if args.prefetch_mb is not None:
+        given["prefetch_bytes"] = args.prefetch_mb << 20
     settings = {name: value for name, value in given.items() if value is not None}
     if args.no_tls:
         settings["tls"] = False

@@ -44,7 +44,10 @@ LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
 #: Settings of the orchestrator by the option that gives them.
-_FLAGS = {"master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls"}
+_FLAGS = {
+    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
+    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
+}  # fmt: skip
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 

@@ -245,7 +245,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         TRAIN + ' --model-args {"width": $width, "deep": true} --val loaders["val"] --epochs 2 --optimizer AdamW '
         "--optimizer-args {'betas': (0.9, 0.99)} --lr 1e-3 --weight-decay=0 --scheduler StepLR --scheduler-args "
         "'{\"step_size\": 3}' --scheduler-interval epoch --clip 1 --accumulate 2 --precision bf16 --val-interval 4 "
-        "--seed 7 --shares 2,1 --optimizer-site orchestrator --resume a.pt -o my_run  # done"
+        "--seed 7 --shares 2,1 --optimizer-site orchestrator --cache disk --resume a.pt -o my_run  # done"
     )
     assert shown.ok, shown.text
     assert ("model", ("Net", {"width": 8, "deep": True})) in notebook.orchestrator.calls
@@ -254,7 +254,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         "optimizer_args": {"betas": (0.9, 0.99), "lr": 1e-3, "weight_decay": 0.0}, "scheduler": "StepLR",
         "scheduler_args": {"step_size": 3}, "scheduler_interval": "epoch", "max_grad_norm": 1.0,
         "accumulation_steps": 2, "precision": "bf16", "val_interval": 4, "seed": 7, "shares": (2.0, 1.0),
-        "optimizer_site": "orchestrator", "resume": Path("a.pt"), "detach": True,
+        "optimizer_site": "orchestrator", "cache": "disk", "resume": Path("a.pt"), "detach": True,
     })  # fmt: skip
     assert notebook.shell.user_ns["my_run"] is shown.value
     notebook.orchestrator.run = None
