@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from guava_nb.errors import ConfigError, RemoteError
 from guava_nb.render import session_view, to_text
 from tests.support.processes import CELL as TRAPS
-from tests.support.processes import Session, difference, eventually
+from tests.support.processes import ROOT, Session, difference, eventually
 
 CELL = """
 import torch
@@ -248,3 +249,29 @@ def test_who_waits_for_whom_is_told(pool_of_three: Session) -> None:
     assert starved["seconds"] > 0
     text = to_text(session_view(pool_of_three.orch.status()))
     assert "worker waits for data" in text and "data waits for worker" in text
+
+
+@pytest.mark.timeout(120)
+def test_a_run_over_compressed_links_is_the_same_with_fewer_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 400 kB that compress: exact losses, and the wire's counters show what was sent."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pixels = images(64).tensors[0].repeat(1, 1000)  # the same twelve values a thousand times
+    dataset = TensorDataset(pixels, images(64).tensors[1])
+    cell = CELL + "\n\ndef first_values(batch):\n    return to_float((batch[0][:, :12], batch[1]))\n"
+    figures = {}
+    for mode in ("off", "on"):
+        session = Session(tmp_path, num_workers=1, compression=mode)
+        try:
+            session.ensure(1)
+            run = session.train(
+                DataLoader(dataset, 32), 2, cell, model="Deep", criterion="CrossEntropyLoss", preprocess="first_values"
+            )
+            figures[mode] = (run.report()["train_loss"], run.wire.sample_bytes)
+        finally:
+            session.close()
+    raw = 2 * 64 * 12_000
+    assert figures["on"][0] == figures["off"][0]
+    assert figures["off"][1] > raw and figures["on"][1] < raw / 10
