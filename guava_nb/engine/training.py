@@ -86,7 +86,7 @@ class TrainingJob(TeamJob):
         self._blame = Blame()
         ensemble.attach(self)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
-        self._evaluation, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
+        self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def start(self) -> None:
@@ -230,7 +230,9 @@ class TrainingJob(TeamJob):
     def _validate(self) -> None:
         assert self.plan.val_feed is not None
         self.run.move("validating")
-        result = self._evaluation.run(self.plan.val_feed)
+        question = self.plan.validation()
+        self._walk.run(self.plan.val_feed, question)
+        result = question.result()
         record = {"step": self.ensemble.step + 1, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")

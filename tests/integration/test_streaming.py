@@ -110,6 +110,10 @@ def test_functions_of_the_user_run_on_the_worker_and_change_no_result(
             truth = torch.nn.functional.cross_entropy(model((x.double() - 128) / 64), y).item()
         assert run.validations[-1]["loss"] == pytest.approx(truth, abs=1e-12)
         assert run.validations[-1]["samples"] == 101
+        with torch.no_grad():
+            expected = model((x.double() - 128) / 64).numpy()
+        outputs = pool_of_three.orch.predict(DataLoader(images(), 17), raw=True)["outputs"]
+        assert abs(outputs - expected).max() <= 1e-9
     finally:
         pool_of_three.orch.set_mode("data")
 

@@ -433,7 +433,7 @@ def evaluate(group: dist.ProcessGroup, case: Case) -> Any:
     results = []
     for inputs, targets, rows in batches_of(case):
         found = part.eval_batch(_batch(part, inputs, targets), rows)
-        outputs = part.predict_batch(_batch(part, inputs, targets)[0], rows)
+        outputs = [o for o, _ in part.predict_batch(_batch(part, inputs, targets), rows, lambda model, batch: None)]
         if part.reports:
             correct = None if found.correct is None else int(found.correct)
             results.append((float(found.loss_sum), float(found.count), correct, torch.cat(outputs).numpy()))
