@@ -101,11 +101,15 @@ def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
     names = [name for name, _ in root.named_modules(remove_duplicate=False)]
     parts: dict[nn.Module, nn.Module] = {}
     for name in names:
+        whole = root.get_submodule(name)
+        if whole in parts:
+            made[name] = parts[whole]
+            _replace(root, name, parts[whole])
+            continue
         split = plan.splits.get(name)
         # What no stage of a pipeline runs is kept there as bare parameters, and stays whole.
-        if split is not None and isinstance(whole := root.get_submodule(name), _SPLIT[split.kind]):
-            new = parts.get(whole) or _part(whole, split, ranks)
-            parts[whole] = made[name] = new
+        if split is not None and isinstance(whole, _SPLIT[split.kind]):
+            parts[whole] = made[name] = new = _part(whole, split, ranks)
             _keep_ties(whole, new, shared)
             _replace(root, name, new)
     for name in names:
