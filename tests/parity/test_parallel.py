@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
-from tests.support.parity_group import GroupPool, backends, group_pool
+from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
 from tests.support.spread import Scenario, buffers, plain, refusal, spread
 
 SPECS = {
@@ -165,6 +165,28 @@ def test_parts_that_do_not_divide_and_plans_by_the_user(pool: GroupPool, name: s
     spec, model = specs[name]
     case = Scenario(spec=spec, model=model, steps=5)
     compare(case, run(pool, "gloo", case), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["tensor", "hybrid", "pipeline of tensors", "zero 3", "pipeline"])
+def test_modules_under_several_names(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], model="reused", steps=6)
+    compare(case, run(pool, "gloo", case), 1e-9)
+    if name == "tensor":
+        first, again = run(pool, "gloo", replace(case, dropout=0.3)), run(pool, "gloo", replace(case, dropout=0.3))
+        assert first[0]["losses"] == first[1]["losses"] == again[0]["losses"]
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", ["tensor", "hybrid zero 3"])
+def test_a_forward_that_looks_at_whole_rows_is_found_on_the_first_batch(
+    pool: GroupPool, backend: str, name: str
+) -> None:
+    case = Scenario(spec=SPECS[name], model="rare", steps=4)
+    with pytest.raises(RankFailed, match=r"'mlp' \(Sequential\) computes something else on this batch when 2 workers"):
+        run(pool, backend, case)
+    words = {field: getattr(case.spec, field) for field in case.spec.__struct_fields__}
+    spec = ParallelSpec(**{**words, "tensor_plan": {"mlp.*": "replicate"}})
+    compare(replace(case, spec=spec), run(pool, backend, replace(case, spec=spec)), 1e-9)
 
 
 @pytest.mark.parametrize("name", FEW[:4])

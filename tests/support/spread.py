@@ -378,6 +378,43 @@ class OwnNormed(Normed):
         self.second = OwnNorm(WIDTH)
 
 
+class Reused(nn.Module):
+    """Modules under several names, and a layer in two modules."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        line = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(line, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), line, nn.Softmax(dim=-1))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 17), nn.GELU(), nn.Dropout(dropout), nn.Linear(17, WIDTH))
+        self.again = self.mlp
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.blocks(self.mlp(self.embed(x)))))
+
+
+class Rare(nn.Module):
+    """Looks at whole rows only where they are very long, as no try would see; but its weights are."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 17), Shortened(), nn.Linear(17, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        with torch.no_grad():
+            self.embed.weight *= 1e4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mlp(self.embed(x)))
+
+
+class Shortened(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * torch.clamp(1e3 / h.norm(dim=-1, keepdim=True), max=1.0)
+
+
+MODELS |= {"reused": Reused, "rare": Rare}
 MODELS |= {"normed": Normed, "plainly normed": PlainNormed, "own norm": OwnNormed}
 MODELS |= {"choosy": Choosy, "counting": Counting}
 
