@@ -71,7 +71,8 @@ class PipelinePart(Part):
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
         self._rows = 0
-        self._order = FullOrder.of(model, make_optimizer(dict(model.named_parameters())))
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
         self._stages = {
             index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
@@ -85,7 +86,7 @@ class PipelinePart(Part):
         self.model: nn.Module = nn.ModuleList(self._stages.values())
         self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
         self._collect_names()
-        self.optimizer = self._make_optimizer(make_optimizer)
+        self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 
     # ----------------------------------------------------------------------------------------------------- building
 
@@ -117,9 +118,10 @@ class PipelinePart(Part):
         #: What this rank speaks for: a tied parameter counts on the first rank that holds it.
         self._own = {name for name in (*self.named, *self.buffers) if first[name] == self._rank}
 
-    def _make_optimizer(self, make: MakeOptimizer) -> Optimizer:
+    def _make_optimizer(self, make: MakeOptimizer, whole: Optimizer) -> Optimizer:
+        chosen = {name for group in self._order.groups for name in group}
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
-        optimizer = make(self.named or {"": nn.Parameter(torch.empty(0, device=self._place.device))})
+        optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
         optimizer = self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
@@ -278,6 +280,15 @@ class PipelinePart(Part):
 def _without_modules(split: Split) -> Split:
     """Let go of the stages that other ranks run."""
     return Split((), split.begins, split.canonical, split.holders, split.buffers, split.keys)
+
+
+def _emptied(optimizer: Optimizer) -> Optimizer:
+    """Leave an optimizer its groups and their settings only."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+        group.pop("param_names", None)
+    return optimizer
 
 
 def _plain(name: str) -> str:
