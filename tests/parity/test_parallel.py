@@ -243,6 +243,9 @@ def test_what_cannot_be_spread_is_refused_with_its_sizes(pool: GroupPool) -> Non
     assert "zero_stage 1" in said(ParallelSpec(mode="hybrid", pp=2, zero_stage=3), (1, 2, 1))
     assert "micro-batches, whose statistics" in said(SPECS["pipeline"], (1, 2, 1), sync=True)
     assert "'second': OwnNorm has a forward of its own" in said(SPECS["data"], (2, 1, 1), sync=True, model="own norm")
+    rprop = said(SPECS["zero 2"], (2, 1, 1), optimizer="Rprop")
+    assert "Rprop cannot step on parameters of which each worker holds some rows, as zero_stage 2" in rprop
+    assert said(SPECS["zero 3"], (2, 1, 1), optimizer="Adamax") == ""
     assert "needs a criterion" in said(ParallelSpec(mode="pipeline", pp=2), (1, 2, 1))
     assert "looks at whole parameters" in said(ParallelSpec(mode="tensor", tp=2), (1, 1, 2), optimizer="Adafactor")
     wrong = ParallelSpec(mode="tensor", tp=2, tensor_plan={"blocks.9.*": "colwise"})
