@@ -75,6 +75,11 @@ class Feed:
         except (TypeError, NotImplementedError):
             return None
 
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples that an epoch draws; None where the loader cannot tell."""
+        return self._source.num_samples()
+
     def epoch(self, skip_batches: int | None = None) -> Iterator[LoadedBatch]:
         """The batches of the next epoch, or the rest of the one that `restore` pointed into.
 
@@ -112,7 +117,7 @@ class Feed:
             raise ConfigError(
                 "the loader is an iterator that was used up in the first epoch: give a DataLoader or a list of batches"
                 if self._one_shot and epoch > 0
-                else f"epoch {epoch} of the loader had no batches: nothing can be trained"
+                else f"epoch {epoch} of the loader had no batches: there is nothing to do"
             )
 
     def example(self, parts: int) -> Any:
@@ -197,4 +202,4 @@ def _empty_sentence(loader: Any) -> str:
     dataset: Any = getattr(loader, "dataset", None)
     samples = f" from {len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     dropped = f" with batch_size={loader.batch_size} and drop_last=True" if getattr(loader, "drop_last", False) else ""
-    return f"the loader ({type(loader).__name__}) makes no batches{samples}{dropped}: nothing can be trained"
+    return f"the loader ({type(loader).__name__}) makes no batches{samples}{dropped}: there is nothing to do"

@@ -60,6 +60,10 @@ class Source(Protocol):
         """Batches per epoch; TypeError when it is unknown."""
         ...
 
+    def num_samples(self) -> int | None:
+        """Samples drawn in an epoch; None when it is unknown."""
+        ...
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         """Walk one epoch, from the batch after the skipped ones on.
 
@@ -119,6 +123,16 @@ class _MapSource:
 
     def __len__(self) -> int:
         return len(self._recorder)
+
+    def num_samples(self) -> int | None:
+        theirs = self._theirs
+        if not self._batched or theirs.batch_size is None:  # whatever one index, or the user's own batches, may hold
+            return None
+        try:
+            drawn = len(theirs.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return drawn - drawn % theirs.batch_size if theirs.drop_last else drawn
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         self._recorder.skip, self._recorder.when_skipped = skip_batches, when_skipped
@@ -182,6 +196,9 @@ class _IterableSource:
             raise TypeError("each loader process walks the stream in its own way")
         return len(self._theirs)
 
+    def num_samples(self) -> int | None:
+        return None  # a stream's length is a promise at best
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
 
@@ -219,6 +236,9 @@ class _PlainSource:
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # TypeError is the answer where there is no length
+
+    def num_samples(self) -> int | None:
+        return None
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
@@ -272,7 +292,7 @@ def _each(
 
 def _count_rows(batch: Any, drawn: int | None) -> int:
     """Rows of a batch for which `drawn` samples were taken; a collate function may have dropped or added some."""
-    if drawn is not None and has_rows(batch, drawn):
+    if drawn is not None and has_rows(batch, drawn) and not _are_fields(batch, drawn):
         return drawn
     try:
         return num_rows(batch)
@@ -280,6 +300,17 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         if drawn is None:
             raise
         return drawn
+
+
+def _are_fields(batch: Any, drawn: int) -> bool:
+    """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
+
+    Fields have equally many rows and differ in kind; samples of one data set are of one kind.
+    """
+    if type(batch) not in (list, tuple) or not all(isinstance(field, torch.Tensor) and field.ndim for field in batch):
+        return False
+    rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
+    return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
 
 
 def _without_indices(loader: Any) -> ConfigError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, parameter_hash, plain
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.parallel.loss import Measured
+from guava_nb.parallel.loss import Forward, Look, Measured, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.part import Part
@@ -166,9 +166,13 @@ class GroupReplica:
         return self._result(part, work, sums, started)
 
     def _train_part(self, part: Part, batch: Any, rows: int, factor: float, last: bool) -> Measured:
-        placed, alone = place(batch, self.device, self._spec.precision == "fp64"), rows == 0
+        placed = self._placed(batch)
         with self._autocast():
-            return part.train_batch(placed, max(rows, 1), factor, stand_in=alone, last=last)
+            return part.train_batch(placed, max(rows, 1), factor, stand_in=rows == 0, last=last)
+
+    def _placed(self, batch: Any) -> Any:
+        """Every batch passes here on its way into the model: in training, validation and prediction."""
+        return place(batch, self.device, self._spec.precision == "fp64")
 
     def _result(self, part: Part, work: ShardWork, sums: list[Measured], started: float) -> ShardResult:
         loss_sum = count = 0.0
@@ -225,27 +229,49 @@ class GroupReplica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
         """Measure a batch together with the whole group, in evaluation mode; 0 rows, or None, mark a stand-in.
+
+        Args:
+            batch: this rank's part.
+            rows: its samples.
+            look: sees outputs, targets and rows on the ranks that have them.
 
         Returns:
             The sums; all 0 on ranks whose figures do not count.
         """
         part, rows = self._standing, rows or 0
-        modes = [(module, module.training) for module in part.model.modules()]
-        part.model.eval()
-        try:
-            with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
-                placed = place(batch, self.device, self._spec.precision == "fp64")
-                measured = part.eval_batch(placed, max(rows, 1), stand_in=rows == 0)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with self._only_looking(part):
+            measured = part.eval_batch(self._placed(batch), max(rows, 1), stand_in=rows == 0, look=look)
         if not part.reports or not rows:
             return EvalSums(0.0, 0.0, 0, 0)
         count = float(rows) if measured.count is None else float(measured.count)
         correct = None if measured.correct is None else int(measured.correct)
         return EvalSums(float(measured.loss_sum), count, correct, rows)
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+        """Return outputs and rows of each micro-batch; nothing on ranks whose outputs do not count.
+
+        Args:
+            batch: this rank's part; stages get (inputs, nothing).
+            rows: its samples, 0 for a stand-in.
+            forward: calls a whole model with the batch.
+        """
+        part = self._standing
+        with self._only_looking(part):
+            found = part.predict_batch(self._placed(batch), max(rows, 1), forward, stand_in=rows == 0)
+        return found if part.reports else []
+
+    @contextlib.contextmanager
+    def _only_looking(self, part: Part) -> Iterator[None]:
+        modes = [(module, module.training) for module in part.model.modules()]
+        part.model.eval()
+        try:
+            with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     # ------------------------------------------------------------------------------------------------------------ state
 

@@ -20,8 +20,10 @@ import torch
 
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
+from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.telling import error_text, trace_text
@@ -35,7 +37,6 @@ from guava_nb.protocol.messages import (
     Committed,
     EndRun,
     Evaluate,
-    Evaluated,
     Failure,
     FetchState,
     FlatTensor,
@@ -46,6 +47,7 @@ from guava_nb.protocol.messages import (
     LoadState,
     MeanBucket,
     Message,
+    Predict,
     Prepare,
     Prepared,
     Ready,
@@ -55,6 +57,7 @@ from guava_nb.protocol.messages import (
     State,
     StateLoaded,
     StepInfo,
+    TensorInfo,
     Tick,
 )
 
@@ -95,7 +98,7 @@ class WorkerLoop:
     Args:
         send: queues a message for the orchestrator; never blocks.
         device: where the replica lives.
-        own_model: a model that lives in the calling process and is trained in place (program "worker").
+        own: what lives in the calling process; its model is trained in place (program "worker").
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
@@ -106,7 +109,7 @@ class WorkerLoop:
         self,
         send: Send,
         device: torch.device,
-        own_model: torch.nn.Module | None = None,
+        own: OwnParts | None = None,
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
@@ -116,7 +119,7 @@ class WorkerLoop:
         self._seat = seat
         self._send = send
         self._device = device
-        self._own_model = own_model
+        self._own = own
         self._on_state, self._on_commit_done = on_state, on_commit
         self._shown = ("", 0.0)
         self._accept_source = accept_source
@@ -126,6 +129,7 @@ class WorkerLoop:
         self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
+        self._answering: Answering | None = None
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
@@ -166,6 +170,8 @@ class WorkerLoop:
                     return
         except _End:
             return
+        finally:
+            self._release_own()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -239,16 +245,23 @@ class WorkerLoop:
                 self._on_fetch(replica, message)
             case Tick(metric=metric):
                 replica.tick(metric)
-            case Evaluate():
-                self._on_evaluate(replica, message, payload)
+            case Evaluate() | Predict():
+                assert self._answering is not None
+                self._on_ask(self._answering, message, payload)
             case EndRun():
                 self._forget()
 
     # ------------------------------------------------------------------------------------------------------ preparation
 
+    def _release_own(self) -> None:
+        """Give the user's model back as of the last commit, without our hooks."""
+        if self._own is not None and isinstance(self._replica, Replica):
+            self._replica.close()
+
     def _forget(self) -> None:
+        self._release_own()
         self._steps = PendingSteps()
-        self._replica = self._module = self._prepare = None
+        self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""
         if self._seat is not None:
             self._seat.leave()
@@ -259,7 +272,9 @@ class WorkerLoop:
         self._forget()
         self._show("preparing")
         try:
-            self._replica = self._build(message)
+            replica = self._build(message)
+            self._answering = Answering(replica, self._resolve, message.spec.metrics)
+            self._replica = replica
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             text = error_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
@@ -267,7 +282,9 @@ class WorkerLoop:
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
-            self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
+            self._send(
+                Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
+            )
             self._show("ready")
 
     def _build(self, message: Prepare) -> AnyReplica:
@@ -278,21 +295,39 @@ class WorkerLoop:
         torch.use_deterministic_algorithms(message.spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
-        module = source.build_module(message.cells) if message.cells else None
-        self._module = module
+        self._module = source.build_module(message.cells) if message.cells else None
         if message.spec.parallel is not None:
-            return self._build_group_replica(message.spec, module)
-        return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
+            return self._build_group_replica(message.spec)
+        own_model = None if self._own is None else self._own.model
+        return Replica(message.spec, self._resolve, self._device, model=own_model)
 
-    def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
+    def _resolve(self, name: str) -> object:
+        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
+        if not name.startswith("@"):
+            found: object = source.resolve(name, self._module)
+            return found
+        if self._own is None:
+            raise PreparationError(
+                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
+                "this worker is not one of those"
+            )
+        return self._own.find(name)
+
+    def _described(self, spec: RunSpec) -> tuple[TensorInfo, ...]:
+        """Describe a model that the orchestrator cannot build; others it knows."""
+        if self._own is None or spec.model is None or spec.model.name != OWN_MODEL:
+            return ()
+        return describe_model(self._own.model)
+
+    def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
 
-        if self._seat is None or self._own_model is not None:
+        if self._seat is None or self._own is not None:
             raise PreparationError(
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
             )
-        return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
+        return GroupReplica(spec, self._resolve, self._device)
 
     def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
@@ -323,15 +358,16 @@ class WorkerLoop:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, payload: memoryview) -> None:
-        self._show("validating")
+    def _on_ask(self, answering: Answering, message: Evaluate | Predict, payload: memoryview) -> None:
+        self._show("validating" if isinstance(message, Evaluate) else "predicting")
         try:
-            sums = replica.evaluate(self._unpack(message.batch, payload), message.rows if message.grouped else None)
-        except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1)
+            batch = self._unpack(message.batch, payload)
+            answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
+            reply, buffers = answer(message, batch)  # type: ignore[arg-type]  # each takes its own
+        except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
+            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
             return
-        rows = sums.rows if message.grouped else message.rows
-        self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
+        self._send(reply, buffers)
 
     def _unpack(self, tree: Any, payload: memoryview) -> Any:
         return unpack(tree, payload, class_resolver(self._module))
@@ -339,6 +375,10 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def _on_shard(self, message: Shard, payload: memoryview) -> None:
+        if self._own is not None and self._own.service:
+            raise PreparationError(
+                f"this worker serves {self._own.service} and is not trained: start_training() there does"
+            )
         step = self._steps.announce(message.step, message.generation, message.want_hash)
         if step is not None and message.shard not in step.done:
             step.todo.append((message, payload))
@@ -465,7 +505,9 @@ class WorkerLoop:
         self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
         self._forget()
 
-    def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+    def _fail(
+        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
+    ) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = "group" if kind == "user" else "torn"
@@ -474,4 +516,4 @@ class WorkerLoop:
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())

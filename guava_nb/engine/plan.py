@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.data.feed import Feed
+from guava_nb.engine.evaluation import Validation
 from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Callback:
         """Called after each epoch with `{"epoch", "loss", "samples"}`."""
 
     def on_validation(self, run: Run, record: dict[str, Any]) -> bool | None:
-        """Called after each validation with `{"step", "loss", "accuracy", "samples"}`."""
+        """Called after each validation with `{"step", "loss", "accuracy", "samples"}` and the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class TrainingPlan:
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
         save_every_steps: 0 saves no checkpoint by itself.
         start: where the data begins; from a checkpoint.
+        validation: makes what each validation asks: loss, accuracy and the user's metrics.
     """
 
     feed: Feed
@@ -101,6 +103,7 @@ class TrainingPlan:
     save_every_steps: int = 0
     save_path: Path | None = None
     start: Position = field(default_factory=Position)
+    validation: Callable[[], Validation] = Validation
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be ignored, in the middle of the run.

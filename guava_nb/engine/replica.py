@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from guava_nb.engine.batches import place
 from guava_nb.engine.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
 from guava_nb.engine.buffers import BufferBook
 from guava_nb.engine.clock import Clock
-from guava_nb.engine.criterion import Loss, build_objective
+from guava_nb.engine.criterion import Look, Loss, build_objective
 from guava_nb.engine.exchange import GradientExchange, OnBucket
 from guava_nb.engine.factories import Resolve
 from guava_nb.engine.optim import LossScale, build_optimizer, build_scheduler
@@ -35,8 +35,10 @@ from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
 from guava_nb.protocol.messages import Commit, RunSpec
 
-__all__ = ["EvalSums", "Replica", "ShardResult", "ShardWork"]
+__all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
 
+#: Calls a model with a batch and returns its outputs.
+Forward = Callable[[nn.Module, Any], Any]
 #: What came for a bucket: its presence bits and its flat tensor.
 Means = Mapping[int, tuple[bytes, Tensor]]
 
@@ -140,7 +142,7 @@ class Replica:
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward(), self._autocast():
-                loss = self._objective(self.model, place(part, self.device, self._double), rows)
+                loss = self._objective(self.model, self._placed(part), rows)
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -278,27 +280,44 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
         """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training.
             rows: its samples; None counts them.
+            look: sees outputs, targets and rows.
         """
         rows = rows_of_batch(batch) if rows is None else rows
+        with self._only_looking():
+            loss = self._objective(self.model, self._placed(batch), rows, judge=True, look=look)
+        count = float(rows) if loss.count is None else float(loss.count)
+        correct = None if loss.correct is None else int(loss.correct)
+        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]:
+        """Return the outputs on a batch and its rows, at the committed state and in evaluation mode.
+
+        Args:
+            batch: in the form that `forward` takes.
+            rows: its samples.
+            forward: calls the model with the batch.
+        """
+        with self._only_looking():
+            return [(forward(self.model, self._placed(batch)), rows)]
+
+    @contextlib.contextmanager
+    def _only_looking(self) -> Iterator[None]:
         self._buffers.restore()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
-                loss = self._objective(self.model, place(batch, self.device, self._double), rows, judge=True)
+                yield
         finally:
             # One by one: train() would wake layers that the user keeps in evaluation mode.
             for module, training in modes:
                 module.training = training
-        count = float(rows) if loss.count is None else float(loss.count)
-        correct = None if loss.correct is None else int(loss.correct)
-        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -356,9 +375,9 @@ class Replica:
 
     # ---------------------------------------------------------------------------------------------------------- helpers
 
-    @property
-    def _double(self) -> bool:
-        return self._spec.precision == "fp64"
+    def _placed(self, batch: Any) -> Any:
+        """Every batch passes here on its way into the model: in training, validation and prediction."""
+        return place(batch, self.device, self._spec.precision == "fp64")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -76,7 +76,7 @@ class TrainingJob(TeamJob):
         self._calls = BoundaryCalls()
         self._blame = Blame()
         ensemble.attach(self)
-        self._evaluation, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied)
+        self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied)
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def start(self) -> None:
@@ -109,6 +109,7 @@ class TrainingJob(TeamJob):
         except BaseException as caught:
             error = caught
         if state != "done":
+            self.ensemble.retire()
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())
@@ -214,7 +215,9 @@ class TrainingJob(TeamJob):
     def _validate(self) -> None:
         assert self.plan.val_feed is not None
         self.run.move("validating")
-        result = self._evaluation.run(self.plan.val_feed)
+        question = self.plan.validation()
+        self._walk.run(self.plan.val_feed, question)
+        result = question.result()
         record = {"step": self.ensemble.step + 1, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")

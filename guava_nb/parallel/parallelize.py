@@ -83,7 +83,7 @@ def parallelize(
         from guava_nb.parallel.spread_stages import pipeline_part
 
         stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
-        stages.layout = describe(stages.begins, plan)
+        stages.layout = describe(stages.begins, stages.stage_parameters, plan)
         return stages
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
@@ -105,7 +105,7 @@ def parallelize(
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
     part = WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
-    part.layout = describe((), plan)
+    part.layout = describe((), (), plan)
     return part
 
 

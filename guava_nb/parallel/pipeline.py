@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel import norm
-from guava_nb.parallel.loss import Criterion, MakeOptimizer, Measured
+from guava_nb.parallel.loss import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
 from guava_nb.parallel.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.modes import evaluating, to_device
 from guava_nb.parallel.part import Part
@@ -26,6 +26,7 @@ from guava_nb.parallel.stages import Split, split_model
 from guava_nb.parallel.state import FullOrder, Piece, load_optimizer, load_tensor, optimizer_pieces, pieces_of
 from guava_nb.parallel.tally import Tally
 from guava_nb.parallel.tied import TiedParameters
+from guava_nb.parallel.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
@@ -38,6 +39,7 @@ class PipelinePart(Part):
 
     Attributes, beside those of every part:
         begins: full name of the module with which each stage of the pipeline begins.
+        stage_parameters: how many each stage of the pipeline has.
         buffers: full name to local buffer.
 
     Args:
@@ -79,6 +81,7 @@ class PipelinePart(Part):
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
+        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self.layout = ""
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1
@@ -179,8 +182,11 @@ class PipelinePart(Part):
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
-        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`."""
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`.
+
+        `look` sees outputs, targets and rows of each micro-batch, on the last rank.
+        """
         if stand_in and not self._hooks.runs_stand_ins:
             return _NOTHING
         tally = Tally()
@@ -188,6 +194,8 @@ class PipelinePart(Part):
 
         def last(number: int, outputs: Any) -> None:
             tally.add(self._criterion(outputs, targets[number], sizes[number]))
+            if look is not None and not stand_in:
+                look(whole_logits(outputs), targets[number], sizes[number])
 
         count = min(self._spec.micro_batches, rows)
         sizes = micro_batch_sizes(rows, count)
@@ -196,12 +204,18 @@ class PipelinePart(Part):
         self._forward(batch[0], rows, sizes, last)
         return tally.measured(0 if stand_in else rows)
 
-    def predict_batch(self, inputs: Any, rows: int) -> list[Any]:
-        """Return the outputs of each micro-batch in evaluation mode, on the last rank; others return an empty list."""
-        outputs: list[Any] = []
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Return outputs and rows of each micro-batch in evaluation mode, on the last rank; others have none."""
+        if stand_in and not self._hooks.runs_stand_ins:
+            return []
+        outputs: list[Predicted] = []
         sizes = micro_batch_sizes(rows, min(self._spec.micro_batches, rows))
-        self._forward(inputs, rows, sizes, lambda number, output: outputs.append(output))
-        return outputs
+
+        def keep(number: int, output: Any) -> None:
+            outputs.append((whole_logits(output), sizes[number]))
+
+        self._forward(batch[0], rows, sizes, keep)
+        return [] if stand_in else outputs
 
     def _forward(self, inputs: Any, rows: int, sizes: Sequence[int], last: Callable[[int, Any], None]) -> None:
         parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []

@@ -162,6 +162,7 @@ class Hello(Message, frozen=True):
     accepts_source: bool = True
     speed_hint: float = 1.0
     host_id: str = ""  # the same for processes that share one machine and its network
+    own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
 
 
 class Accept(Message, frozen=True):
@@ -185,6 +186,16 @@ class Factory(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     args: dict[str, Any] = {}
+
+
+class MetricSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One figure of a validation: its name in the result, and what makes it.
+
+    The factory names a function `metric(outputs, targets)` or something that makes a torchmetrics metric.
+    """
+
+    name: str
+    factory: Factory
 
 
 class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -226,7 +237,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """All a worker needs to take part in a run, as plain data.
 
     Attributes:
-        model: factory of the model; None when the worker brings its own (program "worker").
+        model: factory of the model; named "@model" when it lives in the worker's own process (program "worker").
         criterion: `loss(outputs, targets)`; exactly one of criterion and step is set.
         step: `step(model, batch)`.
         optimizer: torch.optim class name with args, or a shared function of the named parameters.
@@ -242,6 +253,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        metrics: of the run's validations; here so that a worker that cannot make them says so before training.
     """
 
     model: Factory | None
@@ -260,6 +272,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    metrics: tuple[MetricSpec, ...] = ()
 
 
 class Prepare(Message, frozen=True):
@@ -270,11 +283,22 @@ class Prepare(Message, frozen=True):
     spec: RunSpec
 
 
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter or buffer of a model that lives at the worker."""
+
+    name: str  # full, with dots
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str  # "parameter", "frozen" (no gradient), "buffer" or "hidden" (a buffer outside the state dict)
+    same_as: str = ""  # full name of the first place where the same tensor stands
+
+
 class Prepared(Message, frozen=True):
     """Worker to orchestrator: built, or why not.
 
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
-    `missing_module` names an import that failed, `problem` any other failure with its `traceback`.
+    `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
+    model that lives at the worker, which the orchestrator cannot build.
     """
 
     run_id: str
@@ -283,6 +307,7 @@ class Prepared(Message, frozen=True):
     missing_module: str = ""
     problem: str = ""
     traceback: str = ""
+    model: tuple[TensorInfo, ...] = ()
 
 
 class FormGroup(Message, frozen=True):
@@ -586,7 +611,8 @@ class Tick(Message, frozen=True):
 class Evaluate(Message, frozen=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
-    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
+    loss and accuracy.
     """
 
     run_id: str
@@ -594,10 +620,15 @@ class Evaluate(Message, frozen=True):
     rows: int
     batch: Tree
     grouped: bool = False
+    metrics: tuple[MetricSpec, ...] = ()
 
 
 class Evaluated(Message, frozen=True):
-    """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
+    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+
+    `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
+    or where this rank's figures do not count.
+    """
 
     run_id: str
     request_id: int
@@ -605,6 +636,48 @@ class Evaluated(Message, frozen=True):
     count: float
     correct: int | None
     rows: int
+    metrics: Tree = Tree(b"")
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What comes back of a model's outputs; nothing else crosses the wire.
+
+    Attributes:
+        top_k: the best classes of each row, with their probabilities.
+        threshold: rows whose best probability is below it send no classes.
+        full: the probabilities of all classes too.
+        raw: the outputs as they are, instead of all the above.
+        step: `step(model, batch)` that gives the outputs; None calls the model on the inputs.
+    """
+
+    top_k: int = 1
+    threshold: float | None = None
+    full: bool = False
+    raw: bool = False
+    step: Factory | None = None
+
+
+class Predict(Message, frozen=True):
+    """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    """
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    wanted: Wanted
+    grouped: bool = False
+
+
+class Predicted(Message, frozen=True):
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; no structure without outputs."""
+
+    run_id: str
+    request_id: int
+    rows: int
+    columns: Tree = Tree(b"")
 
 
 class EndRun(Message, frozen=True):
@@ -789,6 +862,7 @@ class Failure(Message, frozen=True):
     type_name: str
     text: str
     traceback: str
+    request_id: int = 0  # of the `Evaluate` or `Predict` that failed
 
 
 class CrashReport(Message, frozen=True):
@@ -855,6 +929,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     77: Expire,
     78: OperationFailed,
     79: GroupEnded,
+    80: Predict,
+    81: Predicted,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
 
@@ -864,6 +940,9 @@ _CHANNELS: dict[type[Message], Channel] = {
     StepInfo: Channel.BATCH,
     Tick: Channel.BATCH,
     Evaluate: Channel.BATCH,
+    Evaluated: Channel.BATCH,
+    Predict: Channel.BATCH,
+    Predicted: Channel.BATCH,
     GradientBucket: Channel.GRADIENT,
     MeanBucket: Channel.GRADIENT,
     CommitStep: Channel.GRADIENT,

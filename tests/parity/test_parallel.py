@@ -12,7 +12,7 @@ from torch import Tensor
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
 from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
-from tests.support.spread import Scenario, buffers, plain, refusal, spread
+from tests.support.spread import Scenario, buffers, patience, plain, refusal, spread
 
 SPECS = {
     "data": ParallelSpec(dp=2),
@@ -250,3 +250,8 @@ def test_what_cannot_be_spread_is_refused_with_its_sizes(pool: GroupPool) -> Non
     assert "looks at whole parameters" in said(ParallelSpec(mode="tensor", tp=2), (1, 1, 2), optimizer="Adafactor")
     wrong = ParallelSpec(mode="tensor", tp=2, tensor_plan={"blocks.9.*": "colwise"})
     assert "matches no module" in said(wrong, (1, 1, 2))
+
+
+def test_a_gloo_pipeline_waits_for_a_long_step(pool: GroupPool) -> None:
+    """gloo's receives keep the timeout of their group's making, and the default group is made with a short one."""
+    assert pool.run(2, "gloo", patience, Scenario(spec=SPECS["pipeline"])) == [1800.0, 1800.0]

@@ -86,6 +86,13 @@ def test_four_ranks_a_traced_transformer_with_a_tied_weight(pool: Ranks, schedul
     assert "words.weight" in found[0]["named"] and "words.weight" in found[-1]["named"]
 
 
+@pytest.mark.parametrize("model", ["torch encoder", "torch decoder", "padded"])
+def test_torchs_own_transformers_are_cut_between_their_layers(pool: Ranks, model: str) -> None:
+    found = check(pool, BOTH, Case(model, "words", spec=SCHEDULES[1]))
+    layers = [{name.split(".")[2] for name in rank["named"] if ".layers." in name} for rank in found]
+    assert all(layers) and not layers[0] & layers[1]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: s["schedule"])
 def test_tied_embedding_and_head(pool: Ranks, schedule: dict[str, Any]) -> None:
     found = check(pool, BOTH, Case("tied", "words", spec=schedule, clip=0.3, optimizer="groups"))

@@ -442,3 +442,9 @@ def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def patience(case: Scenario) -> float:
+    """Seconds that a receive along the stages waits."""
+    axes = MeshAxes.build(Mesh(1, 2, 1), CPU)
+    return float(axes.group("pp")._get_backend(CPU).options._timeout.total_seconds())
