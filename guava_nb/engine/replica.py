@@ -33,6 +33,7 @@ from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, plain
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.protocol.messages import Commit, RunSpec
 
 __all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
@@ -141,7 +142,7 @@ class Replica:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         losses = []
         for number, (part, rows) in enumerate(parts):
-            with clock.forward(), self._autocast():
+            with clock.forward(), self._autocast(), explaining_few_rows(self.model):
                 loss = self._objective(self.model, self._placed(part), rows)
             if not loss.value.requires_grad:
                 raise TrainingError(

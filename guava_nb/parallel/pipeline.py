@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel import norm
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.parallel.loss import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
 from guava_nb.parallel.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.modes import evaluating, to_device
@@ -165,7 +166,8 @@ class PipelinePart(Part):
             tally.add(found)
             return found.value * (0.0 if stand_in else found.weight * factor)
 
-        self._programs.run(inputs, parts, sizes, loss)
+        with explaining_few_rows(*self._stages.values()):
+            self._programs.run(inputs, parts, sizes, loss)
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
 from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
-from tests.support.spread import Scenario, buffers, patience, plain, refusal, spread
+from tests.support.spread import Scenario, buffers, error_before_a_forward, patience, plain, refusal, spread
 
 SPECS = {
     "data": ParallelSpec(dp=2),
@@ -201,6 +201,23 @@ def test_batch_statistics_stay_equal(pool: GroupPool, name: str) -> None:
     first, second = pool.run(2, "gloo", buffers, case)
     assert furthest(first, second) == 0.0
     assert int(first["norm.num_batches_tracked"]) == 4
+
+
+@pytest.mark.parametrize("name", FEW[:4])
+def test_an_error_before_the_first_forward_comes_out(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], steps=1)
+    for said, loss in pool.run(2, "gloo", error_before_a_forward, case):
+        assert said == "ValueError: a strange batch"
+        assert abs(loss - plain(case)[2][0]) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["data", "zero 3", "pipeline"])
+def test_a_norm_of_one_row_says_what_to_do(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], model="row normed", steps=2, rows=2)
+    with pytest.raises(
+        RankFailed, match=r"TrainingError: 'norm' \(BatchNorm1d\) got one value per channel.*sync_batch"
+    ):
+        run(pool, "gloo", case)
 
 
 ROUTE = ["data", "zero 3", "tensor", "pipeline", "zero 1", "hybrid zero 3", "pipeline of zero 1", "data of 3"]
