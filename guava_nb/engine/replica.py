@@ -33,6 +33,7 @@ from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, p
 from guava_nb.engine.treatment import Treatment
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.protocol.messages import Commit, RunSpec
 
 __all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
@@ -144,7 +145,7 @@ class Replica:
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
                 batch = self._treatment.train(part)
-                with self._autocast():
+                with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
             if not loss.value.requires_grad:
                 raise TrainingError(

@@ -24,6 +24,7 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.part import Part
 from guava_nb.parallel.plan_search import make_plan
 from guava_nb.parallel.plans import Plan, apply_plan
+from guava_nb.parallel.sharded_step import check_sharded_step
 from guava_nb.parallel.state import FullOrder
 from guava_nb.parallel.telling import describe
 from guava_nb.parallel.tensor_sums import TensorSums
@@ -97,6 +98,8 @@ def parallelize(
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
     holding = hold(model, names, order, mesh)
     optimizer = make_optimizer(holding.named)
+    if data.sharded:
+        check_sharded_step(optimizer, mesh.axis("dp"), spec.zero_stage, device)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel import norm
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.parallel.loss import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
 from guava_nb.parallel.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.modes import evaluating, to_device
@@ -73,7 +74,8 @@ class PipelinePart(Part):
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
         self._rows = 0
-        self._order = FullOrder.of(model, make_optimizer(dict(model.named_parameters())))
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
         self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self._stages = {
@@ -88,7 +90,7 @@ class PipelinePart(Part):
         self.model: nn.Module = nn.ModuleList(self._stages.values())
         self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
         self._collect_names()
-        self.optimizer = self._make_optimizer(make_optimizer)
+        self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 
     # ----------------------------------------------------------------------------------------------------- building
 
@@ -120,9 +122,10 @@ class PipelinePart(Part):
         #: What this rank speaks for: a tied parameter counts on the first rank that holds it.
         self._own = {name for name in (*self.named, *self.buffers) if first[name] == self._rank}
 
-    def _make_optimizer(self, make: MakeOptimizer) -> Optimizer:
+    def _make_optimizer(self, make: MakeOptimizer, whole: Optimizer) -> Optimizer:
+        chosen = {name for group in self._order.groups for name in group}
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
-        optimizer = make(self.named or {"": nn.Parameter(torch.empty(0, device=self._place.device))})
+        optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
         optimizer = self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
@@ -163,7 +166,8 @@ class PipelinePart(Part):
             tally.add(found)
             return found.value * (0.0 if stand_in else found.weight * factor)
 
-        self._programs.run(inputs, parts, sizes, loss)
+        with explaining_few_rows(*self._stages.values()):
+            self._programs.run(inputs, parts, sizes, loss)
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 
@@ -292,6 +296,15 @@ class PipelinePart(Part):
 def _without_modules(split: Split) -> Split:
     """Let go of the stages that other ranks run."""
     return Split((), split.begins, split.canonical, split.holders, split.buffers, split.keys)
+
+
+def _emptied(optimizer: Optimizer) -> Optimizer:
+    """Leave an optimizer its groups and their settings only."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+        group.pop("param_names", None)
+    return optimizer
 
 
 def _plain(name: str) -> str:

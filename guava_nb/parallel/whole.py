@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel import norm
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.parallel.buffers import kept_buffers
 from guava_nb.parallel.data_axis import DataAxis
 from guava_nb.parallel.holding import Holding
@@ -103,7 +104,8 @@ class WholePart:
 
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
-            loss = self._objective(self.model, batch, rows, False)
+            with explaining_few_rows(self.model):
+                loss = self._objective(self.model, batch, rows, False)
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "

@@ -302,6 +302,7 @@ CRITERIA: dict[str, Callable[[Any, Any, int], Part]] = {"classes": _classes, "me
 OPTIMIZERS: dict[str, Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda named: torch.optim.AdamW(named.values(), lr=0.01, weight_decay=0.1),
     "sgd": lambda named: torch.optim.SGD(named.values(), lr=0.05, momentum=0.9),
+    "last": lambda named: torch.optim.AdamW([p for n, p in named.items() if n.startswith("6.")], lr=0.01),
     "groups": lambda named: torch.optim.AdamW(
         [
             {"params": [p for n, p in named.items() if p.ndim > 1], "weight_decay": 0.2},
@@ -330,7 +331,7 @@ def train_plain(case: Case, model: nn.Module | None = None) -> dict[str, Any]:
                     p.grad.mul_(min(1.0, case.clip / square**0.5))
         without.append([name for name, p in model.named_parameters() if p.grad is None])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # also of what is not in the optimizer
         losses.append((float(loss.value.detach()) * loss.weight, None if loss.count is None else float(loss.count)))
         norms.append(square)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -501,6 +502,9 @@ def fail_then_train(group: dist.ProcessGroup, case: Case) -> Any:
     part.train_batch((inputs, targets), rows, 1.0 / rows)  # now the shape is known
     part.drop_gradients()
     hook = part.model[0].register_forward_pre_hook(broken)
+    attempt()
+    hook.remove()
+    hook = part.model[0].register_forward_hook(lambda module, args, output: output[0].register_hook(broken) and None)
     attempt()
     hook.remove()
     found = part.train_batch((inputs, targets), rows, 1.0 / rows)
