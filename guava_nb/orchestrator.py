@@ -470,7 +470,7 @@ class Orchestrator:
         )
         if self._resume is not None:
             path, content = self._resume
-            checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+            checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
             ensemble.master.load_state({"model": content["model"]})
         self._ensemble = ensemble
         return ensemble
@@ -510,13 +510,12 @@ class Orchestrator:
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
+        Whether it fits is seen there: that call names the model.
+
         Raises:
-            CheckpointError: it cannot be read, or belongs to another model than the one that was trained last and still is
-                the registered one.
+            CheckpointError: it cannot be read.
         """
         target = Path(path)
-        content, last = checkpoint.read(target), self._ensemble
-        if last is not None and (last.spec.model, last.cells) == (self._factory, self._ledger.cells()):
-            checkpoint.check_model(target, content["model"], last.master.model.state_dict())
+        content = checkpoint.read(target)
         self._resume = (target, content)
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}
