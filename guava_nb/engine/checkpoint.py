@@ -103,14 +103,14 @@ def _nearby(path: Path) -> str:
     return f"in {folder} there are: {', '.join(names[:8])}" if names else f"{folder} holds no checkpoint"
 
 
-def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory) -> None:
+def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:
     """Compare a checkpoint's model with the one that a call names.
 
     Args:
         path: where the checkpoint lies.
         content: what `read` returned.
         current: the model's own state dict.
-        model: which model that is.
+        model: which model that is; None where it was given as an object.
 
     Raises:
         CheckpointError: names or shapes differ; the message lists the first few, and names both models.
@@ -153,7 +153,9 @@ def _made_with(content: Mapping[str, Any]) -> str:
         return ""
 
 
-def _said(model: Factory) -> str:
+def _said(model: Factory | None) -> str:
+    if model is None:
+        return "that of the calling process"
     name = model.name.rpartition(":")[2]
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in model.args.items())})"
 

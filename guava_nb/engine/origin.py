@@ -38,7 +38,7 @@ def build_ensemble(
         problems = checkpoint.differences(weights.state_dict(), master.model.state_dict(), "in the registered one")
         if problems:
             raise CheckpointError(
-                f"the registered model is not what {spec.model.name} builds at the workers ({problems}). Give "
+                f"the registered model is not what its class builds at the workers ({problems}). Give "
                 "register_model the arguments it was built with, or register a factory that builds it"
             )
         master.load_state({"model": weights.state_dict()})

@@ -91,7 +91,9 @@ class FakeOrchestrator:
     local: list[FakeWorker] = field(default_factory=list)
     run: FakeRun | None = None
     state: str = "closed"
-    num_workers: int = 0
+    here: list[str] = field(default_factory=list)
+    coming: list[str] = field(default_factory=list)
+    newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
     config: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -109,14 +111,20 @@ class FakeOrchestrator:
 
     def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))
-        self.num_workers += 0 if self.too_few else count
-        self.local += [FakeWorker("", device) for _ in range(count)]
+        names = [f"worker-{len(self.local) + number}" for number in range(count)]
+        self.local += [FakeWorker("", device, name) for name in names]
+        self.coming += names
         return self.local[-count:]
 
     def wait_for_workers(self, count: int | None = None, timeout: float | None = None) -> None:
         self.calls.append(("wait", count))
         if self.too_few:
             raise RendezvousTimeout("1 of 2 workers joined within 180 s; look at %guava_log")
+        while len(self.here) < (count or 0):
+            arriving = self.newcomers or self.coming  # a stranger is always faster
+            if not arriving:
+                raise RendezvousTimeout(f"{len(self.here)} of {count} workers joined; nobody else is coming")
+            self.here.append(arriving.pop(0))
 
     def share(self, source: str, name: str | None = None) -> None:
         if "!pip" in source:
@@ -149,9 +157,7 @@ class FakeOrchestrator:
         return {"step": 46, "epoch": 2}
 
     def status(self) -> Status:
-        workers = tuple(
-            WorkerStatus(f"worker-{rank}", rank, "ready", "cpu", "CPU", "host") for rank in range(self.num_workers)
-        )
+        workers = tuple(WorkerStatus(name, rank, "ready", "cpu", "CPU", "host") for rank, name in enumerate(self.here))
         run = self.run.status() if self.run else None
         return Status(self.state, "127.0.0.1:4242", "data", self.expected_workers, workers, run, tuple(self.cells))
 

@@ -147,10 +147,31 @@ def test_up_again_waits_for_slow_local_workers_and_replaces_dead_ones(notebook: 
     notebook.too_few = True
     notebook.run("%guava_up --local 2")
     assert "1 of 2 workers joined" in notebook.run("%guava_up --local 2").text
-    notebook.orchestrator.too_few, notebook.orchestrator.num_workers = False, 1
+    notebook.orchestrator.too_few = False
     notebook.orchestrator.local[0].alive = False
+    notebook.orchestrator.coming.remove("worker-0")
     assert notebook.run("%guava_up --local 2").ok
     assert [call for call in notebook.orchestrator.calls if call[0] == "launch"] == [("launch", 2), ("launch", 1)]
+
+
+def test_local_workers_beside_others_are_waited_for_and_the_code_is_shown(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2")
+    notebook.orchestrator.here = ["colab", "kaggle"]
+    notebook.orchestrator.newcomers = ["late"]
+    shown = notebook.run("%guava_up --local 2")
+    assert notebook.orchestrator.here == ["colab", "kaggle", "late", "worker-0", "worker-1"]
+    assert "5 ready of 2 expected" in shown.text
+    assert "All workers are local" not in shown.text and SECRET_CODE in shown.text
+    assert "did not change" not in shown.text, "--workers was not given"
+    notebook.orchestrator.here = ["worker-0", "worker-1"]
+    assert "All workers are local" in notebook.run("%guava_up --local 2").text
+
+
+def test_a_local_worker_alone_in_a_session_for_more_leaves_the_code_visible(notebook: Any) -> None:
+    assert SECRET_CODE in notebook.run("%guava_up --workers 2 --local 1").text
+    shown = notebook.run("%guava_up --local 2")
+    assert "All workers are local" in shown.text
+    assert "--workers did not change" in notebook.run("%guava_up --workers 3 --local 2").text
 
 
 def test_more_local_workers_than_expected_is_refused(notebook: Any) -> None:
@@ -549,7 +570,7 @@ def test_closing_lets_the_worker_leave_and_kills_one_that_does_not(notebook: Any
 
 def test_the_code_is_nowhere_but_in_the_output_of_up(notebook: Any) -> None:
     notebook.run("%guava_up --workers 1\nloader = []")
-    notebook.orchestrator.num_workers = 1
+    notebook.orchestrator.here = ["worker-0"]
     notebook.orchestrator.printed["worker-0"] = [f"someone printed {SECRET_CODE}"]
     texts = [notebook.run(line).text for line in ("%guava_status", "%guava_log", TRAIN, f"%guava_stop {SECRET_CODE}")]
     texts += [
