@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.config import DistributedConfig, mode_settings
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.cluster import Cluster
@@ -375,15 +375,15 @@ class Orchestrator:
 
         Args:
             mode: "data", "pipeline", "tensor", "zero" or "hybrid".
-            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; None finds one by itself.
+            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab", "replicate" or "partial"; None finds one.
             settings: `dp`, `pp`, `tp`, `zero_stage` as in `guava_nb.config.mode_settings`, and fields of the configuration
                 such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `sync_batchnorm`, `path`.
 
         Raises:
             ConfigError: something does not fit; nothing was changed.
         """
-        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
+        check_plan(tensor_plan or {})
+        self.config = self.config.replace(**mode_settings(mode, **settings))
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:

@@ -145,7 +145,8 @@ class NotebookSession:
             )
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
-        return mode_sentence(self._orchestrator.config, here or None)
+        local = 0 if self._local is None else len(self._local)
+        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
 
     def _apply_mode(self) -> None:
         if self._mode:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guava_nb.config import DistributedConfig, mode_settings
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -133,9 +133,8 @@ class FakeOrchestrator:
 
     def set_mode(self, mode: str, **settings: Any) -> None:
         self.calls.append(("mode", (mode, dict(settings))))
-        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        settings.pop("tensor_plan", None)
-        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
+        check_plan(settings.pop("tensor_plan", {}))
+        self.config = self.config.replace(**mode_settings(mode, **settings))
 
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))
