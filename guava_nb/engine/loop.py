@@ -119,6 +119,7 @@ class WorkerLoop:
         self._own_model = own_model
         self._on_state, self._on_commit_done = on_state, on_commit
         self._shown = ("", 0.0)
+        self._last_step = -1  # of the run that is over, for the worker's own display
         self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
@@ -166,6 +167,8 @@ class WorkerLoop:
                     return
         except _End:
             return
+        finally:
+            self._show("ready")  # once more: steps since the last report would never be seen
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -191,7 +194,7 @@ class WorkerLoop:
         now = time.monotonic()
         if state != self._shown[0] or (state == "working" and now > self._shown[1] + SHOW_S):
             self._shown = (state, now)
-            self._on_state(state, self._steps.committed)
+            self._on_state(state, self._steps.committed if self._replica is not None else self._last_step)
 
     def _mid_step(self) -> bool:
         step = self._steps.current()
@@ -247,6 +250,8 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------ preparation
 
     def _forget(self) -> None:
+        if self._replica is not None:
+            self._last_step = self._steps.committed
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = None
         self._run_id = ""
