@@ -121,7 +121,9 @@ def _wire(run: RunStatus) -> str:
         ("parameters", wire.parameter_bytes),
     ]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
-    return ", ".join(parts) + (f" ({detail})" if detail else "")
+    uncounted = " and ".join(name for name, count in named if count is None)
+    direct = f"; {uncounted} are exchanged directly between the workers: not counted" if uncounted else ""
+    return ", ".join(parts) + (f" ({detail})" if detail else "") + direct
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
