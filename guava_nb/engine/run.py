@@ -159,6 +159,7 @@ class Run:
                 message=self._message,
                 wire=self.wire,
                 path=_path_text(self._route()),
+                steps_before=history[0]["step"] - 1 if history else 0,
             )
 
     def report(self) -> dict[str, Any]:

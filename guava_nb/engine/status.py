@@ -78,6 +78,7 @@ class RunStatus:
     message: str = ""  # what it waits for, or why it ended
     wire: WireBytes = field(default_factory=WireBytes)
     path: str = ""  # how the workers reach each other, and why
+    steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
 
 
 @dataclass(frozen=True, slots=True)

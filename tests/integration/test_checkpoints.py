@@ -173,7 +173,9 @@ def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"another model than Net\(dropout=0.5\), the one asked for now"):
         three.train(loader(), epochs=2, cell=cell.replace("self.last", "self.head"), model_args={"dropout": 0.5},
                     fresh=False)  # fmt: skip
-    assert len(three.train(loader(), epochs=2, fresh=False).history) == 4, "the refused call left it loaded"
+    resumed = three.train(loader(), epochs=2, fresh=False)
+    assert len(resumed.history) == 4, "the refused call left it loaded"
+    assert (resumed.status().step, resumed.status().steps_before) == (4, 4)
     # A refusal leaves nothing behind: the next run starts where it was told to.
     again = three.train(loader(), epochs=1)
     assert difference(again.model(), run.model()) == 0.0

@@ -76,6 +76,13 @@ def test_what_workers_exchange_directly_is_said_to_be_uncounted() -> None:
         ) in to_text(view)
 
 
+def test_steps_since_a_resume_are_not_mixed_with_epochs_from_the_beginning() -> None:
+    resumed = replace(RUN, epoch=3, steps_before=46)
+    assert run_view(resumed).headline.startswith("epoch 3/3, step 5/69 since step 46, loss")
+    assert "5 after the 46 of the checkpoint, now at epoch 3 of 3, 320 samples" in to_text(summary_view(resumed))
+    assert "5 in 1 of 3 epochs, 320 samples" in to_text(summary_view(RUN))
+
+
 def test_session_text() -> None:
     text = to_text(session_view(STATUS))
     assert text.splitlines()[0] == "session: open at 127.0.0.1:4242"
