@@ -20,7 +20,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from guava_nb.config import DistributedConfig, mode_settings
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
@@ -476,15 +476,15 @@ class Orchestrator:
 
         Args:
             mode: "data", "pipeline", "tensor", "zero" or "hybrid".
-            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; None finds one by itself.
+            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab", "replicate" or "partial"; None finds one.
             settings: `dp`, `pp`, `tp`, `zero_stage` as in `guava_nb.config.mode_settings`, and fields of the configuration
                 such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `sync_batchnorm`, `path`.
 
         Raises:
             ConfigError: something does not fit; nothing was changed.
         """
-        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
+        check_plan(tensor_plan or {})
+        self.config = self.config.replace(**mode_settings(mode, **settings))
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:
@@ -645,7 +645,7 @@ class Orchestrator:
         ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
-            checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+            checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
             ensemble.master.load_state({"model": content["model"]})
         self._ensemble = ensemble
         return ensemble
@@ -685,13 +685,12 @@ class Orchestrator:
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
+        Whether it fits is seen there: that call names the model.
+
         Raises:
-            CheckpointError: it cannot be read, or belongs to another model than the one that was trained last and still is
-                the registered one.
+            CheckpointError: it cannot be read.
         """
         target = Path(path)
-        content, last = checkpoint.read(target), self._ensemble
-        if last is not None and (last.spec.model, last.cells) == (self._factory, self._ledger.cells()):
-            checkpoint.check_model(target, content["model"], last.master.model.state_dict())
+        content = checkpoint.read(target)
         self._resume = (target, content)
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}

@@ -137,6 +137,7 @@ class WorkerLoop:
         self._own = own
         self._on_state, self._on_commit_done = on_state, on_commit
         self._shown = ("", 0.0)
+        self._last_step = -1  # of the run that is over, for the worker's own display
         self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._run_id = ""
@@ -194,6 +195,7 @@ class WorkerLoop:
         except _End:
             return
         finally:
+            self._show("ready")  # once more: steps since the last report would never be seen
             self._release_own()
             self._ahead.close()
             self._reader.close()
@@ -222,7 +224,7 @@ class WorkerLoop:
         now = time.monotonic()
         if state != self._shown[0] or (state == "working" and now > self._shown[1] + SHOW_S):
             self._shown = (state, now)
-            self._on_state(state, self._steps.committed)
+            self._on_state(state, self._steps.committed if self._replica is not None else self._last_step)
 
     def _mid_step(self) -> bool:
         step = self._steps.current()
@@ -293,6 +295,8 @@ class WorkerLoop:
     def _forget(self) -> None:
         self._release_own()
         self._ahead.close()
+        if self._replica is not None:
+            self._last_step = self._steps.committed
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""

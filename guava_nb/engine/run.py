@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,8 +83,10 @@ class Run:
 
     @property
     def wire(self) -> WireBytes:
-        """Bytes by kind since the run began."""
-        return self._wire()
+        """Bytes by kind since the run began; None for those that the workers exchange directly."""
+        wire, route = self._wire(), self._route()
+        direct = route is not None and route.path == "direct"
+        return replace(wire, gradient_bytes=None, activation_bytes=None) if direct else wire
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
@@ -162,6 +165,7 @@ class Run:
                 path=_path_text(self._route()),
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
+                steps_before=history[0]["step"] - 1 if history else 0,
             )
 
     def report(self) -> dict[str, Any]:

@@ -13,13 +13,16 @@ __all__ = ["RunStatus", "Status", "WireBytes", "WorkerStatus"]
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """Bytes that crossed the wire, seen from the orchestrator, headers included, before encryption."""
+    """Bytes that crossed the wire, seen from the orchestrator, headers included, before encryption.
+
+    `gradient_bytes` and `activation_bytes` are None where workers exchange them directly: nobody counts them there.
+    """
 
     out_bytes: int = 0
     in_bytes: int = 0
     sample_bytes: int = 0
-    gradient_bytes: int = 0
-    activation_bytes: int = 0
+    gradient_bytes: int | None = 0
+    activation_bytes: int | None = 0
     parameter_bytes: int = 0
     control_bytes: int = 0
 
@@ -86,6 +89,7 @@ class RunStatus:
     path: str = ""  # how the workers reach each other, and why
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
     loaded_bytes: int = 0
+    steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from guava_nb.config import MODES, SCHEDULES
-from guava_nb.notebook.options import Command, Option, choice, flag, integer, json_object, number, option, shares, word
+from guava_nb.notebook.options import (
+    Command,
+    Option,
+    choice,
+    flag,
+    integer,
+    json_object,
+    number,
+    option,
+    shares,
+    word,
+    zero_stage,
+)
 
 __all__ = ["COMMANDS"]
 
@@ -18,8 +30,8 @@ def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
     return option(flag_name, metavar="|".join(names), type=choice(*names), complete=names, help=text)
 
 
-def _json(flag_name: str, text: str) -> Option:
-    return option(flag_name, metavar="JSON", type=json_object, help=text)
+def _json(flag_name: str, text: str, example: str = '{"hidden": 64}') -> Option:
+    return option(flag_name, metavar="JSON", type=json_object(example), help=text)
 
 
 def _expression(flag_name: str, text: str, required: bool = False) -> Option:
@@ -108,8 +120,9 @@ MODE = Command(
         option(
             "--zero",
             metavar="1|2|3",
-            type=integer(0, 3),
-            help="1: optimizer state is shared out, 2: gradients too, 3: parameters too",
+            type=zero_stage,
+            help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; zero mode: 2 when left "
+            "out, hybrid: nothing (0); with stages at most 1",
         ),
         option("--micro-batches", metavar="M", type=integer(1), help="pipeline: parts a batch is cut into (4)"),
         _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
@@ -125,7 +138,12 @@ MODE = Command(
             help="pipeline: modules that begin a stage, with commas (balances by itself)",
         ),
         _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
-        _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
+        _json(
+            "--plan",
+            'tensor, hybrid: {"pattern of modules": "colwise|rowwise|vocab|replicate|partial"}; partial: a whole module between '
+            "split layers, whose gradients are added up (default: found by itself)",
+            '{"*.up": "colwise", "*.down": "rowwise"}',
+        ),
         option(
             "--checkpoint-activations",
             metavar="NAMES",

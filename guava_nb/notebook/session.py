@@ -25,7 +25,7 @@ from guava_nb.notebook.asking import predict_arguments, progress_on, validate_ar
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import code_to_dial, orchestrator_settings
+from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -37,8 +37,6 @@ from guava_nb.render import View, ready_workers, run_view, session_view, summary
 
 __all__ = ["NotebookSession"]
 
-#: Seconds that workers started on this machine get to load torch and join.
-LOCAL_JOIN_S = 180.0
 #: Seconds that a worker gets to finish its step when the notebook closes.
 LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
@@ -78,7 +76,7 @@ class NotebookSession:
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._dials = False
-        self._local: list[Any] = []
+        self._local: LocalWorkers | None = None
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
         self._cells: dict[str, str] = {}
@@ -100,15 +98,17 @@ class NotebookSession:
         settings = orchestrator_settings(args)
         notes = self._refused_settings(settings) if self.is_open else []
         if not self.is_open:
-            orchestrator = self._new_orchestrator(**settings)
-            if args.connect is None or args.local:
-                orchestrator.open()
-            self._orchestrator, self._settings, self._local = orchestrator, settings, []
+            expected = {"num_workers": args.local} if args.local else {}
+            orchestrator = self._new_orchestrator(**{**expected, **settings})
             self._dials = args.connect is not None and not args.local
+            if not self._dials:
+                orchestrator.open()
+            self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
-        self._start_local(args.local or 0)
+        if self._local is not None:
+            self._local.start(args.local or 0)
         return notes
 
     @property
@@ -122,8 +122,8 @@ class NotebookSession:
 
     @property
     def is_local_only(self) -> bool:
-        """Whether every worker that training waits for was started here: then nobody needs the code."""
-        return bool(self._local) and len(self._local) >= self._orchestrator.expected_workers
+        """Whether every worker that is here or expected was started here: then nobody needs the code."""
+        return self._local is not None and self._local.are_all
 
     def share(self, given_name: str | None, text: str) -> str:
         """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
@@ -159,7 +159,8 @@ class NotebookSession:
             )
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
-        return mode_sentence(self._orchestrator.config, here or None)
+        local = 0 if self._local is None else len(self._local)
+        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
 
     def _apply_mode(self) -> None:
         if self._mode:
@@ -248,7 +249,7 @@ class NotebookSession:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
         orchestrator, self._orchestrator = self._orchestrator, None
         worker, self._worker = self._worker, None
-        self._local, self._worker_code = [], None
+        self._local = self._worker_code = None
         try:
             if worker is not None and worker.alive:
                 worker.leave()
@@ -330,7 +331,8 @@ class NotebookSession:
         return self._orchestrator
 
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
-        changed = sorted(_FLAGS[name] for name, value in settings.items() if self._settings.get(name) != value)
+        now = {"num_workers": self._orchestrator.expected_workers, **self._settings}
+        changed = sorted(_FLAGS[name] for name, value in settings.items() if now.get(name) != value)
         if not changed:
             return []
         return [
@@ -346,15 +348,6 @@ class NotebookSession:
             except GuavaError as error:
                 notes.append(f"Cell {name} is not shared: {error}")
         return notes
-
-    def _start_local(self, wanted: int) -> None:
-        """Start what is missing of `wanted` workers here; a worker that died since the last call is replaced."""
-        self._local = [worker for worker in self._local if worker.alive]
-        missing = wanted - len(self._local)
-        if missing > 0:
-            self._local += self._orchestrator.launch_workers(missing)
-        if ready_workers(self._orchestrator.status()) < wanted:
-            self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
 
     def undefined(self, name: str) -> list[str]:
         """Sentences on names that a shared cell uses and no shared cell defines so far."""

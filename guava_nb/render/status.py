@@ -71,7 +71,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     """A run after its end: what was done, how fast from start to end, at which cost on the wire."""
     average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
-        ("steps", f"{run.step} in {run.epoch} of {run.num_epochs} epochs, {run.samples} samples"),
+        ("steps", f"{_steps(run)}, {run.samples} samples"),
         ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(average, 'samples')}"),
         ("loss", _loss_path(run)),
     ]
@@ -97,11 +97,18 @@ def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
 def _headline(run: RunStatus) -> str:
     """The numbers of one line; those not known yet are left out, a bar has no room for excuses."""
     total = "" if run.total_steps is None else f"/{run.total_steps}"
-    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}"]
+    resumed = f" since step {run.steps_before}" if run.steps_before else ""
+    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
     parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None else []
     return ", ".join(parts)
+
+
+def _steps(run: RunStatus) -> str:
+    if not run.steps_before:
+        return f"{run.step} in {run.epoch} of {run.num_epochs} epochs"
+    return f"{run.step} after the {run.steps_before} of the checkpoint, now at epoch {run.epoch} of {run.num_epochs}"
 
 
 def _validation(point: tuple[int, float, float | None]) -> str:
@@ -125,7 +132,9 @@ def _wire(run: RunStatus) -> str:
         ("parameters", wire.parameter_bytes),
     ]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
-    return ", ".join(parts) + (f" ({detail})" if detail else "")
+    uncounted = " and ".join(name for name, count in named if count is None)
+    direct = f"; {uncounted} are exchanged directly between the workers: not counted" if uncounted else ""
+    return ", ".join(parts) + (f" ({detail})" if detail else "") + direct
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
