@@ -21,7 +21,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, GuavaError
-from guava_nb.notebook.asking import predict_arguments, progress_on, validate_arguments
+from guava_nb.notebook.asking import predict, validate
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
@@ -190,18 +190,11 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        orchestrator, arguments = self._need_session(), validate_arguments(args, self._shell.user_ns)
-        with progress_on(panel, "validating", "validated") as progress:
-            return orchestrator.validate(**arguments, progress=progress)
+        return validate(self._need_session(), args, self._shell.user_ns, panel)
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        orchestrator, arguments = self._need_session(), predict_arguments(args, self._shell.user_ns)
-        with progress_on(panel, "predicting", "predicted") as progress:
-            found = orchestrator.predict(**arguments, progress=progress)
-        if args.into is not None:
-            self._shell.user_ns[args.into] = found
-        return found
+        return predict(self._need_session(), args, self._shell.user_ns, panel)
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
