@@ -36,6 +36,7 @@ from guava_nb.engine.compose import (
     parallel_spec,
     plain_arguments,
 )
+from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
@@ -44,6 +45,7 @@ from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, common_parts, is_own
 from guava_nb.engine.passes import Progress
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.predicting import predict
@@ -90,6 +92,7 @@ class Orchestrator:
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
+        self._dialled = DialledWorkers()
         self._runs = 0
         self._tensor_plan: dict[str, str] = {}
         self._untrained_numbers = itertools.count(1)
@@ -109,7 +112,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -120,21 +123,53 @@ class Orchestrator:
             try:
                 listener.start()
             except GuavaError:
-                cluster.close()
+                if self._cluster is None:
+                    cluster.close()
                 raise
             self._notices.listen()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
         return self._code
+
+    @classmethod
+    def dialling(
+        cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any
+    ) -> Orchestrator:
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        made = cls(config, **overrides)
+        try:
+            made.connect(*join_codes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def connect(self, *join_codes: JoinCode | str) -> list[str]:
+        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
+
+        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
+
+        Raises:
+            JoinCodeError: a code is damaged; nothing was dialled.
+            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+                in the list stay connected.
+        """
+        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
+        if self._cluster is None:
+            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            self._notices.listen()
+        return self._dialled.join(codes, self._cluster, link_options(self.config))
 
     @property
     def join_code(self) -> JoinCode:
         """The code that workers join with.
 
         Raises:
-            ClusterError: the session is not open.
+            ClusterError: the session is not open, or only dials.
         """
         self._open_cluster()
-        assert self._code is not None
+        if self._code is None:
+            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
         return self._code
 
     @property
@@ -153,6 +188,7 @@ class Orchestrator:
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
+        self._dialled.close("the orchestrator closed the session")
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
@@ -163,8 +199,9 @@ class Orchestrator:
         self._cluster = self._listener = self._code = self._ensemble = None
 
     def __enter__(self) -> Orchestrator:
-        """Open the session."""
-        self.open()
+        """Open the session, unless it has dialled its workers."""
+        if self._cluster is None:
+            self.open()
         return self
 
     def __exit__(
@@ -194,6 +231,10 @@ class Orchestrator:
         """
         cluster = self._open_cluster()
         return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
+
+    def own_parts(self) -> set[str]:
+        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
+        return common_parts(self._open_cluster())
 
     def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
         """Start worker processes on this machine; they join by themselves.
@@ -247,7 +288,8 @@ class Orchestrator:
 
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
-                instance, whose class must be shared or importable and whose weights are where training starts.
+                instance, whose class must be shared or importable and whose weights are where training starts; or
+                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds.
             args: plain data.
 
         Raises:
@@ -386,7 +428,6 @@ class Orchestrator:
                 validation=lambda: Validation(specs, merges_for(specs, shared)),
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)
-            ensemble.look_at(plan.feed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
 
@@ -427,6 +468,7 @@ class Orchestrator:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
+        ensemble.look_at(plan.feed)
         return ensemble
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -452,6 +494,10 @@ class Orchestrator:
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
+        if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            own = adopt(run_id, spec, self._ledger.cells(), shared, self._open_cluster())
+            fetch_between_runs(own, self._open_cluster(), self._patience_s)
+            return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
             self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
@@ -491,7 +537,8 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------------------- state and score
 
     def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
-        fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
+        if ensemble.master_step != ensemble.step:  # else it is here, and also after the session was closed
+            fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
         return ensemble.master.model
 
     def validate(
@@ -499,6 +546,7 @@ class Orchestrator:
         loader: Any,
         criterion: Reference = "CrossEntropyLoss",
         metrics: Metrics | None = None,
+        preprocess: Reference | None = None,
         *,
         progress: bool | Progress = True,
     ) -> dict[str, Any]:
@@ -508,7 +556,7 @@ class Orchestrator:
 
         Args:
             loader: a DataLoader, or an iterable of batches (inputs, targets).
-            criterion: used when nothing was trained yet.
+            criterion, preprocess: used when nothing was trained yet; else those of the run.
             metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
                 return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
                 functions that make one.
@@ -522,7 +570,7 @@ class Orchestrator:
         feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
-        ensemble = self._ensemble or self._untrained(criterion)
+        ensemble = self._known_ensemble() or self._untrained(criterion, preprocess)
         with reporting("validating", progress) as report:
             ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
         return question.result().record()
@@ -536,6 +584,7 @@ class Orchestrator:
         raw: bool = False,
         path: str | Path | None = None,
         resume: bool = False,
+        preprocess: Reference | None = None,
         *,
         predict_step: Reference | None = None,
         progress: bool | Progress = True,
@@ -554,6 +603,7 @@ class Orchestrator:
             raw: the outputs as they are, for models that give no [rows, classes].
             path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
             resume: go on with what an interrupted call left in `path`, without predicting it again.
+            preprocess: used when nothing was trained yet; else that of the run.
             predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
             progress: as for `validate`.
 
@@ -566,24 +616,33 @@ class Orchestrator:
         if predict_step is not None:
             step = Factory(factory_name("predict_step", predict_step, self._shared()))
             wanted = msgspec.structs.replace(wanted, step=step)
-        ensemble = self._ensemble or self._untrained("CrossEntropyLoss")
+        ensemble = self._known_ensemble() or self._untrained("CrossEntropyLoss", preprocess)
         with reporting("predicting", progress) as report:
             return predict(
                 cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
                 patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
             )  # fmt: skip
 
-    def _untrained(self, criterion: Reference) -> Ensemble:
+    def _known_ensemble(self) -> Ensemble | None:
+        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
+        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
+            self._ensemble = None
+        return self._ensemble
+
+    def _untrained(self, criterion: Reference, preprocess: Reference | None) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+            preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
             cache=cache_spec(self.config),
         )  # fmt: skip
-        ensemble = build_ensemble(
-            f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance
-        )
+        run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
+        if is_own(spec):
+            self._ensemble = adopt(run_id, spec, cells, shared, self._open_cluster())
+            return self._ensemble
+        ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
             checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())

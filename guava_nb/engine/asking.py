@@ -49,7 +49,6 @@ def ask(
         RemoteError: the user's code raised on a worker.
         ConfigError: a batch or an output has no form that this can take.
     """
-    ensemble.look_at(feed)
     job = Job(cluster)
     ensemble.attach(job)
     walk = pass_for(job, ensemble, lambda lost: _form_again(job, ensemble, lost))

@@ -269,6 +269,21 @@ class Cluster:
                     on_wait(len(ready))
             return ready
 
+    def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
+        """Wait until whoever is at the end of a session has said hello.
+
+        Returns:
+            Its rank; None when the session closed before, or no hello came in time.
+        """
+        with self._changed:
+            deadline = time.monotonic() + timeout_s
+            while (rank := self._ranks.get(session.session_id)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or session.state == "closed":
+                    return None
+                self._changed.wait(min(0.05, left_s))
+            return rank
+
     def close(self) -> None:
         """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
         self._programs.close()

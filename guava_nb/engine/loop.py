@@ -24,6 +24,7 @@ from guava_nb.engine.ahead import Ahead, copier_for
 from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
+from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
 from guava_nb.engine.own_data import OwnData
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
@@ -63,6 +64,7 @@ from guava_nb.protocol.messages import (
     State,
     StateLoaded,
     StepInfo,
+    TensorInfo,
     Tick,
 )
 
@@ -111,7 +113,7 @@ class WorkerLoop:
     Args:
         send: queues a message for the orchestrator; never blocks.
         device: where the replica lives.
-        own_model: a model that lives in the calling process and is trained in place (program "worker").
+        own: what lives in the calling process; its model is trained in place (program "worker").
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
@@ -122,7 +124,7 @@ class WorkerLoop:
         self,
         send: Send,
         device: torch.device,
-        own_model: torch.nn.Module | None = None,
+        own: OwnParts | None = None,
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
@@ -132,7 +134,7 @@ class WorkerLoop:
         self._seat = seat
         self._send = send
         self._device = device
-        self._own_model = own_model
+        self._own = own
         self._on_state, self._on_commit_done = on_state, on_commit
         self._shown = ("", 0.0)
         self._accept_source = accept_source
@@ -194,6 +196,7 @@ class WorkerLoop:
         finally:
             self._ahead.close()
             self._reader.close()
+            self._release_own()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -282,8 +285,14 @@ class WorkerLoop:
 
     # ------------------------------------------------------------------------------------------------------ preparation
 
+    def _release_own(self) -> None:
+        """Give the user's model back as of the last commit, without our hooks."""
+        if self._own is not None and isinstance(self._replica, Replica):
+            self._replica.close()
+
     def _forget(self) -> None:
         self._ahead.close()
+        self._release_own()
         self._steps = PendingSteps()
         self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""
@@ -307,7 +316,9 @@ class WorkerLoop:
         else:
             self._run_id, self._prepare = message.run_id, message
             self._reader.open(message.run_id, message.spec.cache)
-            self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
+            self._send(
+                Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
+            )
             self._show("ready")
 
     def _build(self, message: Prepare) -> AnyReplica:
@@ -322,7 +333,8 @@ class WorkerLoop:
         self._data.open(message.cells, message.spec.data, self._module)
         if message.spec.parallel is not None:
             return self._build_group_replica(message.spec)
-        return Replica(message.spec, self._resolve, self._device, model=self._own_model)
+        own_model = None if self._own is None else self._own.model
+        return Replica(message.spec, self._resolve, self._device, model=own_model)
 
     def _on_ask_data(self, message: AskData) -> None:
         self._show("preparing")
@@ -341,13 +353,27 @@ class WorkerLoop:
         self._show("ready")
 
     def _resolve(self, name: str) -> object:
-        found: object = source.resolve(name, self._module)
-        return found
+        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
+        if not name.startswith("@"):
+            found: object = source.resolve(name, self._module)
+            return found
+        if self._own is None:
+            raise PreparationError(
+                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
+                "this worker is not one of those"
+            )
+        return self._own.find(name)
+
+    def _described(self, spec: RunSpec) -> tuple[TensorInfo, ...]:
+        """Describe a model that the orchestrator cannot build; others it knows."""
+        if self._own is None or spec.model is None or spec.model.name != OWN_MODEL:
+            return ()
+        return describe_model(self._own.model)
 
     def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
 
-        if self._seat is None or self._own_model is not None:
+        if self._seat is None or self._own is not None:
             raise PreparationError(
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
@@ -418,6 +444,10 @@ class WorkerLoop:
     # ------------------------------------------------------------------------------------------------------------ steps
 
     def _on_shard(self, message: Shard, load: Load | None) -> None:
+        if self._own is not None and self._own.service:
+            raise PreparationError(
+                f"this worker serves {self._own.service} and is not trained: start_training() there does"
+            )
         step = self._steps.announce(message.step, message.generation, message.want_hash)
         if step is not None and message.shard not in step.done and load is not None:
             step.todo.append((message, load))

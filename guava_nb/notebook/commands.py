@@ -36,6 +36,12 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        option(
+            "--connect",
+            nargs="*",
+            metavar="CODE",
+            help="dial a worker that listens (guava worker --listen, GPUTrainer) instead of listening; again for a further one",
+        ),
         _one(
             "--compression",
             ("auto", "on", "off"),
@@ -48,6 +54,7 @@ UP = Command(
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
     "%guava_up --workers 2",
+    code_to="connect",
 )
 WORKER = Command(
     "guava_worker",

@@ -63,7 +63,7 @@ class GuavaMagics(Magics):
         (view,) = self.session.views()[:1]
         if self.session.is_local_only and not args.show_code:
             notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
-        else:
+        elif self.session.has_code:
             self._show_code()
         closing = "%guava_down closes the session."
         self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from typing import Any
+
+from IPython.core.error import UsageError
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["orchestrator_settings"]
+__all__ = ["code_to_dial", "orchestrator_settings"]
 
 
 def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -25,3 +29,17 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.no_tls:
         settings["tls"] = False
     return settings
+
+
+def code_to_dial(words: Sequence[str]) -> str:
+    """The join code of --connect, else of GUAVA_JOIN_CODE.
+
+    Raises:
+        UsageError: there is none.
+    """
+    text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
+    if not text.strip():
+        raise UsageError(
+            "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
+        )
+    return text

@@ -25,7 +25,7 @@ from guava_nb.notebook.asking import predict_arguments, progress_on, validate_ar
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import orchestrator_settings
+from guava_nb.notebook.opening import code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -77,6 +77,7 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
+        self._dials = False
         self._local: list[Any] = []
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
@@ -100,11 +101,20 @@ class NotebookSession:
         notes = self._refused_settings(settings) if self.is_open else []
         if not self.is_open:
             orchestrator = self._new_orchestrator(**settings)
-            orchestrator.open()
+            if args.connect is None or args.local:
+                orchestrator.open()
             self._orchestrator, self._settings, self._local = orchestrator, settings, []
+            self._dials = args.connect is not None and not args.local
             notes += self._share_again()
+        if args.connect is not None:
+            notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         self._start_local(args.local or 0)
         return notes
+
+    @property
+    def has_code(self) -> bool:
+        """Whether this session listens, so that there is a code to hand out."""
+        return self.is_open and not self._dials
 
     def join_code(self) -> str:
         """The secret itself."""

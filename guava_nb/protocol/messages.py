@@ -165,6 +165,7 @@ class Hello(Message, frozen=True):
     accepts_source: bool = True
     speed_hint: float = 1.0
     host_id: str = ""  # the same for processes that share one machine and its network
+    own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
 
 
 class Accept(Message, frozen=True):
@@ -291,7 +292,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """All a worker needs to take part in a run, as plain data.
 
     Attributes:
-        model: factory of the model; None when the worker brings its own (program "worker").
+        model: factory of the model; named "@model" when it lives in the worker's own process (program "worker").
         criterion: `loss(outputs, targets)`; exactly one of criterion and step is set.
         step: `step(model, batch)`.
         optimizer: torch.optim class name with args, or a shared function of the named parameters.
@@ -345,11 +346,22 @@ class Prepare(Message, frozen=True):
     spec: RunSpec
 
 
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter or buffer of a model that lives at the worker."""
+
+    name: str  # full, with dots
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str  # "parameter", "frozen" (no gradient), "buffer" or "hidden" (a buffer outside the state dict)
+    same_as: str = ""  # full name of the first place where the same tensor stands
+
+
 class Prepared(Message, frozen=True):
     """Worker to orchestrator: built, or why not.
 
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
-    `missing_module` names an import that failed, `problem` any other failure with its `traceback`.
+    `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
+    model that lives at the worker, which the orchestrator cannot build.
     """
 
     run_id: str
@@ -358,6 +370,7 @@ class Prepared(Message, frozen=True):
     missing_module: str = ""
     problem: str = ""
     traceback: str = ""
+    model: tuple[TensorInfo, ...] = ()
 
 
 class FormGroup(Message, frozen=True):

@@ -201,9 +201,13 @@ def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     thread.join(60)
     assert came and not isinstance(came[0], BaseException), came
     assert_right(came[0], plain(model, 5), exactly=False)
-    # Without anybody to take the place it is told, and the next call works once somebody is there.
-    left, lost = session.ensure(2)
-    lost.trap("look", 2)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_nobody_can_replace_is_told_and_the_next_call_works_with_another(session: Session) -> None:
+    lost = session.ensure(2)[1]
+    model, orch = train(session, "pipeline"), session.orch
+    lost.trap("look", 3)
     thread, came = in_background(lambda: orch.validate(DataLoader(data(), 5), metrics=["hits"]))
     lost.wait_trapped()
     kill(lost)

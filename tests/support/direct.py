@@ -15,6 +15,7 @@ import torch
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own import OwnParts
 from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
@@ -90,7 +91,8 @@ class DirectWorker:
         self._cluster = cluster
         self._hook = hook
         self._kept: list[MessageArrived] = []
-        self.loop = WorkerLoop(self._send, torch.device("cpu"), own_model)
+        own = None if own_model is None else OwnParts(own_model)
+        self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
         run_shard = self.loop._run_shard
 
         def one_at_a_time(*args: Any) -> Any:

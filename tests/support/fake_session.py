@@ -108,6 +108,12 @@ class FakeOrchestrator:
         self.state = "open"
         return self.join_code
 
+    def connect(self, *codes: str) -> list[str]:
+        self.state = "open"
+        self.calls.append(("connect", codes))
+        self.num_workers += len(codes)
+        return [f"listener-{self.num_workers}"]
+
     def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))
         self.num_workers += 0 if self.too_few else count

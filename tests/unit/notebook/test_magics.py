@@ -126,6 +126,20 @@ def test_up_again_with_other_settings_says_that_they_did_not_change(notebook: An
     assert len(notebook.orchestrators) == 1
 
 
+def test_up_dials_a_listening_worker_instead_of_listening(notebook: Any) -> None:
+    shown = notebook.run(f"%guava_up --connect {SECRET_CODE} --workers 2")
+    assert shown.ok, shown.text
+    [(name, (code,))] = notebook.orchestrator.calls
+    assert (name, JoinCode.decode(code).port) == ("connect", 4242)
+    assert (
+        "listener-1 is connected" in shown.text and SECRET_CODE not in shown.text and "%guava_worker" not in shown.text
+    )
+    assert notebook.run(f"%guava_up {SECRET_CODE}").ok  # a further one
+    assert len(notebook.orchestrators) == 1 and len(notebook.orchestrator.calls) == 2
+    nothing = notebook.run("%guava_up --connect")
+    assert not nothing.ok and len(nothing.lines) == 1 and "needs the join code" in nothing.text
+
+
 def test_local_workers_are_started_once_and_need_no_code(notebook: Any) -> None:
     first = notebook.run("%guava_up --local 2")
     notebook.run("%guava_up --local 2")
