@@ -74,7 +74,6 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
-        self._dials = False
         self._local: list[Any] = []
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
@@ -101,7 +100,6 @@ class NotebookSession:
             if args.connect is None or args.local:
                 orchestrator.open()
             self._orchestrator, self._settings, self._local = orchestrator, settings, []
-            self._dials = args.connect is not None and not args.local
             notes += self._share_again()
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
@@ -111,7 +109,7 @@ class NotebookSession:
     @property
     def has_code(self) -> bool:
         """Whether this session listens, so that there is a code to hand out."""
-        return self.is_open and not self._dials
+        return bool(self._orchestrator.status().address)
 
     def join_code(self) -> str:
         """The secret itself."""
