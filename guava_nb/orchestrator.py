@@ -403,7 +403,6 @@ class Orchestrator:
                 validation=lambda: Validation(specs, merges_for(specs, shared)),
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)
-            ensemble.look_at(plan.feed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
 
@@ -419,6 +418,7 @@ class Orchestrator:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
+        ensemble.look_at(plan.feed)
         return ensemble
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
