@@ -53,6 +53,9 @@ from guava_nb.protocol.messages import Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
+#: Settings that a run's plan takes as they are.
+_PLANNED = ("prefetch_steps", "prefetch_bytes", "interrupt_grace_s", "rejoin_timeout_s", "snapshot_every_steps")
+
 
 class Orchestrator:
     """One training session on the side that has the data. A context manager.
@@ -400,11 +403,7 @@ class Orchestrator:
                 shares=shares,
                 callbacks=callbacks,
                 split_fn=split_fn,
-                prefetch_steps=self.config.prefetch_steps,
-                prefetch_bytes=self.config.prefetch_bytes,
-                interrupt_grace_s=self.config.interrupt_grace_s,
-                rejoin_timeout_s=self.config.rejoin_timeout_s,
-                snapshot_every_steps=self.config.snapshot_every_steps,
+                **{name: getattr(self.config, name) for name in _PLANNED},
                 validation=lambda: Validation(specs, merges_for(specs, shared)),
             )
             ensemble = self._place_start(spec, shared, plan, resume, fresh)

@@ -11,7 +11,13 @@ from IPython.core.error import UsageError
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["code_to_dial", "orchestrator_settings"]
+__all__ = ["FLAGS", "code_to_dial", "orchestrator_settings"]
+
+#: Settings of the orchestrator by the option that gives them.
+FLAGS = {
+    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
+    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
+}  # fmt: skip
 
 
 def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:

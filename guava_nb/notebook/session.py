@@ -25,7 +25,7 @@ from guava_nb.notebook.asking import predict_arguments, progress_on, validate_ar
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import code_to_dial, orchestrator_settings
+from guava_nb.notebook.opening import FLAGS, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -43,11 +43,6 @@ LOCAL_JOIN_S = 180.0
 LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
-#: Settings of the orchestrator by the option that gives them.
-_FLAGS = {
-    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
-    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
-}  # fmt: skip
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -330,7 +325,7 @@ class NotebookSession:
         return self._orchestrator
 
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
-        changed = sorted(_FLAGS[name] for name, value in settings.items() if self._settings.get(name) != value)
+        changed = sorted(FLAGS[name] for name, value in settings.items() if self._settings.get(name) != value)
         if not changed:
             return []
         return [
