@@ -28,6 +28,7 @@ from guava_nb.errors import *  # noqa: F403  (the public tree of errors, named b
 
 if TYPE_CHECKING:
     from guava_nb.config import DistributedConfig
+    from guava_nb.data.worker_data import WorkerData
     from guava_nb.engine.run import Run
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
@@ -48,7 +49,7 @@ __all__ = [
     "NetworkWorker",
     "Orchestrator",
 ]
-__all__ += ["Run", "__version__"]
+__all__ += ["Run", "WorkerData", "__version__"]
 __all__ += errors.__all__
 
 #: Public name to the module that holds it.
@@ -61,6 +62,7 @@ _HOMES = {
     "NetworkWorker": "guava_nb.worker",
     "Orchestrator": "guava_nb.orchestrator",
     "Run": "guava_nb.engine.run",
+    "WorkerData": "guava_nb.data.worker_data",
 }
 
 

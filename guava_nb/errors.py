@@ -2,7 +2,8 @@
 
     GuavaError
     ├── ConfigError (ValueError)          a setting or an argument is wrong; nothing was started
-    │   └── JoinCodeError                 a join code is damaged, cut off or of another version
+    │   ├── JoinCodeError                 a join code is damaged, cut off or of another version
+    │   └── MeshError                     the axes of a mode do not multiply to the workers that are here
     ├── SourceError                       shared cells cannot run elsewhere (unknown name, notebook syntax, bad code)
     ├── ProtocolError
     │   ├── LocalProtocolError            we used the protocol wrongly: our bug
@@ -51,6 +52,7 @@ __all__ = [
     "LinkError",
     "LinkTimeout",
     "LocalProtocolError",
+    "MeshError",
     "NotFinite",
     "PreparationError",
     "ProtocolError",
@@ -80,6 +82,19 @@ class ConfigError(GuavaError, ValueError):
 
 class JoinCodeError(ConfigError):
     """A join code is damaged, cut off, or of another version."""
+
+
+class MeshError(ConfigError):
+    """The axes of a mode do not multiply to the workers that are here.
+
+    Attributes:
+        arithmetic: the numbers alone.
+        missing: workers that lack; below 0: workers too many.
+    """
+
+    def __init__(self, arithmetic: str, advice: str = "", missing: int = 0) -> None:
+        super().__init__(f"{arithmetic}: {advice}" if advice else arithmetic)
+        self.arithmetic, self.missing = arithmetic, missing
 
 
 class SourceError(GuavaError):

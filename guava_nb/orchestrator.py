@@ -18,13 +18,24 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
-from guava_nb.config import DistributedConfig, mode_settings
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.data.feed import Feed
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.asking import ask
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
+from guava_nb.engine.compose import (
+    Reference,
+    build_spec,
+    cache_spec,
+    factory_name,
+    mode_of,
+    parallel_spec,
+    plain_arguments,
+)
 from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
@@ -49,7 +60,7 @@ from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
@@ -329,11 +340,16 @@ class Orchestrator:
         optimizer_site: str | None = None,
         callbacks: Sequence[Any] = (),
         split_fn: Callable[..., Any] | None = None,
+        preprocess: Reference | None = None,
+        augment: Reference | None = None,
         resume: str | Path | None = None,
         fresh: bool = False,
         threads: int | None = None,
         progress: bool = True,
         metrics: Metrics | None = None,
+        cache: str | None = None,
+        cache_static: bool = False,
+        data: str = "orchestrator",
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -341,7 +357,8 @@ class Orchestrator:
         optimizer, from its state too. `fresh` starts anew.
 
         Args:
-            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches.
+            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
+                where every worker has the data: then only ids of samples travel.
             val_loader: for validation after each epoch, or every `val_interval` optimizer steps.
             num_epochs: passes over the data; with `resume`, counted from the very beginning.
             criterion: loss(outputs, targets) for batches (inputs, targets); a torch criterion's name or a shared function.
@@ -357,14 +374,65 @@ class Orchestrator:
             optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
             callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
             split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+            preprocess: shared or importable function of a batch; runs on the worker's device for every batch of training and
+                validation, so that data travels in the dtype it has (uint8 images, say) and becomes floats there.
+            augment: likewise, in training only and before `preprocess`; what it draws depends on seed, step and share alone.
             resume: a checkpoint to go on from.
             threads: torch's threads in each worker; None leaves them.
             progress: show a bar while blocking.
+            cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
+                and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
+            cache_static: the samples of `train_loader` do not change between epochs: those that workers hold are not even
+                loaded again. Without it every sample is loaded and compared, and sent where it changed.
+            data: "worker" where `train_loader` is a `WorkerData`.
             metrics: of the validations, beside loss and accuracy; see `validate`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
+        cluster = self._idle_cluster()
+        with interrupts_remembered() as interrupts:
+            shared = self._shared()
+            refuse_place(data, train_loader)
+            specs, loaders = metric_specs(metrics, shared), (train_loader, val_loader)
+            own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+            spec = build_spec(
+                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
+                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
+                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+                preprocess=preprocess, augment=augment, metrics=specs,
+                parallel=parallel_spec(
+                    self.config, len(cluster.roster.ready()), self._tensor_plan,
+                    (lambda: False) if own else cuda_reach(cluster),
+                ),
+                cache=cache_spec(self.config, cache),
+            )  # fmt: skip
+            spec = self._with_data(spec, own, cache_static, interrupts.check)
+            feed, val_feed = feeds(loaders, spec.data)
+            plan = TrainingPlan(
+                feed=feed,
+                val_feed=val_feed,
+                cache_static=cache_static,
+                num_epochs=num_epochs,
+                val_interval=val_interval,
+                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
+                shares=shares,
+                callbacks=callbacks,
+                split_fn=split_fn,
+                prefetch_steps=self.config.prefetch_steps,
+                prefetch_bytes=self.config.prefetch_bytes,
+                interrupt_grace_s=self.config.interrupt_grace_s,
+                rejoin_timeout_s=self.config.rejoin_timeout_s,
+                snapshot_every_steps=self.config.snapshot_every_steps,
+                validation=lambda: Validation(specs, merges_for(specs, shared)),
+            )
+            ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            interrupts.check()
+            return self._launch(ensemble, plan, detach, progress)
+
+    def _idle_cluster(self) -> Cluster:
+        """The cluster, if a run can begin there."""
         cluster = self._open_cluster()
         if self.run is not None and not self.run.done:
             raise ClusterError(
@@ -375,37 +443,18 @@ class Orchestrator:
                 "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
                 "(in a script: launch_workers(2))"
             )
-        with interrupts_remembered() as interrupts:
-            shared = self._shared()
-            specs = metric_specs(metrics, shared)
-            spec = build_spec(
-                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
-                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
-                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
-                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site, metrics=specs,
-                parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
-                ),
-            )  # fmt: skip
-            plan = TrainingPlan(
-                feed=Feed(train_loader),
-                val_feed=None if val_loader is None else Feed(val_loader),
-                num_epochs=num_epochs,
-                val_interval=val_interval,
-                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
-                shares=shares,
-                callbacks=callbacks,
-                split_fn=split_fn,
-                prefetch_steps=self.config.prefetch_steps,
-                interrupt_grace_s=self.config.interrupt_grace_s,
-                rejoin_timeout_s=self.config.rejoin_timeout_s,
-                snapshot_every_steps=self.config.snapshot_every_steps,
-                validation=lambda: Validation(specs, merges_for(specs, shared)),
-            )
-            ensemble = self._place_start(spec, shared, plan, resume, fresh)
-            ensemble.look_at(plan.feed)
-            interrupts.check()
-            return self._launch(ensemble, plan, detach, progress)
+        return cluster
+
+    def _with_data(
+        self, spec: RunSpec, own: Sequence[DataSpec], static: bool, check_interrupt: Callable[[], None]
+    ) -> RunSpec:
+        """The record of a run with what the workers say of the data sets that lie there."""
+        if static:
+            refuse_static(spec)
+        if not own:
+            return spec
+        refuse_group(spec)
+        return replace(spec, data=ask_data(self._open_cluster(), self._ledger.cells(), own, check_interrupt))
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
@@ -419,6 +468,7 @@ class Orchestrator:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
+        ensemble.look_at(plan.feed)
         return ensemble
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -426,15 +476,15 @@ class Orchestrator:
 
         Args:
             mode: "data", "pipeline", "tensor", "zero" or "hybrid".
-            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; None finds one by itself.
+            tensor_plan: pattern of module names to "colwise", "rowwise", "vocab", "replicate" or "partial"; None finds one.
             settings: `dp`, `pp`, `tp`, `zero_stage` as in `guava_nb.config.mode_settings`, and fields of the configuration
                 such as `micro_batches`, `pipeline_schedule`, `checkpoint_activations`, `sync_batchnorm`, `path`.
 
         Raises:
             ConfigError: something does not fit; nothing was changed.
         """
-        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
+        check_plan(tensor_plan or {})
+        self.config = self.config.replace(**mode_settings(mode, **settings))
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:
@@ -586,6 +636,7 @@ class Orchestrator:
             preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
+            cache=cache_spec(self.config),
         )  # fmt: skip
         run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
         if is_own(spec):
@@ -594,7 +645,7 @@ class Orchestrator:
         ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
-            checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+            checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
             ensemble.master.load_state({"model": content["model"]})
         self._ensemble = ensemble
         return ensemble
@@ -634,13 +685,12 @@ class Orchestrator:
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
+        Whether it fits is seen there: that call names the model.
+
         Raises:
-            CheckpointError: it cannot be read, or belongs to another model than the one that was trained last and still is
-                the registered one.
+            CheckpointError: it cannot be read.
         """
         target = Path(path)
-        content, last = checkpoint.read(target), self._ensemble
-        if last is not None and (last.spec.model, last.cells) == (self._factory, self._ledger.cells()):
-            checkpoint.check_model(target, content["model"], last.master.model.state_dict())
+        content = checkpoint.read(target)
         self._resume = (target, content)
         return {"step": int(content["step"]) + 1, "epoch": content["position"]["epoch"]}

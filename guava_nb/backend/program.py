@@ -28,7 +28,7 @@ from guava_nb.backend.group import GuavaGroup
 from guava_nb.backend.meeting import Meeting, check_place, introduce, meet
 from guava_nb.backend.store import store_for
 from guava_nb.backend.world import Dialled, dial_through, end_group, init_group, member_name
-from guava_nb.errors import ConfigError, GuavaError
+from guava_nb.errors import ConfigError, GuavaError, LinkError
 from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["Place", "ProgramGroup"]
@@ -157,7 +157,10 @@ class ProgramGroup:
             self._dialled, self._close_hub = dial_through(store, rank, wait_s, member_name(rank))
             self._meeting = introduce(self._dialled.endpoint, self.place.job, rank, size, wait_s)
         else:
-            self._dialled = Dialled(self.place.code, member_name(rank))
+            try:
+                self._dialled = Dialled(self.place.code, member_name(rank))
+            except LinkError as error:
+                raise type(error)(f"{error} Is the session (%guava_up) still open?") from error
             self._say(f"rank {rank} of {size} is at {self.place.code.address}; it waits for the others")
             self._meeting = meet(self._dialled.endpoint, self.place.job, rank, size, wait_s)
         return self._meeting
@@ -206,6 +209,8 @@ class ProgramGroup:
             raise ValueError("trying to initialize the default process group twice!")
         elif timeout is not None:
             _set_timeout(timeout)
+        if not self._claimed and backend is not None and str(backend).lower() != self.place.backend:
+            self._say(f"backend: {self.place.backend} (the script asked for {backend})")
         self._claimed = True
 
     def _lead(self, name: str, ours: Callable[..., Any]) -> None:

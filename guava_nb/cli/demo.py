@@ -189,7 +189,11 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
             optimizer_args={"lr": options.learning_rate},
             shares=options.shares,
         )
-        return training.result().report(), training.model()
+        report = training.result().report()
+        if options.mode != "data":
+            chosen = orchestrator.config
+            report.update(mesh=str(chosen.mesh(options.workers)), zero_stage=chosen.zero_stage)
+        return report, training.model()
 
 
 def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str, Any]:

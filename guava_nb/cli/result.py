@@ -24,7 +24,7 @@ WIRE_KINDS = ("sample", "gradient", "activation", "parameter", "control")
 def result_view(report: Report) -> View:
     """Make the result table of a finished run from `Run.report()`."""
     facts = [
-        ("mode", f"{report['mode']}, {_count(len(report['workers']), 'worker')}"),
+        ("mode", _mode(report)),
         ("steps", f"{report['steps']} in {_count(report['epochs'], 'epoch')}"),
         ("samples", _samples(report)),
         ("loss", _loss(report["train_loss"])),
@@ -69,6 +69,12 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def _mode(report: Report) -> str:
+    zero = f", ZeRO {report['zero_stage']}" if report.get("zero_stage") else ""
+    mesh = f" ({report['mesh']}{zero})" if report.get("mesh") else ""
+    return f"{report['mode']}, {_count(len(report['workers']), 'worker')}{mesh}"
+
+
 def _samples(report: Report) -> str:
     return f"{report['samples']}, {report['lost_samples']} lost, {report['duplicated_samples']} doubled"
 
@@ -90,6 +96,8 @@ def _time(report: Report) -> str:
 
 def _wire(wire: Report) -> list[tuple[str, str]]:
     kinds = [f"{kind} {show_bytes(count)}" for kind in WIRE_KINDS if (count := wire.get(f"{kind}_bytes"))]
+    uncounted = [f"{kind}s" for kind in WIRE_KINDS if wire.get(f"{kind}_bytes", 0) is None]
+    kinds += [f"{' and '.join(uncounted)} directly between the workers: not counted"] if uncounted else []
     totals = f"{show_bytes(wire['out_bytes'])} out, {show_bytes(wire['in_bytes'])} in"
     return [("wire", totals), *([("wire by kind", ", ".join(kinds))] if kinds else [])]
 

@@ -34,7 +34,7 @@ EPILOG = f"""\
 The program is started once per rank, as torchrun would start it: it finds RANK, WORLD_SIZE and LOCAL_RANK in its
 environment, and whatever init_process_group(...) it calls gets a group that needs nothing but the hub. The hub is any
 open session (%guava_up, or Orchestrator.open()); its join code may also stand in {VARIABLE}, where no process list shows
-it. Under torchrun no code is needed: rank 0 has the hub.
+it. Under torchrun no code is needed, rank 0 has the hub: torchrun --nproc-per-node 2 -m guava_nb run train.py
 """
 
 

@@ -5,9 +5,9 @@ Ranks are laid out data-major: tensor groups are neighbours, then the stages of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, MeshError
 
 __all__ = ["Mesh", "divide_layers", "largest_divisor", "make_mesh"]
 
@@ -44,7 +44,7 @@ def make_mesh(num_workers: int, data: int | None, stages: int | None, tensor: in
         tensor: workers that share each layer.
 
     Raises:
-        ConfigError: the product is not the number of workers.
+        MeshError: the product is not the number of workers; the message says what to do.
     """
     rest = max(1, num_workers // tensor)
     if stages is None:
@@ -55,8 +55,28 @@ def make_mesh(num_workers: int, data: int | None, stages: int | None, tensor: in
     if mesh.size != num_workers:
         here = "1 is here" if num_workers == 1 else f"{num_workers} are here"
         needs = "1 worker" if mesh.size == 1 else f"{mesh.size} workers"
-        raise ConfigError(f"{mesh} needs {needs}, {here}")
+        raise MeshError(f"{mesh} needs {needs}, {here}", _advice(mesh, num_workers), mesh.size - num_workers)
     return mesh
+
+
+def _advice(mesh: Mesh, num_workers: int) -> str:
+    missing = mesh.size - num_workers
+    if missing > 0:
+        return f"start {missing} more with %guava_worker elsewhere, or here with %guava_up --local (launch_workers in a script)"
+    many = "1 worker" if missing == -1 else f"{-missing} workers"
+    return (
+        f"choose axes that make {num_workers}, such as {_fitting(mesh, num_workers)}, leave one of them out, or let {many} "
+        "leave (%guava_stop in the notebook there)"
+    )
+
+
+def _fitting(mesh: Mesh, num_workers: int) -> Mesh:
+    """A mesh of so many workers that differs from this one in one axis, if there is one."""
+    for axis in ("data", "stages", "tensor"):
+        others = mesh.size // getattr(mesh, axis)
+        if num_workers % others == 0:
+            return replace(mesh, **{axis: num_workers // others})
+    return Mesh(num_workers, 1, 1)
 
 
 def divide_layers(num_layers: int, num_stages: int) -> list[tuple[int, int]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from guava_nb.config.mesh import Mesh
+from guava_nb.config.values import near
 from guava_nb.errors import ConfigError
 
-__all__ = ["MODES", "SCHEDULES", "mode_name", "mode_settings"]
+__all__ = ["MODES", "PLAN_KINDS", "SCHEDULES", "check_combination", "check_plan", "mode_name", "mode_settings"]
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+#: What a tensor plan may say of a module.
+PLAN_KINDS = ("colwise", "rowwise", "vocab", "replicate", "partial")
 
 #: What a mode is chosen with where nothing else is said: an earlier choice's pipeline does not linger.
 _DEFAULTS = {
@@ -25,7 +29,12 @@ _DEFAULTS = {
 
 
 def mode_settings(
-    mode: str, dp: int | None = None, pp: int | None = None, tp: int | None = None, zero_stage: int | None = None
+    mode: str,
+    dp: int | None = None,
+    pp: int | None = None,
+    tp: int | None = None,
+    zero_stage: int | None = None,
+    **others: Any,
 ) -> dict[str, Any]:
     """Return the fields of `DistributedConfig` that a mode stands for; all that belong to modes, so that none lingers.
 
@@ -35,9 +44,10 @@ def mode_settings(
         pp: pipeline stages; None takes all workers in pipeline mode.
         tp: workers that share each layer; None takes all workers in tensor mode.
         zero_stage: 1, 2 or 3 in zero mode (2 when left out), 0 to 3 in hybrid mode.
+        others: further fields of the configuration, passed on.
 
     Raises:
-        ConfigError: an unknown mode, or a size that the mode has no axis for.
+        ConfigError: an unknown mode, a size that the mode has no axis for, or settings that contradict each other.
     """
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(MODES)}")
@@ -47,10 +57,16 @@ def mode_settings(
             raise ConfigError(f"{mode} mode has no axis {name}; leave --{name} out, or use hybrid mode")
     if zero_stage is not None and mode not in ("zero", "hybrid"):
         raise ConfigError(f"{mode} mode has no ZeRO stage; use zero or hybrid mode")
+    if mode == "hybrid" and dp is pp is tp is None:
+        raise ConfigError(
+            "hybrid mode needs its axes: how many replicas (dp, --dp), stages (pp, --pp) and workers that share a layer "
+            "(tp, --tp), two of them at least, such as %guava_mode hybrid --dp 2 --pp 2; of those "
+            "left out dp follows from the workers, the others are 1"
+        )
     stage = zero_stage if zero_stage is not None else (2 if mode == "zero" else 0)
     if mode == "zero" and not stage:
         raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
-    return {
+    settings = {
         **_DEFAULTS,
         "data_parallel": mode in ("data", "zero", "hybrid"),
         "model_parallel": False,
@@ -60,7 +76,53 @@ def mode_settings(
         "pipeline_parallel_size": pp,
         "tensor_parallel_size": tp,
         "zero_stage": stage,
+        **others,
     }
+    check_combination(
+        mode, pp or 1, stage, str(settings["pipeline_schedule"]), settings["stages_per_worker"],
+        bool(settings.get("sync_batchnorm")),
+    )  # fmt: skip
+    return settings
+
+
+def check_combination(
+    mode: str, stages: int, zero_stage: int, schedule: str, stages_per_worker: int, sync_batchnorm: bool = False
+) -> None:
+    """Refuse settings that contradict each other, whatever the model and the workers; called again where they are used.
+
+    Raises:
+        ConfigError: with what to choose instead.
+    """
+    pipeline = mode == "pipeline" or stages > 1
+    if pipeline and zero_stage >= 2:
+        raise ConfigError(
+            f"ZeRO {zero_stage} would gather its parameters for every micro-batch of a pipeline; with stages use "
+            "zero_stage=1 (--zero 1), or tp (--tp) instead of pp (--pp)"
+        )
+    if stages_per_worker < 1 or (stages_per_worker > 1 and schedule != "interleaved"):
+        raise ConfigError(
+            f"stages_per_worker is {stages_per_worker} (--stages-per-worker) with schedule {schedule!r}; more than one stage "
+            "on a worker needs pipeline_schedule='interleaved' (--schedule interleaved), and none is too few"
+        )
+    if pipeline and sync_batchnorm:
+        raise ConfigError(
+            "sync_batchnorm with a pipeline: its stages see micro-batches, whose statistics are not those of the batch; "
+            "leave it off (--sync-batchnorm off), use GroupNorm or LayerNorm, or a mode without stages"
+        )
+
+
+def check_plan(plan: Mapping[str, str]) -> None:
+    """Refuse a tensor plan that names ways to split which do not exist; whether its patterns fit, only a model shows.
+
+    Raises:
+        ConfigError: with the ways there are.
+    """
+    for pattern, kind in plan.items():
+        if kind not in PLAN_KINDS:
+            known = ", ".join(PLAN_KINDS)
+            raise ConfigError(
+                f"tensor_plan (--plan) {pattern!r}: {kind!r} is unknown; choose one of {known}{near(str(kind), PLAN_KINDS)}"
+            )
 
 
 def mode_name(mesh: Mesh, zero_stage: int, layers: bool, tensor: bool) -> str:

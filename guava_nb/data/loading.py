@@ -4,19 +4,23 @@ Knows torch's DataLoader; knows no run and no position in it. A rebuilt loader d
 order as the user's own would. Three kinds of source have one face: `open(skip_batches)` walks one epoch.
 """
 
+# over budget: three kinds of source with one face, and what each cannot do, are compared in one place.
+
 from __future__ import annotations
 
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.datapipes.datapipe import MapDataPipe
 
-from guava_nb.data.loader_parts import TOLD, Counted, Located, Recorder, rebuild
+from guava_nb.data.loader_parts import TOLD, Collate, Counted, LeaveOut, Located, Recorder, Unread, rebuild
 from guava_nb.data.split import has_rows, num_rows
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
 __all__ = ["LoadError", "Source", "make_source"]
@@ -71,6 +75,14 @@ class Source(Protocol):
         """
         ...
 
+    def leave_out(self, wanted: LeaveOut) -> None:
+        """Do not load batches of which `wanted(indices)` says so; they come as `Unread`.
+
+        Raises:
+            ConfigError: there are no indices.
+        """
+        ...
+
     def example(self, parts: int) -> Any:
         """The first samples, as a batch of the size of one of `parts` equal parts of a batch; ConfigError without."""
         ...
@@ -96,6 +108,11 @@ def make_source(loader: Any) -> Source:
     """
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return _IterableSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
+    if isinstance(loader, WorkerData):
+        raise ConfigError(
+            "data that lies at the workers is given to start_training, as train_loader or val_loader; validating and "
+            "predicting outside of a run need a loader here"
+        )
     if isinstance(loader, Dataset):
         raise ConfigError(f"a data set ({type(loader).__name__}) gives samples, not batches: wrap it in a DataLoader")
     if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, dict, torch.Tensor)):
@@ -118,11 +135,16 @@ class _MapSource:
         dataset = loader.dataset
         if not isinstance(dataset, MapDataPipe):  # a pipe's graph is walked by torch and must stay as it is
             dataset = Located(dataset)
-        self._loader = rebuild(loader, dataset, loader.collate_fn, sampling)
+        self._loader = rebuild(loader, dataset, Collate(loader.collate_fn), sampling)
         self.in_process = loader.num_workers == 0
 
     def __len__(self) -> int:
         return len(self._recorder)
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        if not self._batched or isinstance(self._theirs.dataset, MapDataPipe):
+            raise _not_static(self._theirs)
+        self._recorder.leave_out = wanted
 
     def num_samples(self) -> int | None:
         theirs = self._theirs
@@ -139,10 +161,16 @@ class _MapSource:
         ordinal = 0
 
         def failing() -> tuple[int, ...]:
-            return _int_ids(self._recorder.drawn[0]) if self._recorder.drawn else ()
+            return _int_ids(self._recorder.drawn[0][0]) if self._recorder.drawn else ()
 
-        for _, batch in _each(iter(self._loader), skip_batches, failing, self.in_process):
-            loaded = self._identify(batch, self._recorder.drawn.popleft(), ordinal)
+        for index, batch in _each(iter(self._loader), skip_batches, failing, self.in_process):
+            indices, left = self._recorder.drawn.popleft()
+            ids = _int_ids(indices) if left else ()
+            loaded = (
+                (Unread(ids, partial(self._read, index, ids)), ids, len(ids))
+                if left
+                else self._identify(batch, indices, ordinal)
+            )
             ordinal += loaded[2]
             yield loaded
 
@@ -151,6 +179,13 @@ class _MapSource:
         rows = _count_rows(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
         return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
+
+    def _read(self, batch: int, ids: tuple[int, ...]) -> Any:
+        dataset = self._loader.dataset
+        try:
+            return self._theirs.collate_fn([dataset[index] for index in ids])
+        except Exception as error:
+            raise LoadError(batch, ids, error) from error
 
     def example(self, parts: int) -> Any:
         theirs = self._theirs
@@ -213,6 +248,9 @@ class _IterableSource:
             if index >= skip_batches:
                 yield batch, ids, rows
 
+    def leave_out(self, wanted: LeaveOut) -> None:
+        raise _not_static(self._theirs)
+
     def example(self, parts: int) -> Any:
         raise _without_indices(self._theirs)
 
@@ -251,6 +289,9 @@ class _PlainSource:
             ordinal += rows
             if index >= skip_batches:
                 yield batch, tuple(range(ordinal - rows, ordinal)), rows
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        raise _not_static(self._batches)
 
     def example(self, parts: int) -> Any:
         raise _without_indices(self._batches)
@@ -300,6 +341,13 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         if drawn is None:
             raise
         return drawn
+
+
+def _not_static(loader: Any) -> ConfigError:
+    return ConfigError(
+        f"cache_static needs a DataLoader that makes batches of a data set with indices, and this {type(loader).__name__} does "
+        "not; leave it out, the samples are then compared in each epoch"
+    )
 
 
 def _are_fields(batch: Any, drawn: int) -> bool:

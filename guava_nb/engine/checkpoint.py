@@ -16,9 +16,9 @@ import torch
 
 from guava_nb.engine.plan import Position
 from guava_nb.errors import CheckpointError
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["check_model", "read", "write"]
+__all__ = ["check_model", "differences", "read", "write"]
 
 FORMAT = "guava_nb checkpoint 1"
 
@@ -103,29 +103,61 @@ def _nearby(path: Path) -> str:
     return f"in {folder} there are: {', '.join(names[:8])}" if names else f"{folder} holds no checkpoint"
 
 
-def check_model(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Compare a checkpoint's model with the one to be trained.
+def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:
+    """Compare a checkpoint's model with the one that a call names.
+
+    Args:
+        path: where the checkpoint lies.
+        content: what `read` returned.
+        current: the model's own state dict.
+        model: which model that is; None where it was given as an object.
 
     Raises:
-        CheckpointError: names or shapes differ; the message lists the first few.
+        CheckpointError: names or shapes differ; the message lists the first few, and names both models.
+    """
+    if problems := differences(content["model"], current):
+        made = _made_with(content)
+        raise CheckpointError(
+            f"{path} belongs to another model than {_said(model)}, the one asked for now ({problems}). To go on from it, ask "
+            f"for the model it was made with{f', {made}' if made else ''} (--model, --model-args, and its shared cell as it "
+            "was); to leave it aside, train with fresh=True (--fresh)"
+        )
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str = "in the file") -> str:
+    """Return what two state dicts have not in common, the first few of each kind; "" when they fit.
+
+    Args:
+        where: in what `saved` lies.
     """
     missing = [name for name in current if name not in saved]
     extra = [name for name in saved if name not in current]
     shapes = [
-        f"{name}: {tuple(saved[name].shape)} in the file, {tuple(current[name].shape)} in the model"
+        f"{name}: {tuple(saved[name].shape)} {where}, {tuple(current[name].shape)} in the model"
         for name in current
         if name in saved and tuple(saved[name].shape) != tuple(current[name].shape)
     ]
     problems = [
-        *([f"not in the file: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
+        *([f"not {where}: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
         *([f"not in the model: {', '.join(extra[:3])}{_more(extra)}"] if extra else []),
         *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
     ]
-    if problems:
-        raise CheckpointError(
-            f"{path} belongs to another model ({'. '.join(problems)}). Share the model this checkpoint was made with, or "
-            "train anew with fresh=True (--fresh)"
-        )
+    return ". ".join(problems)
+
+
+def _made_with(content: Mapping[str, Any]) -> str:
+    """The model in words, as far as the file tells."""
+    try:
+        return _said(msgspec.convert(content["spec"].get("model"), Factory))
+    except msgspec.ValidationError:
+        return ""
+
+
+def _said(model: Factory | None) -> str:
+    if model is None:
+        return "that of the calling process"
+    name = model.name.rpartition(":")[2]
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in model.args.items())})"
 
 
 def _more(items: list[str]) -> str:

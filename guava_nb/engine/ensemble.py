@@ -15,6 +15,7 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.route import Route
+from guava_nb.engine.row_writer import RowWriter
 from guava_nb.engine.source import pip_name
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
@@ -46,7 +47,10 @@ class Ensemble:
         generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
         route: the way by which the replicas meet, and why.
+        writer: writes batches for the workers; made by `attach`.
     """
+
+    writer: RowWriter
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
         """Start with no worker prepared."""
@@ -87,6 +91,8 @@ class Ensemble:
             (State, self._on_state),
         ):
             job.on(record, handler)
+        self.writer = RowWriter(self.spec, job.cluster)
+        self.writer.attach(job, self.run_id)
 
     def _on_prepared(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Prepared)
@@ -152,9 +158,11 @@ class Ensemble:
         for rank in asked:
             self._prepared.pop(rank, None)
             self.at.pop(rank, None)
+        self.writer.expect(asked)
         job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec))
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
+        self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
         return {r: answer for r, answer in answers.items() if not answer.ok or self._check_layout(answer)}
 
     def _check_layout(self, answer: Prepared) -> bool:

@@ -48,13 +48,13 @@ class Validation:
         self._correct: int | None = 0
         self._rows = 0
 
-    def part(self, batch: Any) -> Any:
+    def part(self, batch: Any, treated: bool) -> Any:
         """All of it: the loss needs the targets."""
         return batch
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any) -> Any:
-        """Inputs to the first, targets to the last."""
-        return parts_for(mesh, stage, [piece])[0]
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+        """Inputs to the first, targets to the last; all to both where it is treated there."""
+        return parts_for(mesh, stage, [piece], treated)[0]
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
         """Ask for the sums over a batch."""

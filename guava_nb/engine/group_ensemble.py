@@ -91,7 +91,8 @@ class GroupEnsemble(Ensemble):
             ConfigError: stages shall be balanced by time and the loader has no samples that can be taken out of turn.
         """
         if self._shape.balance == "time" and self._example is None:
-            self._example = feed.example(self._shape.dp * self._shape.micro_batches)[0]
+            batch = feed.example(self._shape.dp * self._shape.micro_batches)
+            self._example = batch[0] if self.spec.preprocess is None else batch  # a function wants to see all of it
 
     # -------------------------------------------------------------------------------------------------------- who takes part
 

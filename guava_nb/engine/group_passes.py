@@ -11,7 +11,8 @@ from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.group_exchange import shares_of
 from guava_nb.engine.job import Job
 from guava_nb.engine.passes import WINDOW, Answer, Asked, Pass
-from guava_nb.protocol.messages import Evaluated, Message, Predicted
+from guava_nb.engine.row_writer import Parcel, taken_apart
+from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted
 
 __all__ = ["GroupPass"]
 
@@ -32,11 +33,13 @@ class GroupPass(Pass):
         self._form_again = form_again
         self._splitter = RowSplitter()
         self._rounds: dict[int, tuple[int, dict[int, Answer]]] = {}  # request: key of what was asked, answers by worker
+        self._parcels: dict[tuple[int, int], tuple[Evaluate | Predict, Parcel]] = {}  # by request and worker
 
     def forget(self) -> None:
         """Take no more answers."""
         super().forget()
         self._rounds.clear()
+        self._parcels.clear()
 
     def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Evaluated | Predicted)
@@ -44,6 +47,7 @@ class GroupPass(Pass):
         if message.run_id != self._group.run_id or key not in self._asked:
             return
         answers[rank] = (message, payload)
+        self._parcels.pop((message.request_id, rank), None)
         if len(answers) == len(self._group.team):
             self._rounds.pop(message.request_id)
             self._asked[key].answers = [answers[member] for member in self._group.team]
@@ -66,6 +70,7 @@ class GroupPass(Pass):
                     raise
                 self._form_again(lost)
                 self._rounds.clear()  # answers of the group that is gone
+                self._parcels.clear()
                 for key, asked in self._asked.items():
                     if not asked.answers:
                         self._ask(key, asked.batch)
@@ -76,7 +81,7 @@ class GroupPass(Pass):
     def _deal(self, batch: LoadedBatch) -> None:
         key = self._group.next_request()
         assert self._question is not None
-        part = self._question.part(batch.batch)
+        part = self._question.part(batch.batch, self._treated)
         self._asked[key] = Asked(LoadedBatch(batch.index, part, batch.sample_ids, batch.rows))
         self._ask(key, self._asked[key].batch)
 
@@ -89,7 +94,16 @@ class GroupPass(Pass):
             share = shares[rank // (mesh.stages * mesh.tensor)]
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
                 piece: Any = share.pieces[0]
-                piece = piece if mesh.stages == 1 else self._question.for_stage(mesh, mesh.stage_of(rank), piece)
-                tree, buffers = self._pack(piece)
-            message = self._question.message(group.run_id, request, sum(share.rows), tree, True)
-            self._job.cluster.send(owner, message, buffers)
+                if mesh.stages > 1:
+                    piece = self._question.for_stage(mesh, mesh.stage_of(rank), piece, self._treated)
+                piece = taken_apart(group.writer, piece, max(1, sum(share.rows)), self._splitter)
+                parcel = Parcel([piece], single=True)
+            self._parcels[request, owner] = (self._record(request, batch, sum(share.rows), True), parcel)
+            self._send(request, owner)
+
+    def _send(self, request: int, rank: int) -> None:
+        self._job.cluster.send(rank, *self._group.writer.write(rank, *self._parcels[request, rank]))
+
+    def _on_wanted(self, rank: int, request: int) -> None:
+        if (request, rank) in self._parcels:
+            self._send(request, rank)

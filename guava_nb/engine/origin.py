@@ -35,7 +35,12 @@ def build_ensemble(
     """
     master = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
     if weights is not None:
-        checkpoint.check_model(Path("the registered model"), weights.state_dict(), master.model.state_dict())
+        problems = checkpoint.differences(weights.state_dict(), master.model.state_dict(), "in the registered one")
+        if problems:
+            raise CheckpointError(
+                f"the registered model is not what its class builds at the workers ({problems}). Give "
+                "register_model the arguments it was built with, or register a factory that builds it"
+            )
         master.load_state({"model": weights.state_dict()})
     if spec.parallel is None:
         return Ensemble(run_id, spec, cells, master)
@@ -71,7 +76,7 @@ def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content:
         CheckpointError: it belongs to another model, optimizer or scheduler.
         ConfigError: all its epochs are done.
     """
-    checkpoint.check_model(path, content["model"], ensemble.master.model.state_dict())
+    checkpoint.check_model(path, content, ensemble.master.model.state_dict(), ensemble.spec.model)
     spec = ensemble.spec
     notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
     notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)

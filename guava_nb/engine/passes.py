@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.feed import Feed, LoadedBatch
-from guava_nb.data.tree import pack
+from guava_nb.data.rows import Rows
+from guava_nb.data.split import RowSplitter
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.events import Wake
 from guava_nb.engine.feeder import Feeder
+from guava_nb.engine.flight import NO_BATCH
 from guava_nb.engine.job import Job
+from guava_nb.engine.row_writer import Parcel, Piece
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted, Tree
 
@@ -40,10 +46,10 @@ Progress = Callable[[int, int | None], None]
 class Question(Protocol):
     """What is asked of every batch, and what becomes of the answers."""
 
-    def part(self, batch: Any) -> Any:
-        """Return what of a batch travels."""
+    def part(self, batch: Any, treated: bool) -> Any:
+        """Return what of a batch travels; `treated`: a function of the user's shall see all of it at the worker."""
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any) -> Any:
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
         """Return what a stage of a pipeline needs of it."""
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
@@ -82,6 +88,7 @@ class Pass(ABC):
         job.on(Evaluated, self._on_answer)
         job.on(Predicted, self._on_answer)
         job.about_request = self._about
+        ensemble.writer.on_batch_wanted = self._on_wanted
 
     def run(self, feed: Feed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None) -> None:
         """Ask about every batch of the loader's next epoch, each answered once.
@@ -148,8 +155,19 @@ class Pass(ABC):
     def _is(self, number: int, request: int) -> bool:
         return number == request
 
-    def _pack(self, part: Any) -> tuple[Tree, Sequence[memoryview]]:
-        return pack(part)
+    @property
+    def _treated(self) -> bool:
+        return self._ensemble.spec.preprocess is not None
+
+    def _record(self, request: int, batch: LoadedBatch, rows: int, grouped: bool = False) -> Evaluate | Predict:
+        """The record that asks, still without its batch."""
+        assert self._question is not None
+        record = self._question.message(self._ensemble.run_id, request, rows, NO_BATCH, grouped)
+        return msgspec.structs.replace(record, source=batch.source)
+
+    @abstractmethod
+    def _on_wanted(self, rank: int, request: int) -> None:
+        """Send a worker a batch again: it lacks rows that it was thought to hold."""
 
     @abstractmethod
     def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
@@ -180,7 +198,8 @@ class StarPass(Pass):
     def __init__(self, job: Job, ensemble: Ensemble) -> None:
         """Nobody has anything to do."""
         super().__init__(job, ensemble)
-        self._kept: dict[int, tuple[Message, Sequence[memoryview]]] = {}  # until it is answered
+        self._kept: dict[int, tuple[Evaluate | Predict, Parcel]] = {}  # until it is answered
+        self._splitter = RowSplitter()
         self._holder: dict[int, int] = {}
 
     def forget(self) -> None:
@@ -236,16 +255,29 @@ class StarPass(Pass):
     def _deal(self, batch: LoadedBatch) -> None:
         assert self._question is not None
         request = self._ensemble.next_request()
-        tree, buffers = self._pack(self._question.part(batch.batch))
-        message = self._question.message(self._ensemble.run_id, request, batch.rows, tree, False)
-        self._kept[request] = (message, buffers)
+        part, free = self._question.part(batch.batch, self._treated), self._free()
+        apart = part if batch.source else self._ensemble.writer.apart(part, batch.rows, self._splitter)
+        if isinstance(apart, Rows):
+            free = self._by_rows(apart, free)
+            part = Piece(apart, range(apart.count))
+        self._kept[request] = (self._record(request, batch, batch.rows), Parcel([part], single=True))
         self._asked[request] = Asked(LoadedBatch(batch.index, None, batch.sample_ids, batch.rows))
-        self._send(request, self._free()[0])
+        self._send(request, free[0])
+
+    def _by_rows(self, rows: Rows, free: list[int]) -> list[int]:
+        """Who holds most of a batch comes first; who holds all of it takes it whether or not it has more to do."""
+        ranks, load = self._ensemble.in_step(self._job), Counter(self._holder.values())
+        held = Counter(ranks[place] for places in self._ensemble.writer.holders(rows, ranks) for place in places)
+        whole = [rank for rank in ranks if held[rank] == rows.count]
+        return sorted(whole or free, key=lambda rank: (-held[rank], load[rank], rank))
 
     def _send(self, request: int, rank: int) -> None:
-        message, buffers = self._kept[request]
         self._holder[request] = rank
-        self._job.cluster.send(rank, message, buffers)
+        self._job.cluster.send(rank, *self._ensemble.writer.write(rank, *self._kept[request]))
+
+    def _on_wanted(self, rank: int, request: int) -> None:
+        if self._holder.get(request) == rank:
+            self._send(request, rank)
 
     def _deal_again(self) -> None:
         here = self._ensemble.in_step(self._job)

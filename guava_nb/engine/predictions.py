@@ -128,12 +128,14 @@ class Prediction:
         if row_bytes is not None:
             self._estimate(row_bytes, f"{row_bytes} bytes")
 
-    def part(self, batch: Any) -> Any:
-        """Inputs alone, where it is known which those are."""
-        return batch if self._wanted.step is not None else without_targets(batch)
+    def part(self, batch: Any, treated: bool) -> Any:
+        """Inputs alone, where it is known which those are and no function shall see more."""
+        return batch if treated or self._wanted.step is not None else without_targets(batch)
 
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any) -> Any:
-        """Inputs to the first stage."""
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+        """Inputs to the first stage; all of it where it is treated there."""
+        if treated:
+            return piece if stage == 0 else None
         return (inputs_of(piece) if stage == 0 else None, None)
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Predict:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guava_nb.engine.batches import place
 from guava_nb.engine.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
 from guava_nb.engine.buffers import BufferBook
 from guava_nb.engine.clock import Clock
@@ -31,6 +30,7 @@ from guava_nb.engine.optim import LossScale, build_optimizer, build_scheduler
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, plain
+from guava_nb.engine.treatment import Treatment
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
 from guava_nb.parallel.batch_norm import explaining_few_rows
@@ -73,6 +73,7 @@ class Replica:
         self.device = device
         self._spec = spec
         self._objective = build_objective(spec, resolve, device)
+        self._treatment = Treatment(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
         self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
@@ -142,8 +143,10 @@ class Replica:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         losses = []
         for number, (part, rows) in enumerate(parts):
-            with clock.forward(), self._autocast(), explaining_few_rows(self.model):
-                loss = self._objective(self.model, self._placed(part), rows)
+            with clock.forward():
+                batch = self._treatment.train(part)
+                with self._autocast(), explaining_few_rows(self.model):
+                    loss = self._objective(self.model, batch, rows)
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -291,7 +294,9 @@ class Replica:
         """
         rows = rows_of_batch(batch) if rows is None else rows
         with self._only_looking():
-            loss = self._objective(self.model, self._placed(batch), rows, judge=True, look=look)
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                loss = self._objective(self.model, treated, rows, judge=True, look=look)
         count = float(rows) if loss.count is None else float(loss.count)
         correct = None if loss.correct is None else int(loss.correct)
         return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
@@ -305,7 +310,9 @@ class Replica:
             forward: calls the model with the batch.
         """
         with self._only_looking():
-            return [(forward(self.model, self._placed(batch)), rows)]
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                return [(forward(self.model, treated), rows)]
 
     @contextlib.contextmanager
     def _only_looking(self) -> Iterator[None]:
@@ -313,7 +320,7 @@ class Replica:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
+            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
                 yield
         finally:
             # One by one: train() would wake layers that the user keeps in evaluation mode.
@@ -375,10 +382,6 @@ class Replica:
         self._exchange.remove_hooks()
 
     # ---------------------------------------------------------------------------------------------------------- helpers
-
-    def _placed(self, batch: Any) -> Any:
-        """Every batch passes here on its way into the model: in training, validation and prediction."""
-        return place(batch, self.device, self._spec.precision == "fp64")
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.group_exchange import GroupExchange
@@ -25,9 +26,11 @@ def pass_for(job: Job, ensemble: Ensemble, form_again: Callable[[GroupLost], Non
     return GroupPass(job, ensemble, form_again) if isinstance(ensemble, GroupEnsemble) else StarPass(job, ensemble)
 
 
-def tools_for(job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied) -> tuple[Pass, AnyExchange]:
+def tools_for(
+    job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+) -> tuple[Pass, AnyExchange]:
     """Return what validates on this ensemble and what does its steps."""
     walk = pass_for(job, ensemble)
     if isinstance(ensemble, GroupEnsemble):
-        return walk, GroupExchange(job, ensemble, on_commit, on_applied)
-    return walk, StarExchange(job, ensemble, on_commit, on_applied)
+        return walk, GroupExchange(job, ensemble, on_commit, on_applied, credit)
+    return walk, StarExchange(job, ensemble, on_commit, on_applied, credit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,13 @@ from guava_nb.notebook.panel import Panel
 from guava_nb.notebook.training import metrics_argument, resolve
 from guava_nb.render import Progress, View, predictions_view, to_html, to_text
 
-__all__ = ["forget_results", "predict_arguments", "progress_on", "show_results", "validate_arguments"]
+__all__ = ["forget_results", "predict", "show_results", "validate"]
 
 #: Where the class of the results is; naming it here loads nothing.
 _RESULTS = ("guava_nb.engine.predictions", "Predictions")
 
 
-def validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `Orchestrator.validate`.
 
     Raises:
@@ -31,7 +31,7 @@ def validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     return given if args.loss is None else {**given, "criterion": args.loss}
 
 
-def predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `Orchestrator.predict`.
 
     Raises:
@@ -52,8 +52,25 @@ def predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) ->
     return {"loader": resolve(args.data, namespace, "--data"), **chosen}
 
 
+def validate(orchestrator: Any, args: argparse.Namespace, names: Mapping[str, Any], panel: Panel) -> Any:
+    """Do what a line of %guava_validate asks; returns the figures."""
+    arguments = _validate_arguments(args, names)
+    with _progress_on(panel, "validating", "validated") as progress:
+        return orchestrator.validate(**arguments, progress=progress)
+
+
+def predict(orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel) -> Any:
+    """Do what a line of %guava_predict asks; returns the results, and stores them where the line says."""
+    arguments = _predict_arguments(args, names)
+    with _progress_on(panel, "predicting", "predicted") as progress:
+        found = orchestrator.predict(**arguments, progress=progress)
+    if args.into is not None:
+        names[args.into] = found
+    return found
+
+
 @contextmanager
-def progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int, int | None], None]]:
+def _progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int, int | None], None]]:
     """Give a function that draws the progress of a pass; at the end the panel says how much was done.
 
     Args:

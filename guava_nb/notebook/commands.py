@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from guava_nb.config import MODES, SCHEDULES
-from guava_nb.notebook.options import Command, Option, choice, flag, integer, json_object, number, option, shares, word
+from guava_nb.notebook.options import (
+    Command,
+    Option,
+    choice,
+    flag,
+    integer,
+    json_object,
+    number,
+    option,
+    shares,
+    word,
+    zero_stage,
+)
 
 __all__ = ["COMMANDS"]
 
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _INTERVALS = ("step", "epoch", "validation")
+_CACHES = ("off", "memory", "disk")
 _SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
@@ -17,8 +30,8 @@ def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
     return option(flag_name, metavar="|".join(names), type=choice(*names), complete=names, help=text)
 
 
-def _json(flag_name: str, text: str) -> Option:
-    return option(flag_name, metavar="JSON", type=json_object, help=text)
+def _json(flag_name: str, text: str, example: str = '{"hidden": 64}') -> Option:
+    return option(flag_name, metavar="JSON", type=json_object(example), help=text)
 
 
 def _expression(flag_name: str, text: str, required: bool = False) -> Option:
@@ -40,6 +53,14 @@ UP = Command(
             nargs="*",
             metavar="CODE",
             help="dial a worker that listens (guava worker --listen, GPUTrainer) instead of listening; again for a further one",
+        ),
+        _one(
+            "--compression",
+            ("auto", "on", "off"),
+            "lossless, of batches, gradients and parameters (auto: where it pays)",
+        ),
+        option(
+            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
         ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
@@ -99,8 +120,9 @@ MODE = Command(
         option(
             "--zero",
             metavar="1|2|3",
-            type=integer(0, 3),
-            help="1: optimizer state is shared out, 2: gradients too, 3: parameters too",
+            type=zero_stage,
+            help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; zero mode: 2 when left "
+            "out, hybrid: nothing (0); with stages at most 1",
         ),
         option("--micro-batches", metavar="M", type=integer(1), help="pipeline: parts a batch is cut into (4)"),
         _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
@@ -116,7 +138,12 @@ MODE = Command(
             help="pipeline: modules that begin a stage, with commas (balances by itself)",
         ),
         _one("--balance", ("parameters", "time"), "pipeline: what stages have equally much of (parameters)"),
-        _json("--plan", 'tensor: {"pattern of modules": "colwise|rowwise|vocab|replicate"} (default: found by itself)'),
+        _json(
+            "--plan",
+            'tensor, hybrid: {"pattern of modules": "colwise|rowwise|vocab|replicate|partial"}; partial: a whole module between '
+            "split layers, whose gradients are added up (default: found by itself)",
+            '{"*.up": "colwise", "*.down": "rowwise"}',
+        ),
         option(
             "--checkpoint-activations",
             metavar="NAMES",
@@ -146,7 +173,7 @@ TRAIN = Command(
         option(
             "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
         ),
-        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
         _expression("--metrics", "of the validations, as for %%guava_validate"),
         option(
@@ -169,6 +196,14 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        option(
+            "--preprocess", metavar="NAME", help="shared function(batch), run on the workers' devices for every batch"
+        ),
+        option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
+        _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
+        flag(
+            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.config import DistributedConfig, mode_settings
-from guava_nb.errors import ConfigError
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
+from guava_nb.errors import ConfigError, MeshError
+
+if TYPE_CHECKING:
+    from guava_nb.config.mesh import Mesh
 
 __all__ = ["mode_arguments", "mode_sentence"]
 
@@ -35,7 +38,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `Orchestrator.set_mode` that a line gives.
 
     Raises:
-        UsageError: an option that the mode has no use for, or that has no mode.
+        UsageError: an option that the mode has no use for or that has no mode, or options that contradict each other.
     """
     given = {name: value for name in _NAMES if (value := getattr(args, name)) is not None}
     if args.mode is None:
@@ -46,37 +49,68 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
     wrong += ["plan"] if "plan" in given and args.mode not in ("tensor", "hybrid") else []
     if wrong:
         raise UsageError(f"--{wrong[0].replace('_', '-')} means nothing in {args.mode} mode")
-    try:
-        mode_settings(args.mode, **{_NAMES[n]: given[n] for n in ("dp", "pp", "tp", "zero") if n in given})
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
     if "sync_batchnorm" in given:
         given["sync_batchnorm"] = given["sync_batchnorm"] == "on"
-    return {"mode": args.mode, **{_NAMES[name]: value for name, value in given.items()}}
+    chosen = {_NAMES[name]: value for name, value in given.items()}
+    try:
+        mode_settings(args.mode, **{name: value for name, value in chosen.items() if name != "tensor_plan"})
+        check_plan(chosen.get("tensor_plan", {}))
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    return {"mode": args.mode, **chosen}
 
 
-def mode_sentence(config: DistributedConfig, num_workers: int | None) -> str:
-    """Say what the settings mean for so many workers; None: for those that are expected."""
+def mode_sentence(
+    config: DistributedConfig, num_workers: int | None, asked: str | None = None, num_local: int = 0
+) -> str:
+    """Say what the settings mean for so many workers.
+
+    Args:
+        config: that holds them.
+        num_workers: that are here; None: those that are expected.
+        asked: the mode that was asked for.
+        num_local: how many of the workers were started by this notebook.
+    """
     try:
         mode, mesh = config.mode(num_workers), config.mesh(num_workers)
-    except ConfigError as error:
-        return f"This mode cannot be made of the workers that are here: {error}."
+    except MeshError as error:
+        return _not_yet(error, asked, num_local)
+    meaning = _meaning(config, mode, mesh)
+    if asked == "hybrid" and mode != "hybrid":
+        amounts = f"Hybrid with these axes on {_count(mesh.size, 'worker')} amounts to {mode} mode"
+        return f"{amounts} (%guava_mode {mode}): {meaning}."
+    return f"Mode {mode}: {meaning}."
+
+
+def _not_yet(error: MeshError, asked: str | None, num_local: int) -> str:
+    what = f"Mode {asked}" if asked else "This mode"
+    if error.missing < 0:
+        return f"{what} cannot be made of the workers that are here. {error}."
+    return (
+        f"{what} waits for more workers: {error.arithmetic}. Start {error.missing} more: %guava_up --local "
+        f"{num_local + error.missing}, or %guava_worker elsewhere; the mode is kept until then."
+    )
+
+
+def _meaning(config: DistributedConfig, mode: str, mesh: Mesh) -> str:
     sharded = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
     stages, workers = _count(mesh.stages * config.stages_per_worker, "stage"), _count(mesh.size, "worker")
     parts = (
         f"{config.micro_batches} micro-batches that flow" if config.micro_batches > 1 else "1 micro-batch that flows"
     )
     zero = f"{sharded.get(config.zero_stage, 'nothing')} shared out among the replicas (ZeRO {config.zero_stage})"
+    same = "; with one stage per worker that is 1f1b, --stages-per-worker 2 interleaves"
+    hint = same if config.pipeline_schedule == "interleaved" and config.stages_per_worker == 1 else ""
     texts = {
         "data": "every worker has the whole model and trains on its part of each batch",
         "pipeline": f"the model is cut into {stages} on {workers}, each batch into {parts} "
-        f"through them ({config.pipeline_schedule})",
+        f"through them ({config.pipeline_schedule}{hint})",
         "tensor": f"every layer that can be divided is shared by {workers}, who all work on the whole batch",
         "zero": f"{workers}, each with its part of every batch; {zero}",
         "hybrid": f"{mesh}: {_count(mesh.data, 'replica')} of {stages}, each stage's layers shared by {mesh.tensor}"
         + (f"; {zero}" if config.zero_stage else ""),
     }
-    return f"Mode {mode}: {texts[mode]}."
+    return texts[mode]
 
 
 def _count(number: int, word: str) -> str:

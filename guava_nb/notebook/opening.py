@@ -1,9 +1,10 @@
-"""%guava_up: from its line to the orchestrator's settings."""
+"""%guava_up: from its line to the orchestrator's settings, and the workers that it starts on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +12,26 @@ from IPython.core.error import UsageError
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["code_to_dial", "orchestrator_settings"]
+__all__ = ["LocalWorkers", "code_to_dial", "orchestrator_settings"]
+
+#: Seconds that workers started on this machine get to load torch and join.
+LOCAL_JOIN_S = 180.0
 
 
 def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What was given on the line; defaults, environment and files are the configuration's business."""
-    local = args.local or 0
-    expected = args.workers if args.workers is not None else (local or None)
-    if args.workers is not None and local > args.workers:
+    if args.workers is not None and (args.local or 0) > args.workers:
         raise ConfigError(
-            f"--local {local} starts more workers than --workers {args.workers} expects: give --workers {local}, or leave it out"
+            f"--local {args.local} starts more workers than --workers {args.workers} expects: give --workers {args.local}, "
+            "or leave it out"
         )
-    given = {"master_ip": args.host, "master_port": args.port, "num_workers": expected}
+    given = {
+        "master_ip": args.host,
+        "master_port": args.port,
+        "num_workers": args.workers,
+        "compression": args.compression,
+        "prefetch_bytes": None if args.prefetch_mb is None else args.prefetch_mb << 20,
+    }
     settings = {name: value for name, value in given.items() if value is not None}
     if args.no_tls:
         settings["tls"] = False
@@ -41,3 +50,46 @@ def code_to_dial(words: Sequence[str]) -> str:
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
         )
     return text
+
+
+class LocalWorkers:
+    """The workers that this notebook started for its session.
+
+    Args:
+        orchestrator: that they work for.
+    """
+
+    def __init__(self, orchestrator: Any) -> None:
+        self._orchestrator = orchestrator
+        self._handles: list[Any] = []
+
+    def __len__(self) -> int:
+        """How many of them live."""
+        self._handles = [handle for handle in self._handles if handle.alive]
+        return len(self._handles)
+
+    def start(self, wanted: int) -> None:
+        """Start what is missing of `wanted`, and wait until all of them have joined; one that died is replaced.
+
+        Raises:
+            RendezvousTimeout: some have not joined in time.
+        """
+        if (missing := wanted - len(self)) > 0:
+            self._handles += self._orchestrator.launch_workers(missing)
+        deadline = time.monotonic() + LOCAL_JOIN_S
+        # Workers from elsewhere may be here, and more of them may come meanwhile: they are not those waited for.
+        while wanted and len(self._ready()) < (count := len(self._others()) + wanted):
+            self._orchestrator.wait_for_workers(count=count, timeout=max(0.0, deadline - time.monotonic()))
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every worker that is here or expected was started here: then nobody needs the code."""
+        return len(self) >= max(1, self._orchestrator.expected_workers) and not self._others()
+
+    def _others(self) -> list[str]:
+        ours = {handle.status().name for handle in self._handles}
+        return [name for name in self._ready() if name not in ours]
+
+    def _ready(self) -> list[str]:
+        workers = self._orchestrator.status().workers
+        return [worker.name for worker in workers if worker.state in ("ready", "working")]

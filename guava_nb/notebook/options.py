@@ -18,7 +18,19 @@ from IPython.core.error import UsageError
 from guava_nb.notebook.tokens import expand, near, split_line, take_code
 from guava_nb.render import redact
 
-__all__ = ["Command", "Option", "choice", "flag", "integer", "json_object", "number", "option", "shares", "word"]
+__all__ = [
+    "Command",
+    "Option",
+    "choice",
+    "flag",
+    "integer",
+    "json_object",
+    "number",
+    "option",
+    "shares",
+    "word",
+    "zero_stage",
+]
 
 
 @dataclass(frozen=True)
@@ -208,19 +220,32 @@ def number(text: str) -> float:
     return value
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """A type for keyword arguments: a JSON object, or a Python dict of plain values."""
-    value: Any = None
-    try:
-        value = json.loads(text)
-    except ValueError:
+def json_object(example: str) -> Callable[[str], dict[str, Any]]:
+    """A type for names with values: a JSON object, or a Python dict of plain values; `example` is shown where it is not."""
+
+    def parse(text: str) -> dict[str, Any]:
+        value: Any = None
         try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"hidden": 64}}') from None
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise argparse.ArgumentTypeError(f'{text!r} does not map names to values, as {{"hidden": 64}} does')
-    return value
+            value = json.loads(text)
+        except ValueError:
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as {example}") from None
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise argparse.ArgumentTypeError(f"{text!r} does not map names to values, as {example} does")
+        return value
+
+    return parse
+
+
+def zero_stage(text: str) -> int:
+    """A type for how much ZeRO shares out; which of them a mode takes, `guava_nb.config.mode_settings` says."""
+    if text not in ("0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no ZeRO stage: zero mode takes 1, 2 or 3, hybrid mode 0, 1, 2 or 3 (with stages 0 or 1)"
+        )
+    return int(text)
 
 
 def shares(text: str) -> tuple[float, ...]:

@@ -21,11 +21,11 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, GuavaError
-from guava_nb.notebook.asking import predict_arguments, progress_on, validate_arguments
+from guava_nb.notebook.asking import predict, validate
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import code_to_dial, orchestrator_settings
+from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
@@ -37,14 +37,15 @@ from guava_nb.render import View, ready_workers, run_view, session_view, summary
 
 __all__ = ["NotebookSession"]
 
-#: Seconds that workers started on this machine get to load torch and join.
-LOCAL_JOIN_S = 180.0
 #: Seconds that a worker gets to finish its step when the notebook closes.
 LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
 #: Settings of the orchestrator by the option that gives them.
-_FLAGS = {"master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls"}
+_FLAGS = {
+    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
+    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
+}  # fmt: skip
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -74,8 +75,7 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
-        self._dials = False
-        self._local: list[Any] = []
+        self._local: LocalWorkers | None = None
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
         self._cells: dict[str, str] = {}
@@ -97,21 +97,22 @@ class NotebookSession:
         settings = orchestrator_settings(args)
         notes = self._refused_settings(settings) if self.is_open else []
         if not self.is_open:
-            orchestrator = self._new_orchestrator(**settings)
+            expected = {"num_workers": args.local} if args.local else {}
+            orchestrator = self._new_orchestrator(**{**expected, **settings})
             if args.connect is None or args.local:
                 orchestrator.open()
-            self._orchestrator, self._settings, self._local = orchestrator, settings, []
-            self._dials = args.connect is not None and not args.local
+            self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
-        self._start_local(args.local or 0)
+        if self._local is not None:
+            self._local.start(args.local or 0)
         return notes
 
     @property
     def has_code(self) -> bool:
         """Whether this session listens, so that there is a code to hand out."""
-        return self.is_open and not self._dials
+        return bool(self._orchestrator.status().address)
 
     def join_code(self) -> str:
         """The secret itself."""
@@ -119,8 +120,8 @@ class NotebookSession:
 
     @property
     def is_local_only(self) -> bool:
-        """Whether every worker that training waits for was started here: then nobody needs the code."""
-        return bool(self._local) and len(self._local) >= self._orchestrator.expected_workers
+        """Whether every worker that is here or expected was started here: then nobody needs the code."""
+        return self._local is not None and self._local.are_all
 
     def share(self, given_name: str | None, text: str) -> str:
         """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
@@ -156,7 +157,8 @@ class NotebookSession:
             )
         self._apply_mode()
         here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
-        return mode_sentence(self._orchestrator.config, here or None)
+        local = 0 if self._local is None else len(self._local)
+        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
 
     def _apply_mode(self) -> None:
         if self._mode:
@@ -186,18 +188,11 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        orchestrator, arguments = self._need_session(), validate_arguments(args, self._shell.user_ns)
-        with progress_on(panel, "validating", "validated") as progress:
-            return orchestrator.validate(**arguments, progress=progress)
+        return validate(self._need_session(), args, self._shell.user_ns, panel)
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        orchestrator, arguments = self._need_session(), predict_arguments(args, self._shell.user_ns)
-        with progress_on(panel, "predicting", "predicted") as progress:
-            found = orchestrator.predict(**arguments, progress=progress)
-        if args.into is not None:
-            self._shell.user_ns[args.into] = found
-        return found
+        return predict(self._need_session(), args, self._shell.user_ns, panel)
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
@@ -245,7 +240,7 @@ class NotebookSession:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
         orchestrator, self._orchestrator = self._orchestrator, None
         worker, self._worker = self._worker, None
-        self._local, self._worker_code = [], None
+        self._local = self._worker_code = None
         try:
             if worker is not None and worker.alive:
                 worker.leave()
@@ -327,7 +322,8 @@ class NotebookSession:
         return self._orchestrator
 
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
-        changed = sorted(_FLAGS[name] for name, value in settings.items() if self._settings.get(name) != value)
+        now = {"num_workers": self._orchestrator.expected_workers, **self._settings}
+        changed = sorted(_FLAGS[name] for name, value in settings.items() if now.get(name) != value)
         if not changed:
             return []
         return [
@@ -343,15 +339,6 @@ class NotebookSession:
             except GuavaError as error:
                 notes.append(f"Cell {name} is not shared: {error}")
         return notes
-
-    def _start_local(self, wanted: int) -> None:
-        """Start what is missing of `wanted` workers here; a worker that died since the last call is replaced."""
-        self._local = [worker for worker in self._local if worker.alive]
-        missing = wanted - len(self._local)
-        if missing > 0:
-            self._local += self._orchestrator.launch_workers(missing)
-        if ready_workers(self._orchestrator.status()) < wanted:
-            self._orchestrator.wait_for_workers(count=wanted, timeout=LOCAL_JOIN_S)
 
     def undefined(self, name: str) -> list[str]:
         """Sentences on names that a shared cell uses and no shared cell defines so far."""

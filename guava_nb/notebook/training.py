@@ -34,6 +34,9 @@ _PASSED_ON = {
     "seed": "seed",
     "shares": "shares",
     "optimizer_site": "optimizer_site",
+    "preprocess": "preprocess",
+    "augment": "augment",
+    "cache": "cache",
 }
 
 
@@ -78,6 +81,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         given["optimizer_args"] = optimizer_args
     if args.fresh:
         given["fresh"] = True
+    if args.cache_static:
+        given["cache_static"] = True
     if args.resume is not None:
         given["resume"] = Path(args.resume).expanduser()
     if args.fresh and args.resume is not None:

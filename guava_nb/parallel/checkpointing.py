@@ -35,7 +35,7 @@ def checkpoint_activations(model: nn.Module, patterns: Sequence[str], must_match
     Raises:
         ConfigError: a pattern matches nothing.
     """
-    chosen = matching(model, patterns, "checkpoint_activations", must_match)
+    chosen = matching(model, patterns, "checkpoint_activations (--checkpoint-activations)", must_match)
     outer = {n: m for n, m in chosen.items() if not any(n.startswith(f"{other}.") for other in chosen)}
     for module in {id(module): module for module in outer.values()}.values():
         if _MARK not in module.__dict__:

@@ -28,12 +28,12 @@ def check_micro_batches(schedule: str, wanted: int, ranks: int) -> None:
         ConfigError: it is below one, or does not divide into the rounds of the interleaved schedule.
     """
     if wanted < 1:
-        raise ConfigError(f"micro_batches is {wanted}; a batch is cut into 1 part or more")
+        raise ConfigError(f"micro_batches is {wanted} (--micro-batches); a batch is cut into 1 part or more")
     if not _fits(schedule, wanted, ranks):
-        rounds = wanted // ranks
+        rounds, fitting = wanted // ranks, wanted - wanted % ranks
         raise ConfigError(
             f"the interleaved schedule on {ranks} ranks does {wanted} micro-batches in {wanted} // {ranks} = {rounds} "
-            f"rounds, and {wanted} is not a multiple of {rounds}; use micro_batches={wanted - wanted % ranks}"
+            f"rounds, and {wanted} is not a multiple of {rounds}; use micro_batches={fitting} (--micro-batches {fitting})"
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
 from guava_nb.parallel import zero_one
 from guava_nb.parallel.checkpointing import checkpoint_activations
@@ -67,12 +68,7 @@ def parallelize(
     Raises:
         ConfigError: the model cannot be spread like this.
     """
-    check_parallel(spec, mesh)
-    if sync_batchnorm and (spec.pp > 1 or spec.mode == "pipeline"):
-        raise ConfigError(
-            "sync_batchnorm with a pipeline: its stages see micro-batches, whose statistics are not those of the batch; "
-            "leave it off, use GroupNorm or LayerNorm, or a mode without stages"
-        )
+    check_parallel(spec, mesh, sync_batchnorm)
     check_model(model)
     order, plan = _look_at_whole(model, spec, make_optimizer)
     if spec.tp > 1:
@@ -128,14 +124,14 @@ def _agree(plan: Plan, device: torch.device) -> None:
     if extremes[0] != -extremes[1]:
         raise ConfigError(
             "the workers found unlike tensor plans for this model; they need equal models and equal shared cells, or a "
-            "tensor_plan that names the layers"
+            "tensor_plan (--plan) that names the layers"
         )
 
 
 # --------------------------------------------------------------------------------------------------------- validation
 
 
-def check_parallel(spec: ParallelSpec, mesh: MeshAxes) -> None:
+def check_parallel(spec: ParallelSpec, mesh: MeshAxes, sync_batchnorm: bool = False) -> None:
     """Check what can be said without a model.
 
     Raises:
@@ -153,14 +149,10 @@ def check_parallel(spec: ParallelSpec, mesh: MeshAxes) -> None:
                 f"mode {spec.mode!r} has no axis {axis}, {axis}={getattr(spec, axis)} needs mode 'hybrid'"
             )
     if not 0 <= spec.zero_stage <= 3:
-        raise ConfigError(f"zero_stage is {spec.zero_stage}; it is 0, 1, 2 or 3")
+        raise ConfigError(f"zero_stage (--zero) is {spec.zero_stage}; it is 0, 1, 2 or 3")
     if spec.mode == "zero" and spec.zero_stage == 0:
-        raise ConfigError("mode 'zero' needs zero_stage 1, 2 or 3")
-    if spec.zero_stage >= 2 and (spec.pp > 1 or spec.mode == "pipeline"):
-        raise ConfigError(
-            f"zero_stage {spec.zero_stage} gathers parameters for every micro-batch of a pipeline with pp {spec.pp}; "
-            "use zero_stage 1 with stages, or tp instead of pp"
-        )
+        raise ConfigError("mode 'zero' needs zero_stage 1, 2 or 3 (--zero)")
+    check_combination(spec.mode, spec.pp, spec.zero_stage, spec.schedule, spec.stages_per_rank, sync_batchnorm)
 
 
 def check_model(model: nn.Module) -> None:
@@ -188,6 +180,6 @@ def _check_optimizer(optimizer: Optimizer, spec: ParallelSpec) -> None:
     name = type(optimizer).__name__
     if name in _NOT_BY_ELEMENT and (spec.tp > 1 or spec.zero_stage >= 2):
         raise ConfigError(
-            f"{name} looks at whole parameters, and tp {spec.tp} with zero_stage {spec.zero_stage} gives every worker a "
-            "part of them; use an element-wise optimizer such as AdamW, or zero_stage 1"
+            f"{name} looks at whole parameters, and tp {spec.tp} with ZeRO {spec.zero_stage} gives every worker a part of them; "
+            "use an element-wise optimizer such as AdamW, or zero_stage=1 (--zero 1)"
         )

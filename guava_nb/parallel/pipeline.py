@@ -77,12 +77,12 @@ class PipelinePart(Part):
         optimizer = make_optimizer(dict(model.named_parameters()))
         self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
+        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self._stages = {
             index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
         }
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
-        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self.layout = ""
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1

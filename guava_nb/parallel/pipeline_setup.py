@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.layout import Layout
 from guava_nb.parallel.microbatches import check_micro_batches
@@ -101,11 +102,7 @@ def check_spec(spec: ParallelSpec, ranks: int) -> None:
     """
     if spec.schedule not in _SCHEDULES:
         raise ConfigError(f"schedule {spec.schedule!r} is unknown; there are {', '.join(_SCHEDULES)}")
-    if spec.stages_per_rank < 1 or (spec.stages_per_rank > 1 and spec.schedule != "interleaved"):
-        raise ConfigError(
-            f"stages_per_rank is {spec.stages_per_rank} with schedule {spec.schedule!r}; more than one stage on a rank "
-            "needs the interleaved schedule, and none is too few"
-        )
+    check_combination(spec.mode, spec.pp, spec.zero_stage, spec.schedule, spec.stages_per_rank)
     if spec.balance not in ("parameters", "time"):
         raise ConfigError(f"balance {spec.balance!r} is unknown; there are 'parameters' and 'time'")
     check_micro_batches(spec.schedule, spec.micro_batches, ranks)

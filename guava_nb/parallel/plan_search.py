@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from guava_nb.config.modes import PLAN_KINDS, check_plan
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.plans import Plan, Region, Split, prove_plan
 from guava_nb.parallel.proof import Proof
@@ -22,9 +23,8 @@ from guava_nb.parallel.proposals import Proposal
 from guava_nb.parallel.sameness import sameness
 from guava_nb.parallel.tensor_layers import ranges_of
 
-__all__ = ["KINDS", "make_plan"]
+__all__ = ["make_plan"]
 
-KINDS = ("colwise", "rowwise", "vocab", "replicate", "partial")
 #: A layer that is in no pair is split only when it is large: the traffic is the same for a small one.
 _LARGE = 1 << 16
 
@@ -34,7 +34,7 @@ def make_plan(model: nn.Module, patterns: Mapping[str, str], ranks: int) -> Plan
 
     Args:
         model: whole; it is not changed.
-        patterns: shell pattern over module names to one of `KINDS`, the first that matches counts; empty finds a plan,
+        patterns: shell pattern over module names to one of `PLAN_KINDS`, the first that matches counts; empty finds a plan,
             and nothing but "replicate" finds one for the rest of the model.
         ranks: how many share each layer.
 
@@ -47,7 +47,8 @@ def make_plan(model: nn.Module, patterns: Mapping[str, str], ranks: int) -> Plan
     if not plan.splits:
         raise ConfigError(
             f"nothing in this model can be shared by {ranks} workers: no attention with {ranks} heads or more, no pair of "
-            f"Linear layers, no embedding, no Linear of {_LARGE} weights; name layers in tensor_plan, or use another mode"
+            f"Linear layers, no embedding, no Linear of {_LARGE} weights; name layers in tensor_plan (--plan), or use another "
+            "mode"
         )
     return _under_all_names(plan, search.aliases)
 
@@ -171,17 +172,20 @@ class _Search:
         return plan
 
     def _matched(self, patterns: Mapping[str, str]) -> dict[str, str]:
+        check_plan(patterns)
         kinds: dict[str, str] = {}
         for pattern, kind in patterns.items():
-            if kind not in KINDS:
-                raise ConfigError(f"tensor_plan {pattern!r}: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
             hits = [name for name in self.modules if name and fnmatchcase(name, pattern)]
             if not hits:
-                raise ConfigError(f"tensor_plan {pattern!r} matches no module; modules here are {_some(self.modules)}")
+                raise ConfigError(
+                    f"tensor_plan (--plan) {pattern!r} matches no module; modules here are {_some(self.modules)}"
+                )
             fits = [name for name in hits if _fits(self.modules[name], kind)]
             if not fits:
                 cls = type(self.modules[hits[0]]).__name__
-                raise ConfigError(f"tensor_plan {pattern!r}: {kind!r} does not fit {hits[0]!r}, which is a {cls}")
+                raise ConfigError(
+                    f"tensor_plan (--plan) {pattern!r}: {kind!r} does not fit {hits[0]!r}, which is a {cls}"
+                )
             for name in fits:
                 kinds.setdefault(name, kind)
         return kinds
@@ -195,7 +199,9 @@ class _Search:
         together = self.tied.get(name, {name})
         others = sorted(other for other in together if kinds.get(other) != "vocab")
         if others:
-            raise ConfigError(f"{name!r} shares its weight with {others[0]!r}; tensor_plan must give both 'vocab'")
+            raise ConfigError(
+                f"{name!r} shares its weight with {others[0]!r}; tensor_plan (--plan) must give both 'vocab'"
+            )
         rows = len(self.modules[name].weight)  # type: ignore[arg-type]
         self._check_size(name, rows, "rows")
         return Plan({name: self._vocab(name)})
@@ -221,7 +227,9 @@ class _Search:
         size, what = (module.out_features, "outputs") if kinds[name] == "colwise" else (module.in_features, "inputs")
         self._check_size(name, size, what)
         parent = name.rpartition(".")[0]
-        own = {c: m for c, m in self._linears(parent).items() if kinds.get(f"{parent}.{c}".strip(".")) in KINDS[:2]}
+        own = {
+            c: m for c, m in self._linears(parent).items() if kinds.get(f"{parent}.{c}".strip(".")) in PLAN_KINDS[:2]
+        }
         chosen = {c: kinds[f"{parent}.{c}".strip(".")] for c in own}
         for proposal in self._proposals(parent, own):
             if name.rpartition(".")[2] in proposal.local and proposal.follows(chosen):

@@ -109,7 +109,7 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
         except TypeError as error:
             shapes = f"{len(whole)} parameters without rows"
             raise ConfigError(
-                f"ZeRO {stage}: torch {torch.__version__} cannot shard {shapes}; use zero_stage 1"
+                f"ZeRO {stage}: torch {torch.__version__} cannot shard {shapes}; use zero_stage=1 (--zero 1)"
             ) from error
         assert isinstance(module, FSDPModule)
         sharded.groups.append(module)
@@ -165,6 +165,8 @@ def _of_other_dtype(
             full = f"{prefix}.{name}".strip(".")
             if len(own) > 1 or module is root or any(True for _ in module.children()):
                 kinds = ", ".join(sorted(str(dtype) for dtype in own | {most}))
-                raise ConfigError(f"ZeRO 2 and 3 need one dtype per layer, {full!r} mixes {kinds}; use zero_stage 1")
+                raise ConfigError(
+                    f"ZeRO 2 and 3 need one dtype per layer, {full!r} mixes {kinds}; use zero_stage=1 (--zero 1)"
+                )
             found.append((full, module))
     return found

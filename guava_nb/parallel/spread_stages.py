@@ -49,7 +49,7 @@ def pipeline_part(
             "knows which stage would run it"
         )
     # On the whole model, because in a stage alone a block may not repeat.
-    again = matching(model, spec.checkpoint_activations, "checkpoint_activations")
+    again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")
     stages = _Stages(spec, mesh, plan, list(again))
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
     hooks = stages.hooks()

@@ -214,7 +214,8 @@ def slots_of(boundaries: Sequence[Boundary]) -> tuple[Slot, ...]:
     for other in boundaries[1:]:
         if [(spec.dtype, spec.gradient) for spec in other.tensors] != kinds:
             raise ConfigError(
-                "a stage returns other tensors for a micro-batch of one row more; give micro_batches that divide the batch"
+                "a stage returns other tensors for a micro-batch of one row more; give micro_batches (--micro-batches) that "
+                "divide the batch"
             )
     rows = zip(*(map(_slot, boundary.tensors) for boundary in boundaries), strict=True)
     return tuple(Slot(row[0].dtype, max(slot.length for slot in row), row[0].gradient) for row in rows)

@@ -42,7 +42,7 @@ def own_share(optimizer: Optimizer, named: Mapping[str, nn.Parameter], group: di
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {len(strange)} entries of state that belong to no parameter; "
-            "ZeRO 1 cannot divide them, use zero_stage=0"
+            "ZeRO 1 cannot divide them, use zero_stage=0 (--zero 0 in hybrid mode), or data mode"
         )
     owner = owners(named, ranks)
     owned = {id(named[name]) for name, rank in owner.items() if rank == mine}

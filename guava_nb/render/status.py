@@ -8,6 +8,7 @@ from typing import Protocol
 
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.render.values import (
+    NOT_MEASURED,
     short_bytes,
     show_bytes,
     show_float,
@@ -50,16 +51,19 @@ def session_view(status: Status) -> View:
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
-    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run)] if run is not None else []
+    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run), *_loaded(run)] if run is not None else []
     notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
-    return View("session", headline, None, (Table((), tuple(facts)), _workers(status.workers)), notes)
+    tables = (Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers))
+    return View("session", headline, None, tables, notes)
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    tables = (Table((), (("wire", _wire(run)), *_path(run))), _workers(_taking_part(workers)))
+    facts = (("wire", _wire(run)), *_path(run), *_loaded(run))
+    there = _taking_part(workers)
+    tables = (Table((), facts), _workers(there), _feeding(there))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
@@ -67,7 +71,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     """A run after its end: what was done, how fast from start to end, at which cost on the wire."""
     average = run.samples / run.elapsed_s if run.samples and run.elapsed_s else None
     facts: list[tuple[str, str]] = [
-        ("steps", f"{run.step} in {run.epoch} of {run.num_epochs} epochs, {run.samples} samples"),
+        ("steps", f"{_steps(run)}, {run.samples} samples"),
         ("time", f"{show_seconds(run.elapsed_s)}, {show_rate(average, 'samples')}"),
         ("loss", _loss_path(run)),
     ]
@@ -93,11 +97,18 @@ def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
 def _headline(run: RunStatus) -> str:
     """The numbers of one line; those not known yet are left out, a bar has no room for excuses."""
     total = "" if run.total_steps is None else f"/{run.total_steps}"
-    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}"]
+    resumed = f" since step {run.steps_before}" if run.steps_before else ""
+    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
     parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None else []
     return ", ".join(parts)
+
+
+def _steps(run: RunStatus) -> str:
+    if not run.steps_before:
+        return f"{run.step} in {run.epoch} of {run.num_epochs} epochs"
+    return f"{run.step} after the {run.steps_before} of the checkpoint, now at epoch {run.epoch} of {run.num_epochs}"
 
 
 def _validation(point: tuple[int, float, float | None]) -> str:
@@ -121,11 +132,47 @@ def _wire(run: RunStatus) -> str:
         ("parameters", wire.parameter_bytes),
     ]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
-    return ", ".join(parts) + (f" ({detail})" if detail else "")
+    uncounted = " and ".join(name for name, count in named if count is None)
+    direct = f"; {uncounted} are exchanged directly between the workers: not counted" if uncounted else ""
+    return ", ".join(parts) + (f" ({detail})" if detail else "") + direct
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
     return [("path", run.path)] if run.path else []
+
+
+def _loaded(run: RunStatus) -> list[tuple[str, str]]:
+    if not run.loaded_batches:
+        return []
+    return [("loaded", f"{run.loaded_batches} batches, {show_bytes(run.loaded_bytes)}, ready to be sent")]
+
+
+def _feeding(workers: Sequence[WorkerStatus]) -> Table:
+    """How data reaches each worker, and who waits for whom; only those of whom something is known."""
+    known = [w for w in workers if w.queued_batches or w.rate_out_bytes_s is not None or w.worker_waits is not None]
+    columns = ("feeding", "in flight", "link to it", "link from it", "round trip", "who waits")
+    return Table(columns, tuple(_feeding_row(worker) for worker in known))
+
+
+def _feeding_row(worker: WorkerStatus) -> tuple[str, ...]:
+    def rate(bytes_s: float | None) -> str:
+        return "-" if bytes_s is None else f"{show_bytes(round(bytes_s))}/s"
+
+    return (
+        worker.name,
+        f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}",
+        rate(worker.rate_out_bytes_s),
+        rate(worker.rate_in_bytes_s),
+        "-" if worker.round_trip_s is None else show_seconds(worker.round_trip_s),
+        _who_waits(worker),
+    )
+
+
+def _who_waits(worker: WorkerStatus) -> str:
+    if worker.worker_waits is None or worker.data_waits is None:
+        return NOT_MEASURED
+    who = "GPU" if worker.device.startswith("cuda") else "worker"
+    return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
 
 
 def _taking_part(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:

@@ -167,6 +167,15 @@ def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> No
         CheckpointError, match=r"there is no checkpoint .*smal\.pt; in .* there are: cut\.pt, small\.pt"
     ):
         three.train(loader(), resume=tmp_path / "smal.pt")
+    # A loaded checkpoint is compared with the model that a call names, not with that of the last run.
+    three.train(loader(), epochs=1, cell=cell.replace("width=16", "width=24"))
+    assert three.orch.load_checkpoint(path) == {"step": 4, "epoch": 1}
+    with pytest.raises(CheckpointError, match=r"another model than Net\(dropout=0.5\), the one asked for now"):
+        three.train(loader(), epochs=2, cell=cell.replace("self.last", "self.head"), model_args={"dropout": 0.5},
+                    fresh=False)  # fmt: skip
+    resumed = three.train(loader(), epochs=2, fresh=False)
+    assert len(resumed.history) == 4, "the refused call left it loaded"
+    assert (resumed.status().step, resumed.status().steps_before) == (4, 4)
     # A refusal leaves nothing behind: the next run starts where it was told to.
     again = three.train(loader(), epochs=1)
     assert difference(again.model(), run.model()) == 0.0

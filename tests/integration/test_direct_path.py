@@ -55,6 +55,8 @@ def test_auto_takes_the_direct_path_on_one_host_and_says_so(session: Session, st
         "path": "direct", "backend": "gloo", "reason": "all workers reach each other on one host"
     }  # fmt: skip
     assert run.status().path == "direct (gloo): all workers reach each other on one host"
+    wire = run.report()["wire"]
+    assert (wire["gradient_bytes"], wire["activation_bytes"]) == (None, None) and wire["sample_bytes"] > 0
 
 
 def test_data_mode_keeps_the_star_unless_it_is_told_to_go_directly(session: Session) -> None:

@@ -128,6 +128,16 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert report["wire"][moved] > 0
 
 
+@pytest.mark.timeout(60)
+def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> None:
+    first, _ = session.ensure(2)
+    run = train(session, "zero", loader(), epochs=1)
+    first.handle.leave()
+    assert first.handle.wait(20)
+    last = first.handle.status()
+    assert (last.state, last.step) == ("left", len(run.history))
+
+
 NORMED = """
 from torch import nn
 

@@ -233,10 +233,34 @@ def test_a_code_with_another_secret_is_refused(hub: Orchestrator, capfd: pytest.
     assert wrong not in shown
 
 
+def test_a_closed_session_is_asked_about(capfd: pytest.CaptureFixture[str]) -> None:
+    with Orchestrator(num_workers=1) as orchestrator:
+        code = orchestrator.join_code.encode()
+    assert main(["run", "--join", code, "--rank", "0", "--world-size", "2", __file__]) == 1
+    (shown,) = capfd.readouterr().err.splitlines()
+    assert "connection refused" in shown and shown.endswith("Is the session (%guava_up) still open?")
+
+
+def test_a_program_of_ones_own_asks_for_the_backend_by_name(start, tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, guava_nb.backend\n"
+        "dist.init_process_group('guava')\n"
+        "value = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(value)\n"
+        "print('sum', value.tolist(), dist.get_backend(), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    both = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)])
+    assert both.end(150) == 0, both.output
+    assert both.output.count("[3.0, 3.0, 3.0]") == 2
+
+
 def test_under_torchrun_no_code_is_needed(start, tmp_path: Path) -> None:
     script, saved = str(PROGRAMS / "ddp.py"), str(tmp_path / "two.pt")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "guava_nb"]
     both = start([*launcher, "run", script, "--save", saved])
     assert both.end(150) == 0, both.output
     assert "epoch 1: loss" in both.output
+    assert "backend: guava (the script asked for gloo)" in both.output
     assert weights(Path(saved))

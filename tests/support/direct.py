@@ -42,6 +42,7 @@ class DirectSession:
         self.session_id = worker.identity
         self.wire = Wire({}, {})
         self.round_trip_s = None
+        self.rate_bytes_s = (None, None)
         self.closed = False
         self._worker = worker
         self._kept: list[tuple[Message, memoryview]] = []

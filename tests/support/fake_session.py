@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from guava_nb.config import DistributedConfig, mode_settings
+from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -91,7 +91,9 @@ class FakeOrchestrator:
     local: list[FakeWorker] = field(default_factory=list)
     run: FakeRun | None = None
     state: str = "closed"
-    num_workers: int = 0
+    here: list[str] = field(default_factory=list)
+    coming: list[str] = field(default_factory=list)
+    newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
     config: DistributedConfig = field(default_factory=DistributedConfig)
     results: Any = None
@@ -116,14 +118,20 @@ class FakeOrchestrator:
 
     def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))
-        self.num_workers += 0 if self.too_few else count
-        self.local += [FakeWorker("", device) for _ in range(count)]
+        names = [f"worker-{len(self.local) + number}" for number in range(count)]
+        self.local += [FakeWorker("", device, name) for name in names]
+        self.coming += names
         return self.local[-count:]
 
     def wait_for_workers(self, count: int | None = None, timeout: float | None = None) -> None:
         self.calls.append(("wait", count))
         if self.too_few:
             raise RendezvousTimeout("1 of 2 workers joined within 180 s; look at %guava_log")
+        while len(self.here) < (count or 0):
+            arriving = self.newcomers or self.coming  # a stranger is always faster
+            if not arriving:
+                raise RendezvousTimeout(f"{len(self.here)} of {count} workers joined; nobody else is coming")
+            self.here.append(arriving.pop(0))
 
     def share(self, source: str, name: str | None = None) -> None:
         if "!pip" in source:
@@ -132,9 +140,8 @@ class FakeOrchestrator:
 
     def set_mode(self, mode: str, **settings: Any) -> None:
         self.calls.append(("mode", (mode, dict(settings))))
-        axes = {name: settings.pop(name) for name in ("dp", "pp", "tp", "zero_stage") if name in settings}
-        settings.pop("tensor_plan", None)
-        self.config = self.config.replace(**{**mode_settings(mode, **axes), **settings})
+        check_plan(settings.pop("tensor_plan", {}))
+        self.config = self.config.replace(**mode_settings(mode, **settings))
 
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))
@@ -163,11 +170,10 @@ class FakeOrchestrator:
         return {"step": 46, "epoch": 2}
 
     def status(self) -> Status:
-        workers = tuple(
-            WorkerStatus(f"worker-{rank}", rank, "ready", "cpu", "CPU", "host") for rank in range(self.num_workers)
-        )
+        workers = tuple(WorkerStatus(name, rank, "ready", "cpu", "CPU", "host") for rank, name in enumerate(self.here))
         run = self.run.status() if self.run else None
-        return Status(self.state, "127.0.0.1:4242", "data", self.expected_workers, workers, run, tuple(self.cells))
+        address = "" if ("connect" in [name for name, _ in self.calls]) else "127.0.0.1:4242"  # it dialled
+        return Status(self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells))
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
         if worker is not None:

@@ -15,6 +15,7 @@ from guava_nb.cli.demo import DemoOptions, make_loaders, options_from, run_demo
 from guava_nb.cli.demo_model import DigitNet
 from guava_nb.cli.main import build_parser, main
 from guava_nb.cli.reference import evaluate, largest_difference, measure_parity, train_plain
+from guava_nb.config import mode_settings
 from guava_nb.errors import ConfigError
 
 
@@ -141,6 +142,7 @@ class PlainOrchestrator:
 
     def set_mode(self, mode: str, **axes: int) -> None:
         self.calls.append(f"mode {mode}")
+        self.config = self.config.replace(**mode_settings(mode, **axes))
 
     def launch_workers(self, count: int, device: str, threads: int) -> None:
         self.calls.append(f"launch {count} {device}")
@@ -200,6 +202,13 @@ def plain_orchestrator(monkeypatch: pytest.MonkeyPatch, fake_digits: None) -> ty
     module.Orchestrator = fresh  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "guava_nb.orchestrator", module)
     return fresh
+
+
+def test_a_spread_model_is_reported_with_its_mesh(plain_orchestrator: type[PlainOrchestrator]) -> None:
+    report = run_demo(DemoOptions(workers=4, epochs=1, mode="hybrid"))
+    assert (report["mesh"], report["zero_stage"]) == ("dp 2 x pp 2 x tp 1", 0)
+    report = run_demo(DemoOptions(workers=3, epochs=1, mode="zero"))
+    assert (report["mesh"], report["zero_stage"]) == ("dp 3 x pp 1 x tp 1", 2)
 
 
 def test_run_demo_asks_the_orchestrator_for_the_right_things(plain_orchestrator: type[PlainOrchestrator]) -> None:

@@ -100,3 +100,10 @@ def test_paths_that_cannot_be_written_are_refused_early(tmp_path: Path, monkeypa
 def test_a_disk_error_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(tmp_path / "gone" / "r.json", REPORT)
+
+
+def test_a_spread_model_shows_its_mesh_and_what_went_directly() -> None:
+    wire = {**REPORT["wire"], "gradient_bytes": None, "activation_bytes": None}
+    text = to_text(result_view({**REPORT, "mode": "zero", "mesh": "dp 2 x pp 1 x tp 1", "zero_stage": 2, "wire": wire}))
+    assert "zero, 2 workers (dp 2 x pp 1 x tp 1, ZeRO 2)" in text
+    assert "control 900 B, gradients and activations directly between the workers: not counted" in text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.config import DistributedConfig, version
+from guava_nb.config import DistributedConfig, mode_settings, version
 from guava_nb.config.mesh import divide_layers, largest_divisor, make_mesh
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, MeshError
 
 
 def test_the_seeds_own_example_works() -> None:
@@ -135,7 +137,9 @@ HYBRID = {"data_parallel": True, "pipeline_parallel": True, "tensor_parallel": T
 
 def test_the_arithmetic_is_shown() -> None:
     config = DistributedConfig(**HYBRID, data_parallel_size=2, pipeline_parallel_size=2, num_workers=6)
-    with pytest.raises(ConfigError, match="^dp 2 x pp 2 x tp 2 needs 8 workers, 6 are here$"):
+    with pytest.raises(
+        ConfigError, match="^dp 2 x pp 2 x tp 2 needs 8 workers, 6 are here: start 2 more with %guava_worker"
+    ):
         config.validate()
     config.validate(num_workers=8)
     with pytest.raises(ConfigError, match="needs 8 workers, 1 is here"):
@@ -247,3 +251,53 @@ def test_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version.installed_version() == "1.2 of guava-nb"
     monkeypatch.setattr(version, "version", missing)
     assert version.installed_version() == "0+unknown"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "told", "missing"),
+    [
+        ((2, 2, 1), 3, "start 1 more with", 1),
+        ((2, 1, 1), 3, "such as dp 3 x pp 1 x tp 1, leave one of them out, or let 1 worker leave", -1),
+        ((1, 2, 2), 6, "such as dp 1 x pp 3 x tp 2, leave one of them out, or let 2 workers leave", -2),
+        ((2, 2, 1), 5, "such as dp 5 x pp 1 x tp 1", -1),
+    ],
+)
+def test_a_wrong_number_of_workers_says_what_to_do(
+    sizes: tuple[int, int, int], count: int, told: str, missing: int
+) -> None:
+    with pytest.raises(MeshError, match=f"{count} are here: .*{told}") as caught:
+        make_mesh(count, *sizes)
+    assert caught.value.missing == missing
+
+
+@settings(deadline=None)
+@given(st.tuples(*[st.integers(1, 4)] * 3), st.integers(1, 32))
+def test_proposed_axes_always_fit(sizes: tuple[int, int, int], count: int) -> None:
+    try:
+        make_mesh(count, *sizes)
+    except MeshError as error:
+        found = re.search(r"such as dp (\d+) x pp (\d+) x tp (\d+)", str(error))
+        assert (found is None) == (error.missing > 0)
+        if found is not None:
+            make_mesh(count, *map(int, found.groups()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "given_", "told"),
+    [
+        ("hybrid", {}, "hybrid mode needs its axes"),
+        ("hybrid", {"dp": 2, "pp": 2, "zero_stage": 2}, "ZeRO 2 would gather its parameters for every micro-batch"),
+        ("pipeline", {"stages_per_worker": 2}, "more than one stage on a worker needs pipeline_schedule='interleaved'"),
+        ("pipeline", {"sync_batchnorm": True}, "sync_batchnorm with a pipeline"),
+    ],
+)
+def test_settings_of_a_mode_that_contradict_each_other_are_refused(
+    mode: str, given_: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        mode_settings(mode, **given_)
+
+
+def test_settings_of_a_mode_are_passed_on() -> None:
+    chosen = mode_settings("pipeline", pipeline_schedule="interleaved", stages_per_worker=2)
+    assert (chosen["pipeline_schedule"], chosen["stages_per_worker"], chosen["micro_batches"]) == ("interleaved", 2, 4)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from guava_nb.engine import checkpoint
 from guava_nb.engine.plan import Position
 from guava_nb.errors import CheckpointError
+from guava_nb.protocol.messages import Factory
 from tests.support.training import SmallNet, spec
 
 
@@ -82,12 +84,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path
 
 def test_another_model_is_refused_with_the_first_differences() -> None:
     model = SmallNet().state_dict()
-    checkpoint.check_model(Path("x.pt"), model, model)
+    assert checkpoint.differences(model, model) == ""
     wider = {**model, "first.weight": torch.zeros(99, 10), "extra": torch.zeros(1)}
     del wider["last.bias"]
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_model(Path("x.pt"), wider, model)
-    text = str(caught.value)
+    text = checkpoint.differences(wider, model)
     assert "not in the file: last.bias" in text and "not in the model: extra" in text
     assert "first.weight: (99, 10) in the file, (16, 10) in the model" in text
 
@@ -96,3 +96,19 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):
         save(tmp_path / "file" / "model.pt")
+
+
+def test_another_model_is_refused_with_both_names_and_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    save(path)
+    content, current = checkpoint.read(path), SmallNet().state_dict()
+    checkpoint.check_model(path, content, current, Factory("Other"))
+    current["head.weight"] = current.pop("last.weight")
+    made = str(msgspec.convert(content["spec"]["model"], Factory).name).rpartition(":")[2]
+    with pytest.raises(CheckpointError, match=r"another model than Wide\(width=3\)") as caught:
+        checkpoint.check_model(path, content, current, Factory("shared:Wide", {"width": 3}))
+    for said in ("not in the file: head.weight", "not in the model: last.weight", f"made with, {made}(", "--fresh"):
+        assert said in str(caught.value)
+    content["spec"].pop("model")
+    with pytest.raises(CheckpointError, match=r"the model it was made with \(--model"):
+        checkpoint.check_model(path, content, current, Factory("Wide"))

@@ -3,8 +3,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from guava_nb.engine.route import Route
 from guava_nb.engine.run import Run, thin
+from guava_nb.engine.status import WireBytes
 
 
 def filled(steps: int) -> Run:
@@ -21,6 +24,20 @@ def test_thin_keeps_the_last_point_and_few_others() -> None:
     kept = thin(records, 500)
     assert len(kept) <= 501 and kept[0]["step"] == 0 and kept[-1]["step"] == 10_000
     assert thin(records[:3]) == records[:3]
+
+
+def test_what_workers_exchange_directly_is_not_counted() -> None:
+    run = filled(1)
+    run.connect(lambda: WireBytes(90, 10, 50, 7, 3), lambda: None, torch.nn.Module)
+    routes = [Route("relay", "guava", "asked for"), Route("direct", "gloo", "on one host")]
+    found = []
+    for route in routes:
+        run.goes_by(lambda route=route: route, lambda: "")  # type: ignore[misc]
+        found.append(run.wire)
+    assert found == [WireBytes(90, 10, 50, 7, 3), WireBytes(90, 10, 50, None, None)]
+    run.end("done")
+    wire = json.loads(json.dumps(run.report()))["wire"]
+    assert (wire["gradient_bytes"], wire["activation_bytes"], wire["sample_bytes"]) == (None, None, 50)
 
 
 def test_the_report_is_json_with_the_promised_keys() -> None:

@@ -163,10 +163,31 @@ def test_up_again_waits_for_slow_local_workers_and_replaces_dead_ones(notebook: 
     notebook.too_few = True
     notebook.run("%guava_up --local 2")
     assert "1 of 2 workers joined" in notebook.run("%guava_up --local 2").text
-    notebook.orchestrator.too_few, notebook.orchestrator.num_workers = False, 1
+    notebook.orchestrator.too_few = False
     notebook.orchestrator.local[0].alive = False
+    notebook.orchestrator.coming.remove("worker-0")
     assert notebook.run("%guava_up --local 2").ok
     assert [call for call in notebook.orchestrator.calls if call[0] == "launch"] == [("launch", 2), ("launch", 1)]
+
+
+def test_local_workers_beside_others_are_waited_for_and_the_code_is_shown(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2")
+    notebook.orchestrator.here = ["colab", "kaggle"]
+    notebook.orchestrator.newcomers = ["late"]
+    shown = notebook.run("%guava_up --local 2")
+    assert notebook.orchestrator.here == ["colab", "kaggle", "late", "worker-0", "worker-1"]
+    assert "5 ready of 2 expected" in shown.text
+    assert "All workers are local" not in shown.text and SECRET_CODE in shown.text
+    assert "did not change" not in shown.text, "--workers was not given"
+    notebook.orchestrator.here = ["worker-0", "worker-1"]
+    assert "All workers are local" in notebook.run("%guava_up --local 2").text
+
+
+def test_a_local_worker_alone_in_a_session_for_more_leaves_the_code_visible(notebook: Any) -> None:
+    assert SECRET_CODE in notebook.run("%guava_up --workers 2 --local 1").text
+    shown = notebook.run("%guava_up --local 2")
+    assert "All workers are local" in shown.text
+    assert "--workers did not change" in notebook.run("%guava_up --workers 3 --local 2").text
 
 
 def test_more_local_workers_than_expected_is_refused(notebook: Any) -> None:
@@ -245,7 +266,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         TRAIN + ' --model-args {"width": $width, "deep": true} --val loaders["val"] --epochs 2 --optimizer AdamW '
         "--optimizer-args {'betas': (0.9, 0.99)} --lr 1e-3 --weight-decay=0 --scheduler StepLR --scheduler-args "
         "'{\"step_size\": 3}' --scheduler-interval epoch --clip 1 --accumulate 2 --precision bf16 --val-interval 4 "
-        "--seed 7 --shares 2,1 --optimizer-site orchestrator --resume a.pt -o my_run  # done"
+        "--seed 7 --shares 2,1 --optimizer-site orchestrator --cache disk --resume a.pt -o my_run  # done"
     )
     assert shown.ok, shown.text
     assert ("model", ("Net", {"width": 8, "deep": True})) in notebook.orchestrator.calls
@@ -254,7 +275,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         "optimizer_args": {"betas": (0.9, 0.99), "lr": 1e-3, "weight_decay": 0.0}, "scheduler": "StepLR",
         "scheduler_args": {"step_size": 3}, "scheduler_interval": "epoch", "max_grad_norm": 1.0,
         "accumulation_steps": 2, "precision": "bf16", "val_interval": 4, "seed": 7, "shares": (2.0, 1.0),
-        "optimizer_site": "orchestrator", "resume": Path("a.pt"), "detach": True,
+        "optimizer_site": "orchestrator", "cache": "disk", "resume": Path("a.pt"), "detach": True,
     })  # fmt: skip
     assert notebook.shell.user_ns["my_run"] is shown.value
     notebook.orchestrator.run = None
@@ -485,10 +506,55 @@ def test_a_mode_is_said_with_its_numbers_and_reaches_the_orchestrator(notebook: 
         ("data --zero 1", "data mode has no ZeRO stage"),
         ("zero --zero 0", "zero mode needs stage 1, 2 or 3"),
         ("pipeline --schedule 1fb", "did you mean 1f1b?"),
+        ("pipeline --stages-per-worker 2", "stages_per_worker is 2 (--stages-per-worker) with schedule '1f1b'"),
+        ("hybrid --dp 2 --pp 2 --zero 3", "with stages use zero_stage=1 (--zero 1)"),
+        ("hybrid --dp 2 --pp 2 --sync-batchnorm on", "leave it off (--sync-batchnorm off)"),
+        ('tensor --plan {"head":"colwis"}', "is unknown; choose one of colwise"),
+        ("tensor --plan head", """is not a JSON object such as {"*.up": "colwise", "*.down": "rowwise"}"""),
+        ("hybrid", "hybrid mode needs its axes: how many replicas (dp, --dp)"),
+        ("hybrid --zero 1", "such as %guava_mode hybrid --dp 2 --pp 2"),
+        ("zero --zero 4", "'4' is no ZeRO stage: zero mode takes 1, 2 or 3, hybrid mode 0, 1, 2 or 3"),
     ],
 )
-def test_a_mode_that_makes_no_sense_is_one_line(notebook: Any, line: str, told: str) -> None:
-    assert told in notebook.run(f"%guava_mode {line}").text
+def test_a_mode_that_makes_no_sense_is_one_line_and_changes_nothing(notebook: Any, line: str, told: str) -> None:
+    notebook.run("%guava_mode tensor\n%guava_up --local 2")
+    before = notebook.run("%guava_mode").text
+    shown = notebook.run(f"%guava_mode {line}")
+    assert not shown.ok and len(shown.lines) == 1
+    assert told in shown.text
+    assert notebook.run("%guava_mode").text == before
+
+
+def test_a_mode_that_does_not_fit_the_workers_says_what_to_do(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 3")
+    notebook.orchestrator.here = ["colab"]
+    notebook.run("%guava_up --local 1")
+    shown = notebook.run("%guava_mode hybrid --dp 2 --pp 2")
+    assert shown.text.strip() == (
+        "Mode hybrid waits for more workers: dp 2 x pp 2 x tp 1 needs 4 workers, 2 are here. Start 2 more: %guava_up "
+        "--local 3, or %guava_worker elsewhere; the mode is kept until then."
+    )
+    notebook.run("%guava_up --local 3")
+    assert "Mode hybrid: dp 2 x pp 2 x tp 1" in notebook.run("%guava_mode").text
+    shown = notebook.run("%guava_mode pipeline --pp 3")
+    assert "4 are here: choose axes that make 4, such as dp 1 x pp 4 x tp 1" in shown.text
+    assert "let 1 worker leave" in shown.text
+
+
+@pytest.mark.parametrize(("axes", "mode"), [("--pp 2", "pipeline"), ("--tp 2", "tensor"), ("--dp 2", "data")])
+def test_hybrid_that_amounts_to_another_mode_says_so(notebook: Any, axes: str, mode: str) -> None:
+    notebook.run("%guava_up --local 2")
+    told = f"Hybrid with these axes on 2 workers amounts to {mode} mode (%guava_mode {mode})"
+    assert told in notebook.run(f"%guava_mode hybrid {axes}").text
+    notebook.run("%guava_up --local 4")
+    assert ("amounts to" in notebook.run("%guava_mode").text) is False
+
+
+def test_interleaved_with_one_stage_per_worker_gets_a_hint(notebook: Any) -> None:
+    notebook.run("%guava_up --local 2")
+    hint = "with one stage per worker that is 1f1b, --stages-per-worker 2 interleaves"
+    assert hint in notebook.run("%guava_mode pipeline --schedule interleaved").text
+    assert hint not in notebook.run("%guava_mode pipeline --schedule interleaved --stages-per-worker 2").text
 
 
 def test_log(notebook: Any) -> None:
@@ -622,7 +688,7 @@ def test_closing_lets_the_worker_leave_and_kills_one_that_does_not(notebook: Any
 
 def test_the_code_is_nowhere_but_in_the_output_of_up(notebook: Any) -> None:
     notebook.run("%guava_up --workers 1\nloader = []")
-    notebook.orchestrator.num_workers = 1
+    notebook.orchestrator.here = ["worker-0"]
     notebook.orchestrator.printed["worker-0"] = [f"someone printed {SECRET_CODE}"]
     texts = [notebook.run(line).text for line in ("%guava_status", "%guava_log", TRAIN, f"%guava_stop {SECRET_CODE}")]
     texts += [

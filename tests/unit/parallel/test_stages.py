@@ -156,7 +156,7 @@ def test_a_split_point_that_forward_never_calls() -> None:
     ("spec", "text"),
     [
         ({"schedule": "zigzag"}, "schedule 'zigzag' is unknown; there are gpipe, 1f1b, interleaved"),
-        ({"stages_per_rank": 2}, "stages_per_rank is 2 with schedule '1f1b'"),
+        ({"stages_per_rank": 2}, r"stages_per_worker is 2 \(--stages-per-worker\) with schedule '1f1b'"),
         ({"balance": "luck"}, "balance 'luck' is unknown"),
         ({"micro_batches": 0}, "micro_batches is 0"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,22 @@ STATUS = Status("open", "127.0.0.1:4242", "data", 2, (WORKER,), RUN, ("model",),
 )
 def test_values(shown: str, text: str) -> None:
     assert shown == text
+
+
+def test_what_workers_exchange_directly_is_said_to_be_uncounted() -> None:
+    direct = replace(RUN, wire=WireBytes(90, 10, 50, None, None))
+    for view in (run_view(direct), summary_view(direct)):
+        assert (
+            "90 B out, 10 B in (samples 50 B); gradients and activations are exchanged directly between the workers: "
+            "not counted"
+        ) in to_text(view)
+
+
+def test_steps_since_a_resume_are_not_mixed_with_epochs_from_the_beginning() -> None:
+    resumed = replace(RUN, epoch=3, steps_before=46)
+    assert run_view(resumed).headline.startswith("epoch 3/3, step 5/69 since step 46, loss")
+    assert "5 after the 46 of the checkpoint, now at epoch 3 of 3, 320 samples" in to_text(summary_view(resumed))
+    assert "5 in 1 of 3 epochs, 320 samples" in to_text(summary_view(RUN))
 
 
 def test_session_text() -> None:
