@@ -146,7 +146,7 @@ def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingErr
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, norm = norms.get(id(frame.f_locals.get("self")), ("", None))
         # The functions of torch that raise know no layer; the frame of the layer that called them does.
-        if norm is not None:
+        if norm is not None and "input" in frame.f_locals:
             size = list(frame.f_locals["input"].shape)
             share = "" if isinstance(norm, _Synced) else "use sync_batchnorm (statistics over all workers' rows), "
             return TrainingError(

@@ -211,9 +211,9 @@ def test_an_error_before_the_first_forward_comes_out(pool: GroupPool, name: str)
         assert abs(loss - plain(case)[2][0]) <= 1e-9
 
 
-@pytest.mark.parametrize("name", ["data", "zero 3", "pipeline"])
+@pytest.mark.parametrize("name", ["data", "zero 3"])
 def test_a_norm_of_one_row_says_what_to_do(pool: GroupPool, name: str) -> None:
-    case = Scenario(spec=SPECS[name], model="row normed", steps=2, rows=2)
+    case = Scenario(spec=SPECS[name], model="row normed", start=1, steps=1, rows=2)  # a row for each
     with pytest.raises(
         RankFailed, match=r"TrainingError: 'norm' \(BatchNorm1d\) got one value per channel.*sync_batch"
     ):
