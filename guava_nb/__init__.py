@@ -4,6 +4,7 @@ The rooms, from the top; imports only point down:
 
     notebook | cli           the magics and panels | the guava command
     render | doctor          status, tables and errors as text and HTML | checks of this machine
+    split                    CPULoader, GPUTrainer: the two-sided form of the two below
     orchestrator | worker    the two objects a user holds
     engine                   membership, step schedule, commit, snapshots, launcher
     data                     batches as bytes, batch splitting, feeding from a DataLoader
@@ -27,9 +28,11 @@ from guava_nb.errors import *  # noqa: F403  (the public tree of errors, named b
 
 if TYPE_CHECKING:
     from guava_nb.config import DistributedConfig
+    from guava_nb.data.worker_data import WorkerData
     from guava_nb.engine.run import Run
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
+    from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
     from guava_nb.worker import NetworkWorker
 
     __version__: str
@@ -37,16 +40,29 @@ if TYPE_CHECKING:
 # A library's warnings must not be printed into whatever cell happens to run: the orchestrator shows them as notices.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-__all__ = ["DistributedConfig", "JoinCode", "NetworkWorker", "Orchestrator", "Run", "__version__"]
+__all__ = [
+    "CPULoader",
+    "ColabGPUTrainer",
+    "DistributedConfig",
+    "GPUTrainer",
+    "JoinCode",
+    "NetworkWorker",
+    "Orchestrator",
+]
+__all__ += ["Run", "WorkerData", "__version__"]
 __all__ += errors.__all__
 
 #: Public name to the module that holds it.
 _HOMES = {
+    "CPULoader": "guava_nb.split",
+    "ColabGPUTrainer": "guava_nb.split",
+    "GPUTrainer": "guava_nb.split",
     "DistributedConfig": "guava_nb.config",
     "JoinCode": "guava_nb.protocol.joincode",
     "NetworkWorker": "guava_nb.worker",
     "Orchestrator": "guava_nb.orchestrator",
     "Run": "guava_nb.engine.run",
+    "WorkerData": "guava_nb.data.worker_data",
 }
 
 

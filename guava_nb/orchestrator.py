@@ -16,33 +16,51 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.data.feed import Feed
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
+from guava_nb.engine.asking import ask
+from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import Reference, build_spec, factory_name, mode_of, parallel_spec, plain_arguments
+from guava_nb.engine.compose import (
+    Reference,
+    build_spec,
+    cache_spec,
+    factory_name,
+    mode_of,
+    parallel_spec,
+    plain_arguments,
+)
+from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
+from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
-from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.launcher import WorkerHandle, close_all, launch
 from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, common_parts, is_own
+from guava_nb.engine.passes import Progress
 from guava_nb.engine.plan import Position, TrainingPlan
-from guava_nb.engine.progress import watch
+from guava_nb.engine.predicting import predict
+from guava_nb.engine.predictions import Predictions, wanted_of
+from guava_nb.engine.progress import reporting, watch
 from guava_nb.engine.routes import cuda_reach
 from guava_nb.engine.run import Run
+from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
-from guava_nb.engine.tools import GroupLost, evaluation_for
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError, WorkerLost
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
@@ -74,6 +92,7 @@ class Orchestrator:
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
+        self._dialled = DialledWorkers()
         self._runs = 0
         self._tensor_plan: dict[str, str] = {}
         self._untrained_numbers = itertools.count(1)
@@ -93,7 +112,7 @@ class Orchestrator:
             ConfigError: the address cannot be listened on; the message names it.
         """
         if self._code is None:
-            cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
             listener = Listener(
                 link_options(self.config),
                 cluster.on_event,
@@ -104,21 +123,53 @@ class Orchestrator:
             try:
                 listener.start()
             except GuavaError:
-                cluster.close()
+                if self._cluster is None:
+                    cluster.close()
                 raise
             self._notices.listen()
             self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
         return self._code
+
+    @classmethod
+    def dialling(
+        cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any
+    ) -> Orchestrator:
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        made = cls(config, **overrides)
+        try:
+            made.connect(*join_codes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def connect(self, *join_codes: JoinCode | str) -> list[str]:
+        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
+
+        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
+
+        Raises:
+            JoinCodeError: a code is damaged; nothing was dialled.
+            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+                in the list stay connected.
+        """
+        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
+        if self._cluster is None:
+            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            self._notices.listen()
+        return self._dialled.join(codes, self._cluster, link_options(self.config))
 
     @property
     def join_code(self) -> JoinCode:
         """The code that workers join with.
 
         Raises:
-            ClusterError: the session is not open.
+            ClusterError: the session is not open, or only dials.
         """
         self._open_cluster()
-        assert self._code is not None
+        if self._code is None:
+            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
         return self._code
 
     @property
@@ -137,6 +188,7 @@ class Orchestrator:
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
+        self._dialled.close("the orchestrator closed the session")
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
         if self._cluster is not None:
@@ -147,8 +199,9 @@ class Orchestrator:
         self._cluster = self._listener = self._code = self._ensemble = None
 
     def __enter__(self) -> Orchestrator:
-        """Open the session."""
-        self.open()
+        """Open the session, unless it has dialled its workers."""
+        if self._cluster is None:
+            self.open()
         return self
 
     def __exit__(
@@ -178,6 +231,10 @@ class Orchestrator:
         """
         cluster = self._open_cluster()
         return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
+
+    def own_parts(self) -> set[str]:
+        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
+        return common_parts(self._open_cluster())
 
     def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
         """Start worker processes on this machine; they join by themselves.
@@ -231,7 +288,8 @@ class Orchestrator:
 
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
-                instance, whose class must be shared or importable and whose weights are where training starts.
+                instance, whose class must be shared or importable and whose weights are where training starts; or
+                "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds.
             args: plain data.
 
         Raises:
@@ -282,10 +340,16 @@ class Orchestrator:
         optimizer_site: str | None = None,
         callbacks: Sequence[Any] = (),
         split_fn: Callable[..., Any] | None = None,
+        preprocess: Reference | None = None,
+        augment: Reference | None = None,
         resume: str | Path | None = None,
         fresh: bool = False,
         threads: int | None = None,
         progress: bool = True,
+        metrics: Metrics | None = None,
+        cache: str | None = None,
+        cache_static: bool = False,
+        data: str = "orchestrator",
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -293,7 +357,8 @@ class Orchestrator:
         optimizer, from its state too. `fresh` starts anew.
 
         Args:
-            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches.
+            train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`
+                where every worker has the data: then only ids of samples travel.
             val_loader: for validation after each epoch, or every `val_interval` optimizer steps.
             num_epochs: passes over the data; with `resume`, counted from the very beginning.
             criterion: loss(outputs, targets) for batches (inputs, targets); a torch criterion's name or a shared function.
@@ -309,13 +374,69 @@ class Orchestrator:
             optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
             callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
             split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+            preprocess: shared or importable function of a batch; runs on the worker's device for every batch of training and
+                validation, so that data travels in the dtype it has (uint8 images, say) and becomes floats there.
+            augment: likewise, in training only and before `preprocess`; what it draws depends on seed, step and share alone.
             resume: a checkpoint to go on from.
             threads: torch's threads in each worker; None leaves them.
             progress: show a bar while blocking.
+            cache: "memory" or "disk": workers keep the samples they got, within `worker_cache_mb` of the configuration,
+                and later epochs send only those that changed; "off"; None takes the configuration's `worker_cache`.
+            cache_static: the samples of `train_loader` do not change between epochs: those that workers hold are not even
+                loaded again. Without it every sample is loaded and compared, and sent where it changed.
+            data: "worker" where `train_loader` is a `WorkerData`.
+            metrics: of the validations, beside loss and accuracy; see `validate`.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
+        cluster = self._idle_cluster()
+        with interrupts_remembered() as interrupts:
+            shared = self._shared()
+            refuse_place(data, train_loader)
+            specs = metric_specs(metrics, shared)
+            loaders = (train_loader, val_loader)
+            own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+            reach = (lambda: False) if own else cuda_reach(cluster)
+            spec = build_spec(
+                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
+                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
+                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
+                preprocess=preprocess, augment=augment, metrics=specs,
+                parallel=parallel_spec(
+                    self.config, len(cluster.roster.ready()), self._tensor_plan, reach
+                ),
+                cache=cache_spec(self.config, cache),
+            )  # fmt: skip
+            if cache_static:
+                refuse_static(spec)
+            spec = self._with_data(spec, own, interrupts.check)
+            feed, val_feed = feeds(loaders, spec.data)
+            assert feed is not None
+            plan = TrainingPlan(
+                feed=feed,
+                val_feed=val_feed,
+                cache_static=cache_static,
+                num_epochs=num_epochs,
+                val_interval=val_interval,
+                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
+                shares=shares,
+                callbacks=callbacks,
+                split_fn=split_fn,
+                prefetch_steps=self.config.prefetch_steps,
+                prefetch_bytes=self.config.prefetch_bytes,
+                interrupt_grace_s=self.config.interrupt_grace_s,
+                rejoin_timeout_s=self.config.rejoin_timeout_s,
+                snapshot_every_steps=self.config.snapshot_every_steps,
+                validation=lambda: Validation(specs, merges_for(specs, shared)),
+            )
+            ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            interrupts.check()
+            return self._launch(ensemble, plan, detach, progress)
+
+    def _idle_cluster(self) -> Cluster:
+        """The cluster, if a run can begin there."""
         cluster = self._open_cluster()
         if self.run is not None and not self.run.done:
             raise ClusterError(
@@ -326,35 +447,14 @@ class Orchestrator:
                 "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
                 "(in a script: launch_workers(2))"
             )
-        with interrupts_remembered() as interrupts:
-            shared = self._shared()
-            spec = build_spec(
-                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
-                criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
-                scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
-                max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan, cuda_reach(cluster)
-                ),
-            )  # fmt: skip
-            plan = TrainingPlan(
-                feed=Feed(train_loader),
-                val_feed=None if val_loader is None else Feed(val_loader),
-                num_epochs=num_epochs,
-                val_interval=val_interval,
-                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
-                shares=shares,
-                callbacks=callbacks,
-                split_fn=split_fn,
-                prefetch_steps=self.config.prefetch_steps,
-                interrupt_grace_s=self.config.interrupt_grace_s,
-                rejoin_timeout_s=self.config.rejoin_timeout_s,
-                snapshot_every_steps=self.config.snapshot_every_steps,
-            )
-            ensemble = self._place_start(spec, shared, plan, resume, fresh)
-            ensemble.look_at(plan.feed)
-            interrupts.check()
-            return self._launch(ensemble, plan, detach, progress)
+        return cluster
+
+    def _with_data(self, spec: RunSpec, own: Sequence[DataSpec], check_interrupt: Callable[[], None]) -> RunSpec:
+        """The record of a run with what the workers say of the data sets that lie there."""
+        if not own:
+            return spec
+        refuse_group(spec)
+        return replace(spec, data=ask_data(self._open_cluster(), self._ledger.cells(), own, check_interrupt))
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
@@ -368,6 +468,7 @@ class Orchestrator:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note)
         self._resume = None  # not before: after a refusal load_checkpoint still holds
+        ensemble.look_at(plan.feed)
         return ensemble
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -393,6 +494,10 @@ class Orchestrator:
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
+        if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            own = adopt(run_id, spec, self._ledger.cells(), shared, self._open_cluster())
+            fetch_between_runs(own, self._open_cluster(), self._patience_s)
+            return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
             self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
@@ -432,42 +537,112 @@ class Orchestrator:
     # ------------------------------------------------------------------------------------------------- state and score
 
     def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
-        fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
+        if ensemble.master_step != ensemble.step:  # else it is here, and also after the session was closed
+            fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
         return ensemble.master.model
 
-    def validate(self, loader: Any, criterion: Reference = "CrossEntropyLoss") -> dict[str, Any]:
-        """Evaluate the current weights; returns loss, accuracy (None where it has no meaning) and samples.
+    def validate(
+        self,
+        loader: Any,
+        criterion: Reference = "CrossEntropyLoss",
+        metrics: Metrics | None = None,
+        preprocess: Reference | None = None,
+        *,
+        progress: bool | Progress = True,
+    ) -> dict[str, Any]:
+        """Evaluate the current weights; returns loss, accuracy (None where it has no meaning), samples and the metrics.
 
-        Each sample counts once, whatever the number of workers. `criterion` is used when nothing was trained yet.
+        Each sample counts once, whatever the number of workers and whoever is lost meanwhile.
+
+        Args:
+            loader: a DataLoader, or an iterable of batches (inputs, targets).
+            criterion, preprocess: used when nothing was trained yet; else those of the run.
+            metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
+                return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
+                functions that make one.
+            progress: show a bar in a terminal; or a function of (samples done, samples in all or None).
 
         Raises:
             ClusterError: a run is in progress, or no worker is here.
+            ConfigError: a metric cannot be made on the workers.
+            RemoteError: the model, the loss or a metric raised on a worker.
         """
-        feed, cluster = Feed(loader), self._open_cluster()
-        ensemble = self._ensemble or self._untrained(criterion)
-        ensemble.look_at(feed)
-        job = Job(cluster)
-        ensemble.attach(job)
-        evaluation = evaluation_for(job, ensemble)
-        with job.attached():
-            try:
-                ensemble.bring_up(job)
-                return evaluation.run(feed).record()
-            except NobodyLeft as error:
-                raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
-            except GroupLost as error:
-                raise WorkerLost(f"{error}; validate again when enough workers are here") from error
+        feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
+        specs = metric_specs(metrics, shared)
+        question = Validation(specs, merges_for(specs, shared))
+        ensemble = self._known_ensemble() or self._untrained(criterion, preprocess)
+        with reporting("validating", progress) as report:
+            ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
+        return question.result().record()
 
-    def _untrained(self, criterion: Reference) -> Ensemble:
+    def predict(
+        self,
+        loader: Any,
+        top_k: int = 1,
+        confidence_threshold: float | None = None,
+        return_full_probabilities: bool = False,
+        raw: bool = False,
+        path: str | Path | None = None,
+        resume: bool = False,
+        preprocess: Reference | None = None,
+        *,
+        predict_step: Reference | None = None,
+        progress: bool | Progress = True,
+    ) -> Predictions:
+        """Return what the current weights make of every sample, in the order of the data set.
+
+        The model is called with the inputs: with the batch where it is a tensor, with its first part where it is
+        (inputs, targets) or a list of one. Only what is asked for comes back over the wire.
+
+        Args:
+            loader: a DataLoader, or an iterable of batches. Shuffled or not, results stand in the order of the sample
+                ids, see `guava_nb.engine.predictions`.
+            top_k: the best classes of each sample.
+            confidence_threshold: samples whose best class is less probable get class -1 and confidence NaN.
+            return_full_probabilities: the probabilities of all classes too (softmax in float32).
+            raw: the outputs as they are, for models that give no [rows, classes].
+            path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
+            resume: go on with what an interrupted call left in `path`, without predicting it again.
+            preprocess: used when nothing was trained yet; else that of the run.
+            predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
+            progress: as for `validate`.
+
+        Raises:
+            ClusterError: a run is in progress, or no worker is here.
+            ConfigError: an option does not fit the outputs, the results cannot fit, or `path` holds something else.
+            RemoteError: the model raised on a worker; with the worker's name, the batch and its sample ids.
+        """
+        cluster, wanted = self._open_cluster(), wanted_of(top_k, confidence_threshold, return_full_probabilities, raw)
+        if predict_step is not None:
+            step = Factory(factory_name("predict_step", predict_step, self._shared()))
+            wanted = msgspec.structs.replace(wanted, step=step)
+        ensemble = self._known_ensemble() or self._untrained("CrossEntropyLoss", preprocess)
+        with reporting("predicting", progress) as report:
+            return predict(
+                cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
+                patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
+            )  # fmt: skip
+
+    def _known_ensemble(self) -> Ensemble | None:
+        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
+        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
+            self._ensemble = None
+        return self._ensemble
+
+    def _untrained(self, criterion: Reference, preprocess: Reference | None) -> Ensemble:
         shared = self._shared()
         spec = build_spec(
             self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+            preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
+            cache=cache_spec(self.config),
         )  # fmt: skip
-        ensemble = build_ensemble(
-            f"untrained-{next(self._untrained_numbers)}", spec, self._ledger.cells(), shared, self._instance
-        )
+        run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
+        if is_own(spec):
+            self._ensemble = adopt(run_id, spec, cells, shared, self._open_cluster())
+            return self._ensemble
+        ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
         if self._resume is not None:
             path, content = self._resume
             checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)

@@ -82,6 +82,11 @@ def _fits(what: str, sizes: Sequence[int], wanted: int, meaning: str) -> None:
         raise CollectiveError(f"{what}: {list(sizes)[:8]} elements where {wanted} were expected: {meaning}")
 
 
+def _check_root(what: str, place: Place, root: int) -> None:
+    if not 0 <= root < place.size:
+        raise CollectiveError(f"{what}: root {root} is no rank of this group, whose ranks are 0 to {place.size - 1}")
+
+
 def barrier(place: Place, what: str = "barrier") -> Prepared:
     """Wait for each other."""
     operation = Operation(what, CallSpec(what), place.timeout_s, reduce="sum")
@@ -103,6 +108,7 @@ def all_reduce(place: Place, tensor: torch.Tensor, reduction: str) -> Prepared:
 
 def reduce(place: Place, tensor: torch.Tensor, reduction: str, root: int) -> Prepared:
     """Reduce in place on the root; the others keep what they have."""
+    _check_root("reduce", place, root)
     here = place.rank == root
     staged = Staged(tensor, read=True, write=here)
     spec = CallSpec("reduce", reduction, dtype_name(tensor.dtype), (tensor.numel(),), root)
@@ -126,6 +132,7 @@ def _outgoing(operation: Operation, outputs: list[Any], reads: list[Staged]) -> 
 
 def broadcast(place: Place, tensor: torch.Tensor, root: int) -> Prepared:
     """The root's content, everywhere."""
+    _check_root("broadcast", place, root)
     spec = CallSpec("broadcast", "", dtype_name(tensor.dtype), (tensor.numel(),), root)
     operation = Operation("broadcast", spec, place.timeout_s)
     if place.rank == root:
@@ -178,6 +185,7 @@ def _short(counts: tuple[int, ...]) -> tuple[int, ...]:
 
 def gather(place: Place, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Prepared:
     """Everyone's tensor, on the root."""
+    _check_root("gather", place, root)
     what, dtype = "gather", tensor.dtype
     source = Staged(tensor, read=True, write=False)
     operation = Operation(what, CallSpec(what, "", dtype_name(dtype), (tensor.numel(),), root), place.timeout_s)
@@ -196,6 +204,7 @@ def gather(place: Place, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, 
 
 def scatter(place: Place, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Prepared:
     """One tensor of the root's list for each rank."""
+    _check_root("scatter", place, root)
     what, dtype = "scatter", output.dtype
     target = Staged(output, read=False, write=True)
     operation = Operation(what, CallSpec(what, "", dtype_name(dtype), (output.numel(),), root), place.timeout_s)

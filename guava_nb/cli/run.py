@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import os
 import runpy
@@ -11,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,11 +70,18 @@ def run(args: argparse.Namespace) -> int:
     place = place_from(args, os.environ)
     from guava_nb.backend.program import ProgramGroup
 
-    with ProgramGroup(place, _say) as group:
+    at_exit = ExitStack()
+    with ExitStack() as now:
+        group = now.enter_context(ProgramGroup(place, _say))
         os.environ.update(group.environment())
+        # Before the program registers functions of its own, which then run before this, as threads that it left do.
+        atexit.register(at_exit.close)
         with _interrupts(group.interrupt):
             outcome = run_program(args.program, args.arguments, args.module)
-        group.close(outcome.failure)
+        if outcome.failure:  # the other ranks shall know at once
+            group.close(outcome.failure)
+        else:
+            at_exit.enter_context(now.pop_all())
     if outcome.status == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     return outcome.status

@@ -1,4 +1,4 @@
-"""`guava worker`: joins a session with one process per device and says what they do until they end."""
+"""`guava worker`: joins a session with one process per device, or listens for one, and says what they do until they end."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ def add_command(commands: Any) -> None:
     """Declare the subcommand and its options."""
     parser = commands.add_parser("worker", help="join a session from this machine", description=__doc__, epilog=EPILOG)
     parser.add_argument("code", nargs="?", metavar="JOINCODE", help="what the orchestrator shows (see below)")
+    parser.add_argument("--listen", action="store_true", help="wait to be dialled, and show the join code for that")
+    parser.add_argument("--host", default="127.0.0.1", help="with --listen: address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="with --listen: port, of the first device (any free one)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one")
     where.add_argument("--gpus", metavar="all", help="one worker for each GPU: all, or their numbers (0,2)")
@@ -45,20 +48,32 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Join and stay until the session ends; 0 when every worker left as it should."""
-    code = read_code(args.code, os.environ, ask_for_code)
+    if args.listen and args.code:
+        raise ConfigError("--listen waits to be dialled, so it takes no join code: leave one of the two out")
+    code = None if args.listen else read_code(args.code, os.environ, ask_for_code)
     print(NOTICE, file=sys.stderr)
-    from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
-
     devices = devices_for(args.gpus, args.device)
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
     workers: list[WorkerHandle] = []
     try:
-        for device, name in zip(devices, names, strict=True):
-            workers.append(start_worker(code, device, name))
+        for k, (device, name) in enumerate(zip(devices, names, strict=True)):
+            workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
         return follow(workers, _say)
     finally:
         for worker in workers:
             worker.close()
+
+
+def _joining(code: JoinCode, device: str, name: str) -> WorkerHandle:
+    from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
+
+    return start_worker(code, device, name)
+
+
+def _listening(args: argparse.Namespace, k: int, device: str, name: str) -> WorkerHandle:
+    from guava_nb.worker import start_listening_worker
+
+    return start_listening_worker(args.host, args.port + k if args.port else 0, device, name)
 
 
 def read_code(given: str | None, environ: MutableMapping[str, str], ask: Callable[[], str]) -> JoinCode:
@@ -131,7 +146,9 @@ def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> 
     status = worker.status()
     if status.state != last:
         detail = f" ({status.detail})" if status.detail and status.state in ENDED else ""
-        say(f"{status.name or status.device}: {status.state}{detail}, {status.address}")
+        say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
+        if status.state == "listening" and worker.code is not None:
+            say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
         if status.state in ("failed", "crashed"):
             for line in status.lines[-CRASH_LINES:]:
                 say(f"    {line}")

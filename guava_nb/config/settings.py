@@ -1,5 +1,7 @@
 """`DistributedConfig`: the settings, their defaults and what follows from them."""
 
+# over budget: every setting with its meaning and its default stands in one place.
+
 from __future__ import annotations
 
 import typing
@@ -48,7 +50,11 @@ class DistributedConfig:
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
 
     Data:
-        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work.
+        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
+        at least. prefetch_bytes (64 MiB): batch bytes that a worker may hold ahead of need; 0 keeps to prefetch_steps.
+        worker_cache ("off"): workers keep the samples they got in "memory" or on "disk", so that later epochs send only
+        those that changed. worker_cache_mb (1024): what each keeps at most.
+        worker_cache_dir (""): folder on the workers' machines; "" is ~/.cache/guava_nb/rows there.
 
     Parallelism:
         data_parallel (True), model_parallel, pipeline_parallel, tensor_parallel (False): axes in use.
@@ -76,7 +82,8 @@ class DistributedConfig:
 
     Wire:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
-        connection. bucket_mb (4): aimed size of a gradient bucket.
+        connection. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients, parameters
+        and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
@@ -119,6 +126,10 @@ class DistributedConfig:
 
     loader_workers: int = setting(0, low=0)
     prefetch_steps: int = setting(1, low=0)
+    prefetch_bytes: int = setting(64 << 20, low=0)
+    worker_cache: str = setting("off", choices=("off", "memory", "disk"))
+    worker_cache_mb: int = setting(1024, low=1)
+    worker_cache_dir: str = setting("")
 
     data_parallel: bool = setting(True, env=("DATA_PARALLEL",))
     model_parallel: bool = setting(False, env=("MODEL_PARALLEL",))
@@ -150,6 +161,7 @@ class DistributedConfig:
     socket_buffer_mb: int = setting(16, low=1, high=1024)
     window_mb: int = setting(256, low=1)
     bucket_mb: float = setting(4.0, above=0, high=1024)
+    compression: str = setting("auto", choices=("auto", "on", "off"))
 
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)

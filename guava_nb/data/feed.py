@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from guava_nb.data.loader_parts import LeaveOut
 from guava_nb.data.loading import LoadError, Source, make_source
 from guava_nb.data.randomness import RandomState
 from guava_nb.errors import CheckpointError, ConfigError
 
-__all__ = ["Feed", "LoadError", "LoadedBatch"]
+__all__ = ["MOST_BATCHES", "Feed", "LoadError", "LoadedBatch"]
 
 _POSITION_VERSION = 1
-# How far commits may lag behind loading before the random state inside an epoch is no longer known.
-_KEPT_STATES = 64
+#: Batches that may be on their way and not committed.
+MOST_BATCHES = 128
+# How far commits may lag behind loading (what is on its way, and what is held ready) before the random state inside an
+# epoch is no longer known.
+_KEPT_STATES = 2 * MOST_BATCHES
 _KEPT_EPOCHS = 4
 
 
@@ -34,12 +38,14 @@ class LoadedBatch:
             there are no indices (streams, lists of batches). As many as `rows`, unless the collate function dropped or
             added rows: then the ids belong to the batch as a whole.
         rows: samples in the batch.
+        source: 0; or the batch is an int64 tensor of sample ids in this data set of the workers, counted from 1.
     """
 
     index: int
     batch: Any
     sample_ids: tuple[int, ...]
     rows: int
+    source: int = 0
 
 
 class Feed:
@@ -51,13 +57,15 @@ class Feed:
     Args:
         loader: a DataLoader, or an iterable of batches. A DataLoader subclass with its own `__iter__` counts as the
             latter. `pin_memory` and `in_order=False` are not followed; everything else of a DataLoader is.
+        source: goes into every batch, see `LoadedBatch`.
 
     Raises:
         ConfigError: batches do not come from this, or it has none.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, source: int = 0) -> None:
         self._source: Source = make_source(loader)
+        self._number = source
         self._one_shot = isinstance(loader, Iterator)
         self._epoch = -1
         self._batches = 0
@@ -74,6 +82,11 @@ class Feed:
             return len(self._source)
         except (TypeError, NotImplementedError):
             return None
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples that an epoch draws; None where the loader cannot tell."""
+        return self._source.num_samples()
 
     def epoch(self, skip_batches: int | None = None) -> Iterator[LoadedBatch]:
         """The batches of the next epoch, or the rest of the one that `restore` pointed into.
@@ -107,12 +120,12 @@ class Feed:
             index, self._batches = self._batches, self._batches + 1
             if source.in_process:
                 _remember(self._states, (epoch, index + 1), RandomState.take(generators), _KEPT_STATES)
-            yield LoadedBatch(index, batch, ids, rows)
+            yield LoadedBatch(index, batch, ids, rows, self._number)
         if self._batches == 0:
             raise ConfigError(
                 "the loader is an iterator that was used up in the first epoch: give a DataLoader or a list of batches"
                 if self._one_shot and epoch > 0
-                else f"epoch {epoch} of the loader had no batches: nothing can be trained"
+                else f"epoch {epoch} of the loader had no batches: there is nothing to do"
             )
 
     def example(self, parts: int) -> Any:
@@ -137,7 +150,7 @@ class Feed:
         Args:
             epoch: None means that of the batch given out last.
             batches: batches of it that count as done; None means all that were given out. Loading may be ahead of
-                what is committed: within the last 64 batches the position is exact to the random number.
+                what is committed: within the last 256 batches the position is exact to the random number.
 
         Raises:
             ConfigError: the epoch is not one of the last four that were begun.
@@ -178,6 +191,14 @@ class Feed:
                 RandomState.from_plain(state)  # damage is told now, not in the middle of a run
         self._resume = dict(position)
 
+    def leave_out(self, wanted: LeaveOut) -> None:
+        """Do not load batches of which `wanted(indices)` says so, each time one is drawn; they come as `Unread`.
+
+        Raises:
+            ConfigError: the loader has no indices.
+        """
+        self._source.leave_out(wanted)
+
     def close(self) -> None:
         """End loader processes that persist between epochs; the feed cannot be walked again."""
         self._source.close()
@@ -197,4 +218,4 @@ def _empty_sentence(loader: Any) -> str:
     dataset: Any = getattr(loader, "dataset", None)
     samples = f" from {len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     dropped = f" with batch_size={loader.batch_size} and drop_last=True" if getattr(loader, "drop_last", False) else ""
-    return f"the loader ({type(loader).__name__}) makes no batches{samples}{dropped}: nothing can be trained"
+    return f"the loader ({type(loader).__name__}) makes no batches{samples}{dropped}: there is nothing to do"

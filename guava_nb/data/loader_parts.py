@@ -10,12 +10,16 @@ import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-__all__ = ["TOLD", "Counted", "Located", "Recorder", "SampleFailed", "rebuild"]
+__all__ = ["TOLD", "Collate", "Counted", "LeaveOut", "Located", "Recorder", "SampleFailed", "Unread", "rebuild"]
+
+#: Says of the indices of a batch whether its samples need not be loaded.
+LeaveOut = Callable[[Sequence[int]], bool]
 
 # These are decided here: the sampling and the data set are wrapped, and batches must come in order and stay unpinned,
 # because they leave this process as bytes.
@@ -35,11 +39,45 @@ _DECIDED_HERE = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Stands for a sample that need not be loaded, on its way through the loader and its processes."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Stands for a batch that was not loaded.
+
+    Attributes:
+        ids: of its samples.
+        read: loads it after all; raises LoadError.
+    """
+
+    ids: tuple[int, ...]
+    read: Callable[[], Any]
+
+
+class Collate:
+    """The user's collate function, for batches that were loaded."""
+
+    def __init__(self, inner: Callable[[Any], Any]) -> None:
+        self.inner = inner
+
+    def __call__(self, samples: Any) -> Any:
+        """The batch; None where its samples were left out."""
+        if isinstance(samples, list) and samples and type(samples[0]) is _Left:
+            return None
+        return self.inner(samples)
+
+
 class Recorder(Sampler[Any]):
-    """The user's sampler, remembering what it drew; it can leave out the first draws."""
+    """The user's sampler, remembering what it drew; it can leave out the first draws, and mark batches not to load."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
         self.inner = inner
+        self.leave_out: LeaveOut | None = None
         self.skip = 0
         self.when_skipped: Callable[[], None] | None = None
         self.drawn: deque[Any] = deque()
@@ -54,17 +92,18 @@ class Recorder(Sampler[Any]):
         self.drawn = deque()
         return self._draw(iter(self.inner), self.drawn, self.skip, self.when_skipped)
 
-    @staticmethod
     def _draw(
-        inner: Iterator[Any], drawn: deque[Any], skip: int, when_skipped: Callable[[], None] | None
+        self, inner: Iterator[Any], drawn: deque[Any], skip: int, when_skipped: Callable[[], None] | None
     ) -> Iterator[Any]:
         for _ in islice(inner, skip):
             pass
         if when_skipped is not None:
             when_skipped()
         for indices in inner:
-            drawn.append(list(indices) if isinstance(indices, list) else indices)
-            yield indices
+            left = self.leave_out is not None and isinstance(indices, list) and self.leave_out(indices)
+            # Decided here and now: a loader asks for batches ahead, and what was decided must go with the batch.
+            drawn.append((list(indices) if isinstance(indices, list) else indices, left))
+            yield [_Left(index) for index in indices] if left else indices
 
 
 class Located(Dataset[Any]):
@@ -82,12 +121,16 @@ class Located(Dataset[Any]):
         return getattr(self.inner, name)
 
     def __getitem__(self, index: Any) -> Any:
+        if type(index) is _Left:
+            return index
         try:
             return self.inner[index]
         except Exception as error:
             raise SampleFailed.at(index, error) from error
 
     def _many(self, batch_reader: Callable[[Sequence[Any]], Any], indices: Sequence[Any]) -> Any:
+        if indices and type(indices[0]) is _Left:
+            return list(indices)
         try:
             return batch_reader(indices)
         except Exception:

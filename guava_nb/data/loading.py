@@ -9,14 +9,16 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.datapipes.datapipe import MapDataPipe
 
-from guava_nb.data.loader_parts import TOLD, Counted, Located, Recorder, rebuild
+from guava_nb.data.loader_parts import TOLD, Collate, Counted, LeaveOut, Located, Recorder, Unread, rebuild
 from guava_nb.data.split import has_rows, num_rows
+from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
 __all__ = ["LoadError", "Source", "make_source"]
@@ -60,10 +62,22 @@ class Source(Protocol):
         """Batches per epoch; TypeError when it is unknown."""
         ...
 
+    def num_samples(self) -> int | None:
+        """Samples drawn in an epoch; None when it is unknown."""
+        ...
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         """Walk one epoch, from the batch after the skipped ones on.
 
         `when_skipped` is called when batches were skipped without loading them, before anything is drawn for the next.
+        """
+        ...
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        """Do not load batches of which `wanted(indices)` says so; they come as `Unread`.
+
+        Raises:
+            ConfigError: there are no indices.
         """
         ...
 
@@ -92,6 +106,11 @@ def make_source(loader: Any) -> Source:
     """
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return _IterableSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
+    if isinstance(loader, WorkerData):
+        raise ConfigError(
+            "data that lies at the workers is given to start_training, as train_loader or val_loader; validating and "
+            "predicting outside of a run need a loader here"
+        )
     if isinstance(loader, Dataset):
         raise ConfigError(f"a data set ({type(loader).__name__}) gives samples, not batches: wrap it in a DataLoader")
     if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, dict, torch.Tensor)):
@@ -114,21 +133,42 @@ class _MapSource:
         dataset = loader.dataset
         if not isinstance(dataset, MapDataPipe):  # a pipe's graph is walked by torch and must stay as it is
             dataset = Located(dataset)
-        self._loader = rebuild(loader, dataset, loader.collate_fn, sampling)
+        self._loader = rebuild(loader, dataset, Collate(loader.collate_fn), sampling)
         self.in_process = loader.num_workers == 0
 
     def __len__(self) -> int:
         return len(self._recorder)
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        if not self._batched or isinstance(self._theirs.dataset, MapDataPipe):
+            raise _not_static(self._theirs)
+        self._recorder.leave_out = wanted
+
+    def num_samples(self) -> int | None:
+        theirs = self._theirs
+        if not self._batched or theirs.batch_size is None:  # whatever one index, or the user's own batches, may hold
+            return None
+        try:
+            drawn = len(theirs.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return drawn - drawn % theirs.batch_size if theirs.drop_last else drawn
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         self._recorder.skip, self._recorder.when_skipped = skip_batches, when_skipped
         ordinal = 0
 
         def failing() -> tuple[int, ...]:
-            return _int_ids(self._recorder.drawn[0]) if self._recorder.drawn else ()
+            return _int_ids(self._recorder.drawn[0][0]) if self._recorder.drawn else ()
 
-        for _, batch in _each(iter(self._loader), skip_batches, failing, self.in_process):
-            loaded = self._identify(batch, self._recorder.drawn.popleft(), ordinal)
+        for index, batch in _each(iter(self._loader), skip_batches, failing, self.in_process):
+            indices, left = self._recorder.drawn.popleft()
+            ids = _int_ids(indices) if left else ()
+            loaded = (
+                (Unread(ids, partial(self._read, index, ids)), ids, len(ids))
+                if left
+                else self._identify(batch, indices, ordinal)
+            )
             ordinal += loaded[2]
             yield loaded
 
@@ -137,6 +177,13 @@ class _MapSource:
         rows = _count_rows(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
         return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
+
+    def _read(self, batch: int, ids: tuple[int, ...]) -> Any:
+        dataset = self._loader.dataset
+        try:
+            return self._theirs.collate_fn([dataset[index] for index in ids])
+        except Exception as error:
+            raise LoadError(batch, ids, error) from error
 
     def example(self, parts: int) -> Any:
         theirs = self._theirs
@@ -182,6 +229,9 @@ class _IterableSource:
             raise TypeError("each loader process walks the stream in its own way")
         return len(self._theirs)
 
+    def num_samples(self) -> int | None:
+        return None  # a stream's length is a promise at best
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
 
@@ -195,6 +245,9 @@ class _IterableSource:
             ordinal += len(ids)
             if index >= skip_batches:
                 yield batch, ids, rows
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        raise _not_static(self._theirs)
 
     def example(self, parts: int) -> Any:
         raise _without_indices(self._theirs)
@@ -220,6 +273,9 @@ class _PlainSource:
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # TypeError is the answer where there is no length
 
+    def num_samples(self) -> int | None:
+        return None
+
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         ordinal = 0
 
@@ -231,6 +287,9 @@ class _PlainSource:
             ordinal += rows
             if index >= skip_batches:
                 yield batch, tuple(range(ordinal - rows, ordinal)), rows
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        raise _not_static(self._batches)
 
     def example(self, parts: int) -> Any:
         raise _without_indices(self._batches)
@@ -272,7 +331,7 @@ def _each(
 
 def _count_rows(batch: Any, drawn: int | None) -> int:
     """Rows of a batch for which `drawn` samples were taken; a collate function may have dropped or added some."""
-    if drawn is not None and has_rows(batch, drawn):
+    if drawn is not None and has_rows(batch, drawn) and not _are_fields(batch, drawn):
         return drawn
     try:
         return num_rows(batch)
@@ -280,6 +339,24 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         if drawn is None:
             raise
         return drawn
+
+
+def _not_static(loader: Any) -> ConfigError:
+    return ConfigError(
+        f"cache_static needs a DataLoader that makes batches of a data set with indices, and this {type(loader).__name__} does "
+        "not; leave it out, the samples are then compared in each epoch"
+    )
+
+
+def _are_fields(batch: Any, drawn: int) -> bool:
+    """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
+
+    Fields have equally many rows and differ in kind; samples of one data set are of one kind.
+    """
+    if type(batch) not in (list, tuple) or not all(isinstance(field, torch.Tensor) and field.ndim for field in batch):
+        return False
+    rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
+    return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
 
 
 def _without_indices(loader: Any) -> ConfigError:

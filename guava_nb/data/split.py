@@ -30,9 +30,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from guava_nb.data.classes import is_dataclass_type, is_namedtuple_type
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["RowSplitter", "SplitFunction", "has_rows", "num_rows", "share_ranges", "split_rows"]
+__all__ = ["RowSplitter", "SplitFunction", "has_rows", "num_rows", "rewrite_marked", "share_ranges", "split_rows"]
 
 Range = tuple[int, int]
 SplitFunction = Callable[[Any, Sequence[Range]], Sequence[Any]]
@@ -142,6 +142,34 @@ class RowSplitter:
             )
         return parts
 
+    @property
+    def by_table(self) -> bool:
+        """Whether batches are cut by the table, so that their rows can be told apart."""
+        return self._split_fn is None
+
+    def rewrite(self, batch: Any, rows: int, leaf: Callable[[Any], Any]) -> tuple[Any, bytes]:
+        """The batch with `leaf(value)` in the place of each part that has one entry per sample.
+
+        Returns:
+            The batch, its other parts shared with the original, and the marks that `rewrite_marked` needs: a byte per
+            tensor, array, list and tuple that was looked at, in order; 1 for those with one entry per sample.
+        """
+        work = _Rewrite(rows, self._per_row, leaf, None)
+        return work.parts(batch, ())[0], bytes(work.marks)
+
+
+def rewrite_marked(batch: Any, marks: bytes, leaf: Callable[[Any], Any]) -> Any:
+    """`RowSplitter.rewrite` of a batch of the same structure, deciding as it decided then.
+
+    Raises:
+        RemoteProtocolError: the marks are of another structure.
+    """
+    work = _Rewrite(0, {}, leaf, iter(marks))
+    try:
+        return work.parts(batch, ())[0]
+    except StopIteration:
+        raise RemoteProtocolError(f"{len(marks)} marks came for a batch of more parts") from None
+
 
 class _Cut:
     """One batch being cut."""
@@ -215,6 +243,26 @@ class _Cut:
     def _is_column(self, value: Any) -> bool:
         """Whether a value may be one field of all samples, not stacked: as long as the batch, and of one type."""
         return type(value) in (list, tuple) and len(value) == self.rows and len(set(map(type, value))) == 1
+
+
+class _Rewrite(_Cut):
+    """One batch being given other leaves; `given` decides which, where the decision was taken elsewhere."""
+
+    def __init__(
+        self, rows: int, per_row: dict[_Path, bool], leaf: Callable[[Any], Any], given: Iterator[int] | None
+    ) -> None:
+        super().__init__(rows, [(0, rows)], per_row)
+        self.leaf, self.given = leaf, given
+        self.marks: list[int] = []
+
+    def _slices(self, value: Any) -> list[Any]:
+        return [self.leaf(value)]
+
+    def _is_per_row(self, path: _Path, length: int, guess: Callable[[], bool]) -> bool:
+        if self.given is not None:
+            return bool(next(self.given))
+        self.marks.append(super()._is_per_row(path, length, guess))
+        return bool(self.marks[-1])
 
 
 def _children(value: Any) -> Iterator[Any]:

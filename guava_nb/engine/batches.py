@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from guava_nb.data.split import num_rows, split_rows
 
-__all__ = ["count_rows", "cut", "place"]
+__all__ = ["count_rows", "cut", "mapped", "place"]
 
 
 def cut(batch: Any, pieces: int) -> list[Any]:
@@ -36,22 +36,23 @@ def place(batch: Any, device: torch.device, double: bool = False) -> Any:
     """
     if device.type == "cpu" and not double:
         return batch
-    return _place(batch, device, double)
+    return mapped(batch, lambda value: value.to(device=device, dtype=_dtype(value, double), non_blocking=True))
 
 
-def _place(value: Any, device: torch.device, double: bool) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested value with each tensor in it changed; everything else stays as it is."""
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=_dtype(value, double), non_blocking=True)
+        return change(value)
     if isinstance(value, Mapping):
-        items = {key: _place(item, device, double) for key, item in value.items()}
+        items = {key: mapped(item, change) for key, item in value.items()}
         return items if type(value) is dict else _like_mapping(value, items)
     if isinstance(value, tuple):
-        parts = [_place(item, device, double) for item in value]
+        parts = [mapped(item, change) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, list):
-        return [_place(item, device, double) for item in value]
+        return [mapped(item, change) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _place_dataclass(value, device, double)
+        return _mapped_dataclass(value, change)
     return value
 
 
@@ -71,11 +72,11 @@ def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return clone
 
 
-def _place_dataclass(value: Any, device: torch.device, double: bool) -> Any:
+def _mapped_dataclass(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     clone = copy.copy(value)
     for field in dataclasses.fields(value):
         # A frozen dataclass refuses setattr; the clone is ours alone, so this is still its construction.
-        object.__setattr__(clone, field.name, _place(getattr(value, field.name), device, double))
+        object.__setattr__(clone, field.name, mapped(getattr(value, field.name), change))
     return clone
 
 

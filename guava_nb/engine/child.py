@@ -14,7 +14,13 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:  # torch is loaded when the order is read
+    from guava_nb.config import DistributedConfig
+    from guava_nb.engine.member import Membership
+    from guava_nb.protocol.messages import Message
 
 __all__ = ["MARK", "main"]
 
@@ -46,22 +52,24 @@ def _work(order: dict[str, Any]) -> int:
     _print_stacks_when_asked()
     stdout, lock = sys.stdout, threading.Lock()
 
-    def report(state: str, step: int, detail: str) -> None:
+    def report(state: str, step: int, detail: str, **more: str) -> None:
         with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
-            stdout.write(f"{MARK}{json.dumps({'state': state, 'step': step, 'detail': detail})}\n")
+            stdout.write(f"{MARK}{json.dumps({'state': state, 'step': step, 'detail': detail, **more})}\n")
             stdout.flush()
 
     try:
         if order.get("threads"):
             torch.set_num_threads(int(order["threads"]))
-        member = Membership(
-            JoinCode.decode(order["code"]), pick_device(order["device"]), order["name"],
-            identity=bytes.fromhex(order["identity"]), report=report,
-            options=link_options(DistributedConfig.from_dict(order["config"])),
-        )  # fmt: skip
-        _tee(member)
-        threading.Thread(target=_listen, args=(member, sys.stdin), name="guava-orders", daemon=True).start()
-        reason = member.run()
+        config = DistributedConfig.from_dict(order["config"])
+        code = None if order["code"] is None else JoinCode.decode(order["code"])
+
+        def new_member() -> Membership:
+            return Membership(
+                code, pick_device(order["device"]), order["name"], identity=bytes.fromhex(order["identity"]),
+                report=report, options=link_options(config),
+            )  # fmt: skip
+
+        reason = _dial(new_member()) if code is not None else _be_dialled(new_member, config, order["listen"], report)
     except GuavaError as error:
         report("failed", -1, f"{type(error).__name__}: {error}")
         return EXIT_REFUSED
@@ -74,6 +82,30 @@ def _work(order: dict[str, Any]) -> int:
     return EXIT_OK
 
 
+def _dial(member: Membership) -> str:
+    _tee(member.send)
+    _obey(member.loop.leave)
+    return member.run()
+
+
+def _be_dialled(
+    new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], report: Callable[..., None]
+) -> str:
+    from guava_nb.engine.options import link_options
+    from guava_nb.engine.reception import Reception
+
+    host, port = listen
+    reception = Reception(new_member, link_options(config), host, port, config.tls)
+    code = reception.open()
+    _tee(reception.send)
+    _obey(lambda reason: reception.leave())
+    try:
+        # The code goes to whoever started this process, through the pipe, and into no log.
+        return reception.serve(once=False, on_wait=lambda: report("listening", -1, code.address, code=code.encode()))
+    finally:
+        reception.close()
+
+
 def _print_stacks_when_asked() -> None:
     import faulthandler
 
@@ -82,29 +114,27 @@ def _print_stacks_when_asked() -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _tee(member: object) -> None:
-    from guava_nb.engine.member import Membership
+def _tee(send: Callable[[Message], None]) -> None:
     from guava_nb.engine.tee import LineTee
     from guava_nb.protocol.messages import Log
 
-    assert isinstance(member, Membership)
-
     def emit(stream: str, lines: tuple[str, ...], dropped: int) -> None:
-        member.send(Log(stream, lines, dropped))
+        send(Log(stream, lines, dropped))
 
     sys.stdout = LineTee(sys.stdout, "stdout", emit)
     sys.stderr = LineTee(sys.stderr, "stderr", emit)
 
 
-def _listen(member: object, orders: TextIO) -> None:
-    from guava_nb.engine.member import Membership
+def _obey(leave: Callable[[str], None]) -> None:
+    threading.Thread(target=_listen, args=(leave, sys.stdin), name="guava-orders", daemon=True).start()
 
-    assert isinstance(member, Membership)
+
+def _listen(leave: Callable[[str], None], orders: TextIO) -> None:
     for line in orders:
         if line.strip() == "leave":
-            member.loop.leave("asked to leave")
+            leave("asked to leave")
     # The parent is gone. Leave properly if that is possible soon; a step that never ends must not keep this process.
-    member.loop.leave("the process that started this worker ended")
+    leave("the process that started this worker ended")
     threading.Timer(10.0, os._exit, (EXIT_LOST,)).start()
 
 

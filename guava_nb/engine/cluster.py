@@ -18,7 +18,9 @@ from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.routes import Routes
+from guava_nb.engine.row_writer import Caches
 from guava_nb.engine.versions import local_versions
+from guava_nb.engine.waits import Waits
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
 from guava_nb.link.events import (
@@ -61,6 +63,7 @@ class Cluster:
         self.roster = Roster()
         self.relay = Relay()
         self.routes = Routes()
+        self.caches = Caches()
         self.output = output
         self.notice = on_notice
         self._programs = Programs(on_notice)
@@ -216,7 +219,7 @@ class Cluster:
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
-            member.samples = 0
+            member.samples, member.waits = 0, Waits()
             member.bytes_before = self.total_bytes(member.rank)
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
@@ -265,6 +268,21 @@ class Cluster:
                 if on_wait is not None:
                     on_wait(len(ready))
             return ready
+
+    def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
+        """Wait until whoever is at the end of a session has said hello.
+
+        Returns:
+            Its rank; None when the session closed before, or no hello came in time.
+        """
+        with self._changed:
+            deadline = time.monotonic() + timeout_s
+            while (rank := self._ranks.get(session.session_id)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or session.state == "closed":
+                    return None
+                self._changed.wait(min(0.05, left_s))
+            return rank
 
     def close(self) -> None:
         """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""

@@ -15,9 +15,9 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Factory, ParallelSpec, RunSpec
 
-__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
+__all__ = ["build_spec", "cache_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
 
 #: Settings with few choices, here so that a wrong one is refused whatever it came from.
 _CHOICES = {
@@ -136,6 +136,20 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def cache_spec(config: DistributedConfig, mode: str | None = None) -> CacheSpec | None:
+    """Return what workers keep of batches; `mode` replaces the configuration's `worker_cache`.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    chosen = config.worker_cache if mode is None else mode
+    if chosen not in ("off", "memory", "disk"):
+        raise ConfigError(f"cache is {chosen!r}; it is one of: off, memory, disk")
+    if chosen == "off":
+        return None
+    return CacheSpec(chosen, config.worker_cache_mb << 20, config.worker_cache_dir if chosen == "disk" else "")
+
+
 def mode_of(spec: RunSpec) -> str:
     """Return the mode that a run's record stands for."""
     return "data" if spec.parallel is None else spec.parallel.mode
@@ -155,6 +169,8 @@ def build_spec(
     scheduler_args: Mapping[str, Any] | None,
     threads: int | None,
     parallel: ParallelSpec | None = None,
+    preprocess: Reference | None = None,
+    augment: Reference | None = None,
     **overrides: Any,
 ) -> RunSpec:
     """Return the records for a run; `overrides` replace the configuration's values where they are not None.
@@ -197,5 +213,7 @@ def build_spec(
         threads=threads or config.threads_per_worker,
         deterministic=config.deterministic,
         parallel=parallel,
+        preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
+        augment=None if augment is None else _factory("augment", augment, None, shared),
         **chosen,
     )

@@ -25,7 +25,7 @@ from guava_nb.engine.factories import Resolve, build, check_arguments, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["Criterion", "Loss", "Objective", "build_criterion", "build_objective", "judged"]
+__all__ = ["Criterion", "Look", "Loss", "Objective", "build_criterion", "build_objective", "judged", "user_function"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,21 @@ class Loss:
 class Objective(Protocol):
     """Runs the model on a batch and measures it."""
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False) -> Loss:
-        """Return the loss of a batch of `rows` samples; with `judge` also the number of right predictions."""
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        """Return the loss of a batch of `rows` samples.
+
+        Args:
+            model: to be called.
+            batch: its samples.
+            rows: how many.
+            judge: count right predictions too.
+            look: called with outputs, targets and rows, for whoever measures something else.
+        """
 
 
 Criterion = Callable[[Any, Any, int], Loss]
+#: Sees outputs, targets and rows.
+Look = Callable[[Any, Any, int], None]
 
 
 def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Objective:
@@ -67,7 +77,7 @@ def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Ob
             "give exactly one of criterion= (a loss of outputs and targets) and step= (a function of model and batch)"
         )
     if spec.step is not None:
-        return _StepObjective(_user_function("step", spec.step, resolve, 2))
+        return _StepObjective(user_function("step", spec.step, resolve, 2))
     return _CriterionObjective(build_criterion(spec, resolve, device))
 
 
@@ -98,7 +108,11 @@ class _StepObjective:
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False) -> Loss:
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        if look is not None:
+            raise ConfigError(
+                "metrics need outputs and targets, and a step gives only a loss: train with a criterion (--loss, criterion=)"
+            )
         return _read_outcome("step", self._step(model, batch), rows)
 
 
@@ -108,7 +122,7 @@ class _CriterionObjective:
     def __init__(self, criterion: Criterion) -> None:
         self._criterion = criterion
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False) -> Loss:
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             shape = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
@@ -120,6 +134,8 @@ class _CriterionObjective:
             )
         inputs, targets = batch
         outputs = model(inputs)
+        if look is not None:
+            look(outputs, targets, rows)
         return (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
 
 
@@ -135,7 +151,18 @@ def _correct(outputs: Any, targets: Any) -> Tensor | None:
 # ------------------------------------------------------------------------------------------------------ user functions
 
 
-def _user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> Callable[..., Any]:
+def user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> Callable[..., Any]:
+    """Return a shared or importable function, with its arguments put in.
+
+    Args:
+        role: what it is for, in the user's words.
+        factory: its name and arguments.
+        resolve: finds it.
+        given: positional arguments that it will be called with.
+
+    Raises:
+        ConfigError: nobody knows the name, or it cannot be called so.
+    """
     function = find(role, factory.name, {}, "", resolve)
     check_arguments(role, factory.name, function, given, factory.args)
     return functools.partial(function, **factory.args) if factory.args else function

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from guava_nb.backend.group import GuavaGroup
 from guava_nb.protocol.messages import FormGroup
 from guava_nb.transport import foreign
 
-__all__ = ["DirectGroup", "abort_nccl", "let_nccl_fail_softly"]
+__all__ = ["DirectGroup", "abort_nccl", "let_nccl_fail_softly", "let_operations_take_long"]
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class DirectGroup:
             world_size=len(self._order.members),
             timeout=datetime.timedelta(seconds=self._order.timeout_s),
         )
-        c10d._set_pg_timeout(datetime.timedelta(seconds=OPERATION_TIMEOUT_S), dist.group.WORLD)
+        let_operations_take_long()
 
     def complete(self) -> None:
         """All groups that the run needs are made: from now on their connections are known, and watched."""
@@ -103,6 +104,15 @@ class DirectGroup:
             os.environ.pop(self._name, None)
         else:
             os.environ[self._name] = self._former
+
+
+def let_operations_take_long() -> None:
+    """The default group was met in a short time; from now on its operations may take long."""
+    timeout, world = datetime.timedelta(seconds=OPERATION_TIMEOUT_S), dist.group.WORLD
+    if isinstance(world, GuavaGroup):
+        world.set_timeout(timeout)
+    else:
+        c10d._set_pg_timeout(timeout, world)
 
 
 def let_nccl_fail_softly() -> None:

@@ -15,6 +15,7 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.replica import Replica
 from guava_nb.engine.route import Route
+from guava_nb.engine.row_writer import RowWriter
 from guava_nb.engine.source import pip_name
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
@@ -46,7 +47,10 @@ class Ensemble:
         generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
         route: the way by which the replicas meet, and why.
+        writer: writes batches for the workers; made by `attach`.
     """
+
+    writer: RowWriter
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
         """Start with no worker prepared."""
@@ -63,6 +67,7 @@ class Ensemble:
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._awaited: set[int] = set()  # requests whose answer is waited for
         self._learning_rates: dict[int, float] = {}
         self._hashes: dict[int, dict[str, dict[str, int]]] = {}
         self._device_kind: dict[int, str] = {}
@@ -86,6 +91,8 @@ class Ensemble:
             (State, self._on_state),
         ):
             job.on(record, handler)
+        self.writer = RowWriter(self.spec, job.cluster)
+        self.writer.attach(job, self.run_id)
 
     def _on_prepared(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Prepared)
@@ -101,7 +108,7 @@ class Ensemble:
 
     def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, State)
-        if message.run_id == self.run_id:
+        if message.run_id == self.run_id and message.request_id in self._awaited:
             self._states[message.request_id] = (message.step, unpack(message.state, payload))
 
     def note_commit(self, rank: int, message: Committed) -> str | None:
@@ -151,9 +158,11 @@ class Ensemble:
         for rank in asked:
             self._prepared.pop(rank, None)
             self.at.pop(rank, None)
+        self.writer.expect(asked)
         job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec))
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
+        self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
         return {r: answer for r, answer in answers.items() if not answer.ok or self._check_layout(answer)}
 
     def _check_layout(self, answer: Prepared) -> bool:
@@ -192,6 +201,9 @@ class Ensemble:
 
     def disband(self) -> None:
         """The members will not go on as they are."""
+
+    def retire(self) -> None:
+        """The members were told to give up: they hold the state, and whatever they did together is over."""
 
     def rescue(self, job: Job) -> bool:
         """Take the state of the last committed step from whoever is left; nobody is."""
@@ -259,10 +271,12 @@ class Ensemble:
         """Return the state as of the last committed step and keep it in the master.
 
         Raises:
-            WorkerLost: no worker with this state is left, or none answered in time.
+            StateLate: whoever has it is at work on something longer than `timeout_s`; it can be asked for again.
+            WorkerLost: no worker with this state is left.
         """
         if self.master_step == self.step:
             return self.master.state()
+        late: set[int] = set()
         while True:
             self._adopt_highest(job)
             job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
@@ -272,24 +286,61 @@ class Ensemble:
                     f"no worker that holds the state of step {self.step + 1} is left or answers; the orchestrator has that of "
                     f"step {self.master_step + 1}. {WAYS_ON}"
                 )
-            if (state := self._fetch_from(job, holders[0], optimizer, timeout_s)) is not None:
+            prompt = [rank for rank in holders if rank not in late]
+            if not prompt:
+                names = " and ".join(job.cluster.name(rank) for rank in holders)
+                raise StateLate(
+                    f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still "
+                    "in work there. Nothing is lost: ask again when it is over"
+                )
+            try:
+                state = self._fetch_from(job, prompt[0], optimizer, timeout_s)
+            except StateLate:
+                late.update(prompt[:1] if self.elastic else prompt)
+                continue
+            if state is not None:
                 return state
 
     def _may_have(self, job: Job) -> bool:
         return any(r in self.at for r in job.ready | job.suspects)
 
     def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
-        request = self.next_request()
-        job.cluster.send(rank, FetchState(request, self.run_id, optimizer=optimizer))
-        job.pump(lambda: request in self._states or rank not in job.ready, timeout_s)
-        step, state = self._states.pop(request, (None, None))
+        step, state = self._answers(job, [rank], optimizer, timeout_s)[0]
         if state is None or step != self.step:
-            self.at.pop(rank, None) if state is None and rank in job.ready else None
             return None
         self.master.load_state(state)
         if optimizer:
             self.master_step = self.step
-        return state
+        return dict(state)
+
+    def _answers(
+        self, job: Job, ranks: Sequence[int], optimizer: bool, timeout_s: float | None
+    ) -> list[tuple[int | None, Any]]:
+        """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
+
+        Raises:
+            StateLate: one is there and gave no answer in time.
+        """
+        requests = {self.next_request(): rank for rank in ranks}
+        self._awaited = set(requests)  # what was asked for earlier and comes now would be kept for nothing
+        self._states.clear()
+        for request, rank in requests.items():
+            job.cluster.send(rank, FetchState(request, self.run_id, optimizer=optimizer))
+
+        def settled() -> bool:
+            return all(
+                q in self._states or rank not in job.ready or rank not in self.at for q, rank in requests.items()
+            )
+
+        in_time = job.pump(settled, timeout_s)
+        self._awaited = set()
+        if not in_time:
+            raise StateLate("no answer in time")
+        return [self._states.pop(request, (None, None)) for request in requests]
+
+
+class StateLate(WorkerLost):
+    """The state is there, and nobody could hand it over in time."""
 
 
 def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:

@@ -1,121 +1,83 @@
-"""Validation: batches dealt to the workers, sums put together in batch order, each sample once whoever is lost."""
+"""Validation: sums of all batches and states of all metrics, put together in the loader's order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from guava_nb.data.feed import Feed
-from guava_nb.data.tree import pack
-from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.events import Wake
-from guava_nb.engine.feeder import Feeder
-from guava_nb.engine.job import Job
-from guava_nb.protocol.messages import Evaluate, Evaluated, Message
+from guava_nb.config.mesh import Mesh
+from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.tree import unpack
+from guava_nb.engine.group_exchange import parts_for
+from guava_nb.engine.metrics import Merge
+from guava_nb.engine.passes import Answer
+from guava_nb.protocol.messages import Evaluate, Evaluated, MetricSpec, Tree
 
-__all__ = ["WINDOW", "Evaluation", "EvaluationResult", "total"]
-
-#: Batches that a worker holds at once: one in work, one waiting, so that the wire and the device overlap.
-WINDOW = 2
+__all__ = ["EvaluationResult", "Validation"]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Mean loss, accuracy (None where it has no meaning) and number of samples."""
+    """Mean loss, accuracy (None where it has no meaning), number of samples, and the user's metrics."""
 
     loss: float
     accuracy: float | None
     samples: int
+    metrics: dict[str, Any] = field(default_factory=dict)
 
-    def record(self) -> dict[str, float | int | None]:
+    def record(self) -> dict[str, Any]:
         """Return it as plain data."""
-        return {"loss": self.loss, "accuracy": self.accuracy, "samples": self.samples}
+        return {"loss": self.loss, "accuracy": self.accuracy, "samples": self.samples, **self.metrics}
 
 
-class Evaluation:
-    """One pass over a loader. Call `run` inside an attached job whose ensemble holds the last committed state."""
+class Validation:
+    """The question that a validation asks; a `guava_nb.engine.passes.Question`.
 
-    def __init__(self, job: Job, ensemble: Ensemble) -> None:
-        """Register for the workers' answers."""
-        self._job = job
-        self._ensemble = ensemble
-        self._asked: dict[int, tuple[Evaluate, Sequence[memoryview]]] = {}
-        self._holder: dict[int, int] = {}
-        self._answers: dict[int, Evaluated] = {}
-        job.on(Evaluated, self._on_evaluated)
+    Args:
+        specs: metrics beside loss and accuracy.
+        merges: one for each.
+    """
 
-    def _on_evaluated(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, Evaluated)
-        if message.run_id == self._ensemble.run_id and message.request_id in self._asked:
-            # Answers come once or, after a loss, twice with the same value: the first one counts.
-            self._answers.setdefault(message.request_id, message)
-            self._asked.pop(message.request_id)
-            self._holder.pop(message.request_id, None)
+    verb = "validating"
 
-    def run(self, feed: Feed) -> EvaluationResult:
-        """Evaluate every batch of the loader once.
+    def __init__(self, specs: Sequence[MetricSpec] = (), merges: Sequence[Merge] = ()) -> None:
+        """Nothing is counted yet."""
+        self._specs, self._merges = tuple(specs), list(merges)
+        self._loss_sum = self._count = 0.0
+        self._correct: int | None = 0
+        self._rows = 0
 
-        Raises:
-            NobodyLeft: the last worker is gone.
-        """
-        feeder = Feeder(feed.epoch(), 1, WINDOW, lambda: self._job.post(Wake()))
-        requests: list[int] = []
-        try:
-            while True:
-                self._pump(feeder.available)
-                group = feeder.take()
-                if group is None:
-                    break
-                if not group[0].rows:
-                    continue
-                self._pump(lambda: bool(self._free()))
-                requests.append(self._ensemble.next_request())
-                self._deal(requests[-1], group[0].batch, group[0].rows)
-            self._pump(lambda: not self._asked)
-        finally:
-            feeder.close()
-        return total([self._answers.pop(request) for request in requests])
+    def part(self, batch: Any, treated: bool) -> Any:
+        """All of it: the loss needs the targets."""
+        return batch
 
-    def _pump(self, until: Callable[[], bool]) -> None:
-        def condition() -> bool:
-            self._deal_again()
-            return until()
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+        """Inputs to the first, targets to the last; all to both where it is treated there."""
+        return parts_for(mesh, stage, [piece], treated)[0]
 
-        self._job.pump(condition)
+    def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
+        """Ask for the sums over a batch."""
+        return Evaluate(run_id, request, rows, tree, grouped, self._specs)
 
-    def _free(self) -> list[int]:
-        """Ranks that can take a batch, those with least to do first."""
-        load = dict.fromkeys(self._ensemble.in_step(self._job), 0)
-        for rank in self._holder.values():
-            if rank in load:
-                load[rank] += 1
-        return sorted((rank for rank in load if load[rank] < WINDOW), key=lambda rank: (load[rank], rank))
+    def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
+        """Add the sums of one batch."""
+        for message, payload in answers:
+            assert isinstance(message, Evaluated)
+            self._loss_sum += message.loss_sum
+            self._count += message.count
+            self._rows += message.rows
+            known = self._correct is not None and message.correct is not None
+            self._correct = self._correct + message.correct if known else None  # type: ignore[operator]
+            if message.metrics.structure:
+                for merge, state in zip(self._merges, unpack(message.metrics, payload), strict=True):
+                    merge.add(state)
 
-    def _deal(self, request: int, batch: object, rows: int) -> None:
-        tree, buffers = pack(batch)
-        self._asked[request] = (Evaluate(self._ensemble.run_id, request, rows, tree), buffers)
-        self._send(request, self._free()[0])
-
-    def _send(self, request: int, rank: int) -> None:
-        message, buffers = self._asked[request]
-        self._holder[request] = rank
-        self._job.cluster.send(rank, message, buffers)
-
-    def _deal_again(self) -> None:
-        for request in [r for r, rank in self._holder.items() if rank not in self._job.ready]:
-            free = self._free()
-            if free:
-                self._send(request, free[0])
-
-
-def total(answers: Sequence[Evaluated]) -> EvaluationResult:
-    """Add up the sums of all batches, in the order given."""
-    count = sum(answer.count for answer in answers)
-    rows = sum(answer.rows for answer in answers)
-    correct = [answer.correct for answer in answers]
-    known = [c for c in correct if c is not None]
-    return EvaluationResult(
-        loss=sum(answer.loss_sum for answer in answers) / count if count else float("nan"),
-        accuracy=sum(known) / rows if rows and len(known) == len(correct) else None,
-        samples=rows,
-    )
+    def result(self) -> EvaluationResult:
+        """Return what all batches came to."""
+        return EvaluationResult(
+            loss=self._loss_sum / self._count if self._count else float("nan"),
+            accuracy=self._correct / self._rows if self._rows and self._correct is not None else None,
+            samples=self._rows,
+            metrics={spec.name: merge.result() for spec, merge in zip(self._specs, self._merges, strict=True)},
+        )

@@ -24,7 +24,6 @@ from guava_nb.hub.relay import Relay
 from guava_nb.protocol.messages import (
     Abort,
     Cell,
-    FetchState,
     GroupFormed,
     LoadState,
     Message,
@@ -61,6 +60,7 @@ class GroupEnsemble(Ensemble):
         assert spec.parallel is not None
         self._shape = spec.parallel
         self._example: Any = None
+        self._retired = False
         self.team: tuple[int, ...] = ()
         self.generation = -1
         self.route = Route("relay", "guava", "no group was formed yet")
@@ -91,7 +91,8 @@ class GroupEnsemble(Ensemble):
             ConfigError: stages shall be balanced by time and the loader has no samples that can be taken out of turn.
         """
         if self._shape.balance == "time" and self._example is None:
-            self._example = feed.example(self._shape.dp * self._shape.micro_batches)[0]
+            batch = feed.example(self._shape.dp * self._shape.micro_batches)
+            self._example = batch[0] if self.spec.preprocess is None else batch  # a function wants to see all of it
 
     # -------------------------------------------------------------------------------------------------------- who takes part
 
@@ -163,8 +164,12 @@ class GroupEnsemble(Ensemble):
         """A member says that its group broke; whose loss it was is known in a moment."""
         if torn:
             self.drop(rank)
-        if not self._broken:
+        if not self._broken and not self._retired:  # that a group which was given up is broken is no news
             self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {text}", time.monotonic()
+
+    def retire(self) -> None:
+        """The group was woken and is of no use any more; its members hold the state until another one is formed."""
+        self._retired, self._broken = True, ""
 
     def disband(self) -> None:
         """The group is given up.
@@ -183,7 +188,8 @@ class GroupEnsemble(Ensemble):
         if self._breaks >= MOST_BREAKS:
             raise ClusterError(
                 f"{self._breaks} process groups in a row broke while all workers stayed ({reason}); the path is "
-                f"{self.route.path}. Try %guava_mode ... --path relay, and look at %guava_log"
+                f"{self.route.path}. {'Try --path relay (path=relay), and look' if self.route.path == 'direct' else 'Look'} "
+                "at %guava_log"
             )
 
     def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
@@ -210,7 +216,7 @@ class GroupEnsemble(Ensemble):
 
     def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, State)
-        if message.run_id == self.run_id:
+        if message.run_id == self.run_id and message.request_id in self._awaited:
             self._states[message.request_id] = (message.step, unpack(message.state, payload, _piece))
 
     # ------------------------------------------------------------------------------------------------------------ the group
@@ -242,6 +248,7 @@ class GroupEnsemble(Ensemble):
             failed = self._try_to_form(job, members)
         if failed:
             self._refuse(job, failed)
+        self._retired = False
         if first and self.layout_text:
             job.cluster.notice(self.layout_text)
 
@@ -308,7 +315,7 @@ class GroupEnsemble(Ensemble):
         Raises:
             ConfigError: too few workers are here.
         """
-        if self.complete(job):
+        if self.complete(job) and not self._retired:
             return
         state = self.fetch(job)
         members = self.pick(job.ready)
@@ -328,16 +335,7 @@ class GroupEnsemble(Ensemble):
 
     def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
         """Ask every member for its part and put them together; whole replicas need one only."""
-        members = self.team[:1] if self.elastic else self.team
-        requests = {self.next_request(): member for member in members}
-        for request, member in requests.items():
-            job.cluster.send(member, FetchState(request, self.run_id, optimizer=optimizer))
-
-        def settled() -> bool:
-            return all(r in self._states or member not in job.ready for r, member in requests.items())
-
-        job.pump(settled, timeout_s)
-        answers = [self._states.pop(request, (None, None)) for request in requests]
+        answers = self._answers(job, [rank] if self.elastic else self.team, optimizer, timeout_s)
         if any(part is None or step != self.step for step, part in answers):
             self.at.clear() if any(part is None for _, part in answers) else None
             return None

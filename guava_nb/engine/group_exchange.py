@@ -5,24 +5,25 @@ The same face as `StarExchange`. A step is committed when all ranks have reporte
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
-from guava_nb.data.tree import pack
-from guava_nb.engine.flight import Flight
+from guava_nb.engine.credit import Credit
+from guava_nb.engine.flight import NO_BATCH, Flight
 from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.job import Job
+from guava_nb.engine.row_writer import Parcel, RowWriter, taken_apart
 from guava_nb.engine.star import OnApplied, OnCommit
 from guava_nb.engine.step import Decided, Halt, ShardTask, StepMachine
+from guava_nb.engine.treatment import pair_of
 from guava_nb.errors import ConfigError, NotFinite
 from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
 
 __all__ = ["GroupExchange", "parts_for", "shares_of"]
-
-Buffers = Sequence[memoryview]
 
 
 class GroupExchange:
@@ -31,21 +32,26 @@ class GroupExchange:
     Args:
         on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
         on_applied: called when a worker reports that it applied a step.
+        credit: is told what is sent and what is worked on.
 
     Attributes:
         flights: issued and not committed, by step.
         next_step: number of the next step to issue.
     """
 
-    def __init__(self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied) -> None:
+    def __init__(
+        self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+    ) -> None:
         """Handle the exchange's messages in that job."""
         self.flights: dict[int, Flight] = {}
         self.next_step = ensemble.step + 1
         self._job, self._ensemble = job, ensemble
-        self._on_commit, self._on_applied = on_commit, on_applied
+        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
         self._looked = False
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
+        self._writer = ensemble.writer
+        self._writer.on_shard_wanted = self._send_again
 
     def issue(
         self,
@@ -69,14 +75,17 @@ class GroupExchange:
         want_hash = bool(every) and (step + 1) % every == 0
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        tasks, shards = _tasks(ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash)
+        treated = spec.preprocess is not None or spec.augment is not None
+        tasks, shards = _tasks(
+            ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated, self._writer, splitter
+        )
         machine = StepMachine(
             step, ensemble.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
         )
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            self._job.cluster.send(task.owner, *shards[task.index])
+            self._send_shard(flight, task.index, task.owner)
         return flight
 
     def _tell_few_rows(self, most: int) -> None:
@@ -90,6 +99,24 @@ class GroupExchange:
             )
         self._looked = True
 
+    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
+        message, parcel = flight.shards[shard]
+        self._credit.sent(message.step, shard, rank, parcel.nbytes)
+        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
+
+    def _send_again(self, rank: int, step: int, shard: int) -> None:
+        """A worker lacks rows of its part that it was thought to hold."""
+        flight = self.flights.get(step)
+        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
+            self._send_shard(flight, shard, rank)
+
+    def parts(self, weights: Sequence[float]) -> list[float]:
+        """Return which part of a step's bytes each member of a team with these weights is sent."""
+        mesh = self._ensemble.mesh
+        ranks = mesh.stages * mesh.tensor  # that share one replica's part: counted as if each got all of it
+        total = sum(weights[::ranks]) or 1.0
+        return [weights[rank - rank % ranks] / total for rank in range(len(weights))]
+
     def adopt(self, available: Collection[int]) -> None:
         """Nothing: what a lost rank had to do nobody else can do."""
 
@@ -97,6 +124,7 @@ class GroupExchange:
         """Forget all steps in flight."""
         self.flights = {}
         self.next_step = self._ensemble.step + 1
+        self._credit.clear()
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -104,10 +132,12 @@ class GroupExchange:
         assert isinstance(message, Ready)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:
             return
         member.samples += sum(flight.shards[message.shard][0].part_rows)
+        self._credit.worked(message.step, message.shard)
         for instruction in flight.machine.on_ready(rank, message):
             match instruction:
                 case Halt():
@@ -118,6 +148,7 @@ class GroupExchange:
                     self._job.cluster.send_all(flight.members, order)
                     del self.flights[machine.step]
                     self._ensemble.step = machine.step
+                    self._credit.committed(time.monotonic())
                     self._on_commit(flight, commit, loss_sum, count)
 
     def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
@@ -179,24 +210,21 @@ def shares_of(
     return shares
 
 
-def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any]) -> list[Any]:
+def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], treated: bool = False) -> list[Any]:
     """Return what a stage needs of a replica's pieces: all without stages, else inputs first, targets last.
+
+    Args:
+        treated: a function of the user's shall see whole batches there, so both ends get all and the stages between nothing.
 
     Raises:
         ConfigError: a pipeline's batch is not of the form (inputs, targets).
     """
     if mesh.stages == 1:
         return list(pieces)
-    parts = []
-    for piece in pieces:
-        if not isinstance(piece, list | tuple) or len(piece) != 2:
-            raise ConfigError(
-                f"pipeline stages need batches of the form (inputs, targets), this one is a {type(piece).__name__}: the first "
-                "stage gets the inputs, the last one the targets. Let the data set or collate_fn give such pairs"
-            )
-        inputs, targets = piece
-        parts.append((inputs if stage == 0 else None, targets if stage == mesh.stages - 1 else None))
-    return parts
+    if treated:
+        return [piece if stage in (0, mesh.stages - 1) else None for piece in pieces]
+    pairs = [pair_of(piece) for piece in pieces]
+    return [(x if stage == 0 else None, y if stage == mesh.stages - 1 else None) for x, y in pairs]
 
 
 def _tasks(
@@ -207,22 +235,26 @@ def _tasks(
     team: Sequence[int],
     shares: Sequence[_Share],
     want_hash: bool,
-) -> tuple[list[ShardTask], list[tuple[Shard, Buffers]]]:
-    """One task and one message per rank of the group; the rows count where the loss is reported."""
+    treated: bool,
+    writer: RowWriter,
+    splitter: RowSplitter,
+) -> tuple[list[ShardTask], list[tuple[Shard, Parcel]]]:
+    """One task and one record per rank of the group; the rows count where the loss is reported."""
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
-    messages: list[tuple[Shard, Buffers]] = []
+    messages: list[tuple[Shard, Parcel]] = []
     for rank, owner in enumerate(team):
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
-            tree, buffers = pack(parts_for(mesh, stage, share.pieces))
+            parts = zip(parts_for(mesh, stage, share.pieces, treated), share.rows, strict=True)
+            parcel = Parcel([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         rows = sum(share.rows) if reports else 0
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
         span = (share.ids[0], share.ids[-1]) if share.ids else None
         shard = Shard(
-            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), tree, False, want_hash, span,
-            tuple(share.rows),
+            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), NO_BATCH, False, want_hash,
+            span, tuple(share.rows),
         )  # fmt: skip
-        messages.append((shard, buffers))
+        messages.append((shard, parcel))
     return tasks, messages

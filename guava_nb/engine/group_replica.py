@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.config.mesh import Mesh
-from guava_nb.engine.batches import place
 from guava_nb.engine.buckets import BucketLayout, build_layout
 from guava_nb.engine.criterion import build_criterion, build_objective, judged
 from guava_nb.engine.factories import Resolve
 from guava_nb.engine.optim import LossScale, Schedule, build_optimizer, build_scheduler
+from guava_nb.engine.outputs import inputs_of
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, parameter_hash, plain
+from guava_nb.engine.treatment import Treatment, pair_of
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.parallel.loss import Measured
+from guava_nb.parallel.loss import Forward, Look, Measured, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.part import Part
@@ -57,6 +58,7 @@ class GroupReplica:
         self.device = device
         self._spec, self._resolve, self._shape = spec, resolve, spec.parallel
         self._objective = build_objective(spec, resolve, device)
+        self._treatment = Treatment(spec, resolve, device)
         self._criterion = None if spec.criterion is None else judged(build_criterion(spec, resolve, device))
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
@@ -75,7 +77,8 @@ class GroupReplica:
 
         Args:
             world_size: ranks of the group.
-            example: inputs of some samples, for balancing stages by time; None on all ranks but the first.
+            example: inputs of some samples (whole batches where there is a `preprocess`), for balancing stages by time; None on
+                all ranks but the first.
             machines: see `MeshAxes.build`.
 
         Raises:
@@ -90,7 +93,7 @@ class GroupReplica:
         self.part = parallelize(
             model, shape, self._axes, self.device,
             objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
-            sync_batchnorm=self._spec.sync_batchnorm, example=place(example, self.device, self._spec.precision == "fp64"),
+            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
         )  # fmt: skip
         optimizer = self.part.optimizer
         self._schedule = None
@@ -99,6 +102,11 @@ class GroupReplica:
                 self._spec.scheduler, optimizer, self._resolve, self._spec.scheduler_interval
             )
         self._scaler = LossScale() if self._spec.precision == "fp16" else None
+
+    def _inputs_of(self, example: Any) -> Any:
+        if self._spec.preprocess is None or example is None:
+            return self._treatment.judge(example)
+        return pair_of(self._treatment.judge(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self._spec.optimizer, list(named.items()), self._resolve)
@@ -156,8 +164,8 @@ class GroupReplica:
             part.model.train()
         factor = self.loss_scale / work.global_rows
         seat = axes.dp * axes.sizes.stages + axes.pp  # ranks that share layers draw the same numbers
+        parts = self._treated(work, axes.dp)
         with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False):
-            parts = _parts(work)
             sums = [
                 self._train_part(part, batch, rows, factor, last=number == len(parts))
                 for number, (batch, rows) in enumerate(parts, start=1)
@@ -166,9 +174,14 @@ class GroupReplica:
         return self._result(part, work, sums, started)
 
     def _train_part(self, part: Part, batch: Any, rows: int, factor: float, last: bool) -> Measured:
-        placed, alone = place(batch, self.device, self._spec.precision == "fp64"), rows == 0
         with self._autocast():
-            return part.train_batch(placed, max(rows, 1), factor, stand_in=alone, last=last)
+            return part.train_batch(batch, max(rows, 1), factor, stand_in=rows == 0, last=last)
+
+    def _treated(self, work: ShardWork, replica: int) -> list[tuple[Any, int]]:
+        """The parts, placed and treated: all ranks of one replica draw the same numbers for it, on whatever stage."""
+        parts, part = _parts(work), self._standing
+        with seeded(shard_seed(self._spec.seed, work.step, -1 - replica), self.device, restore_all=False):
+            return [(_taken(part, self._treatment.train(batch)), rows) for batch, rows in parts]
 
     def _result(self, part: Part, work: ShardWork, sums: list[Measured], started: float) -> ShardResult:
         loss_sum = count = 0.0
@@ -225,27 +238,57 @@ class GroupReplica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
         """Measure a batch together with the whole group, in evaluation mode; 0 rows, or None, mark a stand-in.
+
+        Args:
+            batch: this rank's part.
+            rows: its samples.
+            look: sees outputs, targets and rows on the ranks that have them.
 
         Returns:
             The sums; all 0 on ranks whose figures do not count.
         """
         part, rows = self._standing, rows or 0
-        modes = [(module, module.training) for module in part.model.modules()]
-        part.model.eval()
-        try:
-            with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
-                placed = place(batch, self.device, self._spec.precision == "fp64")
-                measured = part.eval_batch(placed, max(rows, 1), stand_in=rows == 0)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with self._only_looking(part):
+            treated = _taken(part, self._treatment.judge(batch))
+            with self._autocast():
+                measured = part.eval_batch(treated, max(rows, 1), stand_in=rows == 0, look=look)
         if not part.reports or not rows:
             return EvalSums(0.0, 0.0, 0, 0)
         count = float(rows) if measured.count is None else float(measured.count)
         correct = None if measured.correct is None else int(measured.correct)
         return EvalSums(float(measured.loss_sum), count, correct, rows)
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+        """Return outputs and rows of each micro-batch; nothing on ranks whose outputs do not count.
+
+        Args:
+            batch: this rank's part; stages get (inputs, nothing).
+            rows: its samples, 0 for a stand-in.
+            forward: calls a whole model with the batch.
+        """
+        part = self._standing
+        with self._only_looking(part):
+            treated = self._treatment.judge(batch)
+            if not (
+                part.takes_inputs and part.takes_targets
+            ):  # a stage: the first one has the inputs, nobody else anything
+                treated = (inputs_of(treated) if part.takes_inputs else None, None)
+            with self._autocast():
+                found = part.predict_batch(treated, max(rows, 1), forward, stand_in=rows == 0)
+        return found if part.reports else []
+
+    @contextlib.contextmanager
+    def _only_looking(self, part: Part) -> Iterator[None]:
+        modes = [(module, module.training) for module in part.model.modules()]
+        part.model.eval()
+        try:
+            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -285,6 +328,18 @@ class GroupReplica:
 def _parts(work: ShardWork) -> list[tuple[Any, int]]:
     assert work.part_rows is not None
     return list(zip(work.parts, work.part_rows, strict=True))
+
+
+def _taken(part: Part, batch: Any) -> Any:
+    """What this rank takes of a batch: a stage gets the other half only where a function wanted to see the whole.
+
+    Raises:
+        ConfigError: a stage's batch is not of the form (inputs, targets).
+    """
+    if part.takes_inputs and part.takes_targets:
+        return batch
+    inputs, targets = pair_of(batch) if batch is not None else (None, None)
+    return (inputs if part.takes_inputs else None, targets if part.takes_targets else None)
 
 
 def _local(value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from guava_nb.backend import Endpoint, end_group, init_group, store_for
-from guava_nb.engine.direct_group import DirectGroup, abort_nccl, let_nccl_fail_softly
+from guava_nb.engine.direct_group import DirectGroup, abort_nccl, let_nccl_fail_softly, let_operations_take_long
 from guava_nb.errors import CollectiveTimeout, GroupBroken
 from guava_nb.protocol.messages import FormGroup
 
@@ -57,6 +57,7 @@ class GroupSeat:
             init_group(
                 self._endpoint, order.name, order.rank, len(order.members), order.members, timeout_s=order.timeout_s
             )
+            let_operations_take_long()
             return
         direct = DirectGroup(order, store_for(self._endpoint, order.name), self._device)
         with self._lock:

@@ -50,8 +50,14 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def describe(device: torch.device, name: str = "", program: str = "spawned", accepts_source: bool = True) -> Hello:
-    """Return the hello of a worker on this device."""
+def describe(
+    device: torch.device,
+    name: str = "",
+    program: str = "spawned",
+    accepts_source: bool = True,
+    own: tuple[str, ...] = (),
+) -> Hello:
+    """Return the hello of a worker on this device; `own` names what lives in the user's process there."""
     device_name, uuid, memory = _device_facts(device)
     host = socket.gethostname()
     return Hello(
@@ -68,6 +74,7 @@ def describe(device: torch.device, name: str = "", program: str = "spawned", acc
         memory_bytes=psutil.virtual_memory().total,
         accepts_source=accepts_source,
         host_id=_host_id(),
+        own=own,
     )
 
 

@@ -40,6 +40,7 @@ class Job:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
         run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its ensemble.
+        about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """
 
@@ -54,6 +55,7 @@ class Job:
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
         self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
+        self.about_request: Callable[[int], str | None] = lambda request: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
@@ -155,10 +157,17 @@ class Job:
             self.forget(rank)
             if not self.trains:
                 return
+        about = self.about_request(message.request_id) if message.request_id else ""
+        if about is None:
+            return  # of a pass that is over: its other batches may have failed in the same way
         ours = getattr(errors, message.type_name, None)
         if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
-            raise ours(f"worker {self.cluster.name(rank)}: {message.text}")  # a sentence of ours needs no traceback
-        raise RemoteError(self.cluster.name(rank), message.type_name, message.text, message.traceback)
+            where = f" {about}" if about else ""
+            raise ours(
+                f"worker {self.cluster.name(rank)}{where}: {message.text}"
+            )  # a sentence of ours needs no traceback
+        text = f"{message.text} ({about})" if about else message.text
+        raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.
 

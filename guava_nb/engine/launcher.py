@@ -25,16 +25,24 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
 from guava_nb.engine.output import telling_line
 from guava_nb.engine.tee import MAX_LINE_CHARS
-from guava_nb.errors import GuavaError
+from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import CrashReport
 
-__all__ = ["WorkerHandle", "WorkerState", "close_all", "launch"]
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch"]
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAt:
+    """Where a worker listens; port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,8 @@ class WorkerState:
     """What a worker process last said of itself.
 
     Attributes:
-        state: "starting", "joining", "ready", "preparing", "working", "validating", "reconnecting", "left", "failed" or
-            "crashed".
+        state: "starting", "listening", "joining", "ready", "preparing", "working", "validating", "reconnecting", "left",
+            "failed" or "crashed".
         step: optimizer steps applied so far in the present run.
         lines: its last printed lines.
     """
@@ -63,7 +71,7 @@ class WorkerHandle:
 
     def __init__(
         self,
-        code: JoinCode,
+        code: JoinCode | ListenAt,
         device: str,
         name: str,
         threads: int | None,
@@ -72,7 +80,9 @@ class WorkerHandle:
     ) -> None:
         """Start the process."""
         self._config = config or DistributedConfig()
-        self._code, self._device, self._wanted = code, device, name
+        self._listens = code if isinstance(code, ListenAt) else None
+        self._code = code if isinstance(code, JoinCode) else None
+        self._device, self._wanted = device, name
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
@@ -101,7 +111,8 @@ class WorkerHandle:
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         order = {
-            "code": self._code.encode(),
+            "code": None if self._code is None else self._code.encode(),
+            "listen": None if self._listens is None else [self._listens.host, self._listens.port],
             "device": self._device,
             "name": self._wanted,
             "identity": self._identity.hex(),
@@ -158,8 +169,10 @@ class WorkerHandle:
     def _on_state(self, record: str) -> None:
         try:
             last = json.loads(record)
+            if self._listens is not None and last.get("code"):
+                self._code = JoinCode.decode(last["code"])
             last = {"state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"])}
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, JoinCodeError):
             return  # something wrote into the middle of it, or printed the mark; the next one will do
         if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
             last["step"] = self._last["step"]
@@ -174,6 +187,8 @@ class WorkerHandle:
         else:
             last = telling_line(lines) or "it printed nothing"
             self._last = {"state": "crashed", "step": self._last["step"], "detail": f"exit status {status}: {last}"}
+        if self._code is None or self._listens is not None:
+            return  # whoever dials it notices by itself; there is nobody to tell
         report = CrashReport(self._name, status, lines)
         with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
             visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))
@@ -191,8 +206,8 @@ class WorkerHandle:
         return self._process.poll() is None
 
     @property
-    def code(self) -> JoinCode:
-        """Where it joined."""
+    def code(self) -> JoinCode | None:
+        """Where it joined; of one that listens, what to dial it with, None until it does."""
         return self._code
 
     def status(self) -> WorkerState:
@@ -203,7 +218,7 @@ class WorkerHandle:
             name=self._name or self._wanted,
             step=int(last["step"]) + 1,
             device=self._device,
-            address=self._code.address,
+            address="" if self._code is None else self._code.address,
             detail="" if last["detail"] == self._name else str(last["detail"]),
             lines=tuple(self._lines),
             exit_status=self._process.poll(),
@@ -233,7 +248,7 @@ class WorkerHandle:
     def __repr__(self) -> str:
         """One line without secrets."""
         state = self.status()
-        return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address}, pid {self.pid})"
+        return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address or 'no address'}, pid {self.pid})"
 
 
 def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:
@@ -249,7 +264,7 @@ def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:
 
 
 def launch(
-    code: JoinCode,
+    code: JoinCode | ListenAt,
     device: str = "auto",
     name: str = "",
     threads: int | None = None,
@@ -259,6 +274,7 @@ def launch(
     """Start one worker process for one device.
 
     Args:
+        code: the session to join, or where to listen for orchestrators.
         threads: torch's threads in it; None leaves torch's choice.
         log_folder: where a file with everything it prints goes.
         config: how patient its link is; None takes the defaults.

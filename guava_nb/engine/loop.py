@@ -20,22 +20,29 @@ import torch
 
 from guava_nb.data.tree import class_resolver, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.engine import source
+from guava_nb.engine.ahead import Ahead, copier_for
+from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
 from guava_nb.engine.group_seat import GroupSeat
+from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
+from guava_nb.engine.own_data import OwnData
 from guava_nb.engine.pending import LocalStep, PendingSteps
 from guava_nb.engine.replica import Replica
+from guava_nb.engine.rng import shard_seed
+from guava_nb.engine.row_reader import Load, RowReader
 from guava_nb.engine.telling import error_text, trace_text
 from guava_nb.engine.work import ShardResult, ShardWork
-from guava_nb.errors import GuavaError, PreparationError
+from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
+    AskData,
     Commit,
     CommitStep,
     Committed,
+    DataFacts,
     EndRun,
     Evaluate,
-    Evaluated,
     Failure,
     FetchState,
     FlatTensor,
@@ -43,9 +50,11 @@ from guava_nb.protocol.messages import (
     GradientBucket,
     GroupFormed,
     Leave,
+    ListRows,
     LoadState,
     MeanBucket,
     Message,
+    Predict,
     Prepare,
     Prepared,
     Ready,
@@ -55,6 +64,7 @@ from guava_nb.protocol.messages import (
     State,
     StateLoaded,
     StepInfo,
+    TensorInfo,
     Tick,
 )
 
@@ -85,6 +95,14 @@ USER_ERRORS = (Exception, SystemExit)
 SHOW_S = 0.25
 
 
+def _nothing() -> None:
+    pass
+
+
+def _key(message: Shard) -> tuple[str, int, int, int]:
+    return message.run_id, message.generation, message.step, message.shard
+
+
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
@@ -95,7 +113,7 @@ class WorkerLoop:
     Args:
         send: queues a message for the orchestrator; never blocks.
         device: where the replica lives.
-        own_model: a model that lives in the calling process and is trained in place (program "worker").
+        own: what lives in the calling process; its model is trained in place (program "worker").
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
@@ -106,7 +124,7 @@ class WorkerLoop:
         self,
         send: Send,
         device: torch.device,
-        own_model: torch.nn.Module | None = None,
+        own: OwnParts | None = None,
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
@@ -116,7 +134,7 @@ class WorkerLoop:
         self._seat = seat
         self._send = send
         self._device = device
-        self._own_model = own_model
+        self._own = own
         self._on_state, self._on_commit_done = on_state, on_commit
         self._shown = ("", 0.0)
         self._last_step = -1  # of the run that is over, for the worker's own display
@@ -127,9 +145,13 @@ class WorkerLoop:
         self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
+        self._answering: Answering | None = None
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
+        self._reader = RowReader(send)
+        self._data = OwnData()
+        self._ahead = Ahead(copier_for(device))
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -138,6 +160,11 @@ class WorkerLoop:
 
     def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
         """Hand in a message; from any thread."""
+        if isinstance(
+            message, Shard
+        ):  # how many of them wait here is bounded by the orchestrator's own credit, in bytes
+            done()
+            done = _nothing
         self._queue.put(Arrival(message, payload, done))
 
     def leave(self, reason: str) -> None:
@@ -169,6 +196,9 @@ class WorkerLoop:
             return
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
+            self._release_own()
+            self._ahead.close()
+            self._reader.close()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -212,6 +242,8 @@ class WorkerLoop:
                 self._show("ready")
             case Prepare():
                 self._on_prepare(message)
+            case AskData():
+                self._on_ask_data(message)
             case Refused(code=code, reason=reason):
                 if code == "ended":
                     raise _End
@@ -221,11 +253,13 @@ class WorkerLoop:
                     self._handle_of_run(self._replica, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
+            case Shard() | Evaluate() | Predict():
+                self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
     def _handle_of_run(self, replica: AnyReplica, message: Message, payload: memoryview) -> None:
         match message:
             case Shard():
-                self._on_shard(message, payload)
+                self._on_shard(message, self._read(message, payload))
             case StepInfo():
                 self._steps.announce(message.step, message.generation, message.want_hash)
             case MeanBucket():
@@ -242,18 +276,29 @@ class WorkerLoop:
                 self._on_fetch(replica, message)
             case Tick(metric=metric):
                 replica.tick(metric)
-            case Evaluate():
-                self._on_evaluate(replica, message, payload)
+            case Evaluate() | Predict():
+                assert self._answering is not None
+                self._on_ask(self._answering, message, self._read(message, payload))
+                self._idle_since = time.monotonic()  # that was work, no waiting for the next shard
+            case ListRows():
+                self._reader.list_rows(message.run_id)
             case EndRun():
                 self._forget()
 
     # ------------------------------------------------------------------------------------------------------ preparation
 
+    def _release_own(self) -> None:
+        """Give the user's model back as of the last commit, without our hooks."""
+        if self._own is not None and isinstance(self._replica, Replica):
+            self._replica.close()
+
     def _forget(self) -> None:
+        self._release_own()
+        self._ahead.close()
         if self._replica is not None:
             self._last_step = self._steps.committed
         self._steps = PendingSteps()
-        self._replica = self._module = self._prepare = None
+        self._replica = self._module = self._prepare = self._answering = None
         self._run_id = ""
         if self._seat is not None:
             self._seat.leave()
@@ -264,7 +309,9 @@ class WorkerLoop:
         self._forget()
         self._show("preparing")
         try:
-            self._replica = self._build(message)
+            replica = self._build(message)
+            self._answering = Answering(replica, self._resolve, message.spec.metrics)
+            self._replica = replica
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             text = error_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
@@ -272,7 +319,10 @@ class WorkerLoop:
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
-            self._send(Prepared(message.run_id, True, self._replica.layout.digest()), ())
+            self._reader.open(message.run_id, message.spec.cache)
+            self._send(
+                Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
+            )
             self._show("ready")
 
     def _build(self, message: Prepare) -> AnyReplica:
@@ -283,28 +333,64 @@ class WorkerLoop:
         torch.use_deterministic_algorithms(message.spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)
-        module = source.build_module(message.cells) if message.cells else None
-        self._module = module
+        self._module = source.build_module(message.cells) if message.cells else None
+        self._data.open(message.cells, message.spec.data, self._module)
         if message.spec.parallel is not None:
-            return self._build_group_replica(message.spec, module)
-        return Replica(message.spec, lambda name: source.resolve(name, module), self._device, model=self._own_model)
+            return self._build_group_replica(message.spec)
+        own_model = None if self._own is None else self._own.model
+        return Replica(message.spec, self._resolve, self._device, model=own_model)
 
-    def _build_group_replica(self, spec: RunSpec, module: ModuleType | None) -> GroupReplica:
+    def _on_ask_data(self, message: AskData) -> None:
+        self._show("preparing")
+        try:
+            if message.cells and not self._accept_source:
+                raise PreparationError("this worker does not run source code of the orchestrator")
+            module = source.build_module(message.cells) if message.cells else None
+            facts = self._data.facts(message.cells, message.data, module)
+        except USER_ERRORS as error:  # the orchestrator's cell must show it
+            # A sentence of ours needs no traceback, the user's own code does.
+            trace = "" if isinstance(error, ConfigError) else trace_text(error)
+            problem = error_text(error) or type(error).__name__
+            self._send(DataFacts(message.request_id, (), source.cause_is_missing(error), problem, trace), ())
+        else:
+            self._send(DataFacts(message.request_id, tuple(facts)), ())
+        self._show("ready")
+
+    def _resolve(self, name: str) -> object:
+        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
+        if not name.startswith("@"):
+            found: object = source.resolve(name, self._module)
+            return found
+        if self._own is None:
+            raise PreparationError(
+                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
+                "this worker is not one of those"
+            )
+        return self._own.find(name)
+
+    def _described(self, spec: RunSpec) -> tuple[TensorInfo, ...]:
+        """Describe a model that the orchestrator cannot build; others it knows."""
+        if self._own is None or spec.model is None or spec.model.name != OWN_MODEL:
+            return ()
+        return describe_model(self._own.model)
+
+    def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
         from guava_nb.engine.group_replica import GroupReplica
 
-        if self._seat is None or self._own_model is not None:
+        if self._seat is None or self._own is not None:
             raise PreparationError(
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
             )
-        return GroupReplica(spec, lambda name: source.resolve(name, module), self._device)
+        return GroupReplica(spec, self._resolve, self._device)
 
     def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
         assert seat is not None and not isinstance(replica, Replica)
         self._show("preparing")
         try:
-            example = None if message.example is None else self._unpack(message.example, payload)
+            resolve = class_resolver(self._module)
+            example = None if message.example is None else unpack(message.example, payload, resolve)
             seat.form(message)
             replica.spread(len(message.members), example, message.machines)
             seat.complete()
@@ -328,25 +414,47 @@ class WorkerLoop:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
 
-    def _on_evaluate(self, replica: AnyReplica, message: Evaluate, payload: memoryview) -> None:
-        self._show("validating")
+    def _on_ask(self, answering: Answering, message: Evaluate | Predict, load: Load | None) -> None:
+        if load is None:
+            return  # rows are lacking: it comes again
+        self._show("validating" if isinstance(message, Evaluate) else "predicting")
         try:
-            sums = replica.evaluate(self._unpack(message.batch, payload), message.rows if message.grouped else None)
-        except USER_ERRORS as error:  # the user's model or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1)
+            answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
+            reply, buffers = answer(message, load())  # type: ignore[arg-type]  # each takes its own
+        except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
+            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
             return
-        rows = sums.rows if message.grouped else message.rows
-        self._send(Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows), ())
+        self._send(reply, buffers)
 
-    def _unpack(self, tree: Any, payload: memoryview) -> Any:
-        return unpack(tree, payload, class_resolver(self._module))
+    def _read(self, message: Shard | Evaluate | Predict, payload: memoryview) -> Load | None:
+        load = self._reader.read(message, payload, class_resolver(self._module))
+        if not message.source or load is None:
+            return load
+        ids = load()
+        return lambda: self._own_batches(message, ids)
+
+    def _own_batches(self, message: Shard | Evaluate | Predict, ids: Any) -> Any:
+        """Batches of data that lies here; a shard that is issued again draws the same random numbers elsewhere."""
+        seed = self._prepare.spec.seed if self._prepare is not None else 0
+        if not isinstance(message, Shard):
+            return self._data.batch(message.source, ids.tolist(), shard_seed(seed, -1 - message.source, int(ids[0])))
+        return [
+            self._data.batch(
+                message.source, part.tolist(), shard_seed(seed, -1 - message.step, (place << 32) + message.shard)
+            )
+            for place, part in enumerate(ids)
+        ]
 
     # ------------------------------------------------------------------------------------------------------------ steps
 
-    def _on_shard(self, message: Shard, payload: memoryview) -> None:
+    def _on_shard(self, message: Shard, load: Load | None) -> None:
+        if self._own is not None and self._own.service:
+            raise PreparationError(
+                f"this worker serves {self._own.service} and is not trained: start_training() there does"
+            )
         step = self._steps.announce(message.step, message.generation, message.want_hash)
-        if step is not None and message.shard not in step.done:
-            step.todo.append((message, payload))
+        if step is not None and message.shard not in step.done and load is not None:
+            step.todo.append((message, load))
 
     def _on_mean(self, message: MeanBucket, payload: memoryview) -> None:
         step = self._steps.find(message.step, message.generation)
@@ -384,15 +492,16 @@ class WorkerLoop:
             except USER_ERRORS as error:  # the user's optimizer or schedule
                 self._give_up_run(error)
         elif step.todo:
-            message, payload = step.todo.pop(0)
+            message, load = step.todo.pop(0)
             if message.shard not in step.done:
-                self._work(replica, step, message, payload)
+                self._work(replica, step, message, load)
 
-    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, payload: memoryview) -> None:
+    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, load: Load) -> None:
         wait_s = time.monotonic() - self._idle_since
         self._show("working")
         try:
-            parts = self._unpack(message.batch, payload)
+            parts = self._ahead.take(_key(message), load)
+            self._look_ahead()
             result = self._run_shard(replica, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
@@ -412,6 +521,13 @@ class WorkerLoop:
         else:
             self._send(ready, ())
         self._idle_since = time.monotonic()
+
+    def _look_ahead(self) -> None:
+        """Let the next shard, if it is here, come to the device while this one computes."""
+        following = self._steps.following()
+        if following is not None:
+            message, load = following
+            self._ahead.begin(_key(message), load)
 
     def _run_shard(self, replica: AnyReplica, message: Shard, parts: list[Any]) -> ShardResult:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
@@ -470,7 +586,9 @@ class WorkerLoop:
         self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
         self._forget()
 
-    def _fail(self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user") -> None:
+    def _fail(
+        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
+    ) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = "group" if kind == "user" else "torn"
@@ -479,4 +597,4 @@ class WorkerLoop:
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace), ())
+        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())

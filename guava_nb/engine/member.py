@@ -1,4 +1,7 @@
-"""A worker's end of the session: dials, says hello, feeds the loop, and tells the loop when the session ends."""
+"""A worker's end of one session: says hello, feeds the loop, and tells the loop when the session ends.
+
+Who opened the session does not matter here: `run` dials one, `greet` and `work` take one that came to a listener.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from guava_nb.backend import Endpoint
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
+from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
 from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.link.dialler import dial
@@ -38,27 +42,29 @@ class Membership:
     """One worker in one session.
 
     Args:
-        code: where to go and what to prove.
+        code: where to go and what to prove; None for a session that comes to a listener.
         device: where the replica lives.
         name: wanted name; the orchestrator makes it unique.
-        own_model: trained in place in the calling process.
+        own: what lives in the calling process, its model trained in place; None for a worker that builds everything.
         report: called on every change of state; from any thread.
     """
 
     def __init__(
         self,
-        code: JoinCode,
+        code: JoinCode | None,
         device: torch.device,
         name: str = "",
         *,
-        own_model: torch.nn.Module | None = None,
+        own: OwnParts | None = None,
         identity: bytes | None = None,
         options: LinkOptions | None = None,
         report: Report = lambda state, step, detail: None,
     ) -> None:
         """Prepare; `run` dials."""
         self._code, self._identity, self._options = code, identity, options or LinkOptions()
-        self._hello = describe(device, name, "worker" if own_model is not None else "spawned")
+        self._hello = describe(
+            device, name, "spawned" if own is None else "worker", own=() if own is None else own.names()
+        )
         self._report = report
         self._session: Session | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
@@ -69,21 +75,35 @@ class Membership:
         self.loop = WorkerLoop(
             self._send,
             device,
-            own_model,
+            own,
             self._on_state,
             self._on_commit,
-            seat=None if own_model is not None else self._seat,
+            seat=self._seat if own is None else None,
         )
 
     def run(self) -> str:
-        """Work until the session ends; returns why it ended.
+        """Dial, and work until the session ends; returns why it ended.
 
         Raises:
             GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
         """
+        assert self._code is not None
         self._report("joining", -1, f"dialling {self._code.address}")
-        self._session = dial(self._code, self._on_event, self._options, self._identity)
+        self.greet(dial(self._code, self.on_event, self._options, self._identity))
+        return self.work()
+
+    def greet(self, session: Session) -> None:
+        """Take a session that stands, and say hello on it."""
+        self._session = session
         self._send(self._hello, ())
+
+    def work(self) -> str:
+        """Work until the session ends; returns why it ended.
+
+        Raises:
+            GuavaError: the orchestrator was lost, or it sent this worker away.
+        """
+        assert self._session is not None
         try:
             self.loop.run()
         finally:
@@ -107,7 +127,8 @@ class Membership:
         with contextlib.suppress(LinkClosed):  # the loop gets its SessionClosed in a moment
             self._session.send(message, channel_of(message), buffers)
 
-    def _on_event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
+        """Take an event of the session; from any thread."""
         if isinstance(event, MessageArrived):
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return

@@ -17,5 +17,6 @@ def link_options(config: DistributedConfig) -> LinkOptions:
         grace_s=config.grace_s,
         connect_timeout_s=config.connect_timeout_s,
         window_bytes=config.window_mb << 20,
+        compression=config.compression,
         socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20)) or None),
     )

@@ -6,8 +6,9 @@ session; a payload is an opaque value here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from guava_nb.protocol.messages import Commit, Ready, Shard
 
@@ -18,12 +19,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LocalStep(Generic[T]):
-    """One step. `done` are the shards computed here, `means` the sums that came, by bucket, `ready` a report not sent yet."""
+    """One step.
+
+    `todo` are shards with what gives their parts, `done` those computed here, `means` the sums that came, by bucket, `ready`
+    is a report not sent yet.
+    """
 
     generation: int
     want_hash: bool = False
     announced: bool = False
-    todo: list[tuple[Shard, memoryview]] = field(default_factory=list)
+    todo: list[tuple[Shard, Callable[[], Any]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     means: dict[int, T] = field(default_factory=dict)
     commit: Commit | None = None
@@ -52,6 +57,14 @@ class PendingSteps(Generic[T]):
     def current(self) -> LocalStep[T] | None:
         """Return the step to work on, if anything of it has come."""
         return self._steps.get(self.committed + 1)
+
+    def following(self) -> tuple[Shard, Callable[[], Any]] | None:
+        """Return the shard to be worked on first of those that have come, of this step or the next, and what gives it."""
+        for number in (self.committed + 1, self.committed + 2):
+            step = self._steps.get(number)
+            if step is not None and step.todo:
+                return step.todo[0]
+        return None
 
     def find(self, number: int, generation: int) -> LocalStep[T] | None:
         """Return a step's record; None when the message belongs to the past or to an attempt that was given up.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.data.feed import Feed
+from guava_nb.engine.evaluation import Validation
 from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Callback:
         """Called after each epoch with `{"epoch", "loss", "samples"}`."""
 
     def on_validation(self, run: Run, record: dict[str, Any]) -> bool | None:
-        """Called after each validation with `{"step", "loss", "accuracy", "samples"}`."""
+        """Called after each validation with `{"step", "loss", "accuracy", "samples"}` and the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,13 @@ class TrainingPlan:
         val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
         accumulation_steps: loader batches per optimizer step.
         shares: relative share of each worker in order of rank; None shares equally.
-        prefetch_steps: steps that may be issued ahead of the one in work.
+        prefetch_steps: steps that are issued ahead of the one in work at least; more as `engine.credit` allows.
+        prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
+        cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps: 0 saves no checkpoint by itself.
         start: where the data begins; from a checkpoint.
+        validation: makes what each validation asks: loss, accuracy and the user's metrics.
     """
 
     feed: Feed
@@ -95,12 +99,15 @@ class TrainingPlan:
     callbacks: Sequence[Any] = ()
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = None
     prefetch_steps: int = 1
+    prefetch_bytes: int = 64 << 20
     interrupt_grace_s: float = 5.0
     rejoin_timeout_s: float = 300.0
     snapshot_every_steps: int | None = None
     save_every_steps: int = 0
     save_path: Path | None = None
+    cache_static: bool = False
     start: Position = field(default_factory=Position)
+    validation: Callable[[], Validation] = Validation
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be ignored, in the middle of the run.

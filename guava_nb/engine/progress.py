@@ -1,18 +1,20 @@
-"""One tqdm bar for a run that is watched from a script."""
+"""One tqdm bar for a run, or a pass over data, that is watched from a script."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
 from guava_nb.engine.interrupts import interrupts_call
+from guava_nb.engine.passes import Progress
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import RunStatus
 
-__all__ = ["watch"]
+__all__ = ["reporting", "watch"]
 
 REFRESH_S = 0.25
 
@@ -24,15 +26,7 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
         start: called once interrupts are taken care of, so that none leaves a run behind that nobody watches.
         show: draw the bar.
     """
-    bar = tqdm(
-        total=run.total_steps,
-        unit="step",
-        file=sys.stderr,
-        mininterval=0.5,
-        disable=not (show and sys.stderr.isatty()),  # elsewhere each refresh would be a line
-        dynamic_ncols=True,
-        leave=True,
-    )
+    bar = _bar(run.total_steps, "step", show)
     with interrupts_call(run.interrupt):
         start()
         try:
@@ -45,6 +39,42 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
                 _update(bar, run.status())
         finally:
             bar.close()
+
+
+@contextmanager
+def reporting(what: str, progress: bool | Progress) -> Iterator[Progress | None]:
+    """Give what takes the progress of a pass: the user's function, a bar in a terminal, or None.
+
+    Args:
+        what: "validating", for instance.
+        progress: a function, or whether to show a bar.
+    """
+    if callable(progress):
+        yield progress
+        return
+    bar = _bar(None, "sample", progress)
+    bar.set_description(what, refresh=False)
+
+    def report(done: int, total: int | None) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    try:
+        yield None if bar.disable else report
+    finally:
+        bar.close()
+
+
+def _bar(total: int | None, unit: str, show: bool) -> tqdm[Any]:
+    return tqdm(
+        total=total,
+        unit=unit,
+        file=sys.stderr,
+        mininterval=0.5,
+        disable=not (show and sys.stderr.isatty()),  # elsewhere each refresh would be a line
+        dynamic_ncols=True,
+        leave=True,
+    )
 
 
 def _update(bar: tqdm[Any], status: RunStatus) -> None:

@@ -14,29 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from guava_nb.engine.batches import place
 from guava_nb.engine.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
 from guava_nb.engine.buffers import BufferBook
 from guava_nb.engine.clock import Clock
-from guava_nb.engine.criterion import Loss, build_objective
+from guava_nb.engine.criterion import Look, Loss, build_objective
 from guava_nb.engine.exchange import GradientExchange, OnBucket
 from guava_nb.engine.factories import Resolve
 from guava_nb.engine.optim import LossScale, build_optimizer, build_scheduler
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, plain
+from guava_nb.engine.treatment import Treatment
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.protocol.messages import Commit, RunSpec
 
-__all__ = ["EvalSums", "Replica", "ShardResult", "ShardWork"]
+__all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
 
+#: Calls a model with a batch and returns its outputs.
+Forward = Callable[[nn.Module, Any], Any]
 #: What came for a bucket: its presence bits and its flat tensor.
 Means = Mapping[int, tuple[bytes, Tensor]]
 
@@ -70,6 +73,7 @@ class Replica:
         self.device = device
         self._spec = spec
         self._objective = build_objective(spec, resolve, device)
+        self._treatment = Treatment(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
         self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
@@ -139,8 +143,10 @@ class Replica:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         losses = []
         for number, (part, rows) in enumerate(parts):
-            with clock.forward(), self._autocast():
-                loss = self._objective(self.model, place(part, self.device, self._double), rows)
+            with clock.forward():
+                batch = self._treatment.train(part)
+                with self._autocast(), explaining_few_rows(self.model):
+                    loss = self._objective(self.model, batch, rows)
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -278,27 +284,48 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
         """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training.
             rows: its samples; None counts them.
+            look: sees outputs, targets and rows.
         """
         rows = rows_of_batch(batch) if rows is None else rows
+        with self._only_looking():
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                loss = self._objective(self.model, treated, rows, judge=True, look=look)
+        count = float(rows) if loss.count is None else float(loss.count)
+        correct = None if loss.correct is None else int(loss.correct)
+        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]:
+        """Return the outputs on a batch and its rows, at the committed state and in evaluation mode.
+
+        Args:
+            batch: in the form that `forward` takes.
+            rows: its samples.
+            forward: calls the model with the batch.
+        """
+        with self._only_looking():
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                return [(forward(self.model, treated), rows)]
+
+    @contextlib.contextmanager
+    def _only_looking(self) -> Iterator[None]:
         self._buffers.restore()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.no_grad(), self._autocast(), seeded(self._spec.seed, self.device, restore_all=False):
-                loss = self._objective(self.model, place(batch, self.device, self._double), rows, judge=True)
+            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
+                yield
         finally:
             # One by one: train() would wake layers that the user keeps in evaluation mode.
             for module, training in modes:
                 module.training = training
-        count = float(rows) if loss.count is None else float(loss.count)
-        correct = None if loss.correct is None else int(loss.correct)
-        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -355,10 +382,6 @@ class Replica:
         self._exchange.remove_hooks()
 
     # ---------------------------------------------------------------------------------------------------------- helpers
-
-    @property
-    def _double(self) -> bool:
-        return self._spec.precision == "fp64"
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from guava_nb.engine.waits import Waits
 from guava_nb.protocol.messages import Hello
 
 __all__ = ["Member", "Roster", "version_notes"]
@@ -31,6 +32,7 @@ class Member:
     share: float | None = None
     step_s: float | None = None
     wait_s: float | None = None
+    waits: Waits = field(default_factory=Waits)
 
     @property
     def alive(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from guava_nb.engine.route import Route
 from guava_nb.engine.status import RunStatus, WireBytes
+from guava_nb.engine.waits import Feeding
 from guava_nb.errors import ClusterError
 
 __all__ = ["Run", "thin"]
@@ -47,6 +48,8 @@ class Run:
         self.workers: list[dict[str, Any]] = []
         self.parity: dict[str, float] | None = None
         self._route: Callable[[], Route | None] = lambda: None
+        self._feeding: Callable[[], Feeding] = _nothing_fed
+        self._waits: Callable[[], list[dict[str, Any]]] = list
         self._layout: Callable[[], str] = lambda: ""
         self._epoch = 0
         self._state = "preparing"
@@ -139,6 +142,7 @@ class Run:
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
+            loaded = self._feeding().loaded
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -159,6 +163,8 @@ class Run:
                 message=self._message,
                 wire=self.wire,
                 path=_path_text(self._route()),
+                loaded_batches=loaded[0],
+                loaded_bytes=loaded[1],
                 steps_before=history[0]["step"] - 1 if history else 0,
             )
 
@@ -183,6 +189,7 @@ class Run:
             "step_s": step_s,
             "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
             "energy": self.energy,
+            "waits": self._waits(),
             "parity": self.parity,
             "lost_samples": self.lost_samples,
             "duplicated_samples": self.duplicated_samples,
@@ -210,6 +217,14 @@ class Run:
     def goes_by(self, route: Callable[[], Route], layout: Callable[[], str]) -> None:
         """Tell how to ask for the way of the run's workers and for the model's layout; called once by its job."""
         self._route, self._layout = route, layout
+
+    def fed_by(self, feeding: Callable[[], Feeding], waits: Callable[[], list[dict[str, Any]]]) -> None:
+        """Tell how to ask what is on its way and who waits for whom; called once by its job."""
+        self._feeding, self._waits = feeding, waits
+
+    def feeding(self) -> Feeding:
+        """Return what is on its way to the workers at this moment."""
+        return self._feeding()
 
     def begin(self) -> None:
         """Begin to prepare, on the run's own thread, which calls its callbacks."""
@@ -244,12 +259,17 @@ class Run:
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake everyone who waits."""
-        wire, route, layout = self._wire(), self._route(), self._layout()
+        wire, route, layout, waits = self._wire(), self._route(), self._layout(), self._waits()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             self._wall_s = time.monotonic() - self._started
             self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
+            self._feeding, self._waits = _nothing_fed, (lambda: waits)
         self._ended.set()
+
+
+def _nothing_fed() -> Feeding:
+    return Feeding((0, 0), {})
 
 
 def _path_text(route: Route | None) -> str:

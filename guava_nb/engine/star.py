@@ -5,6 +5,7 @@ Carries out what the step machines decide. Knows the flights; what a commit mean
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.data.tree import tensor_bytes, tensor_from
 from guava_nb.engine.buckets import BUFFERS
+from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.flight import Flight, plan_step
 from guava_nb.engine.job import Job
@@ -44,19 +46,24 @@ class StarExchange:
     Args:
         on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
         on_applied: called when a worker reports that it applied a step.
+        credit: is told what is sent and what is worked on.
 
     Attributes:
         flights: issued and not committed, by step.
         next_step: number of the next step to issue.
     """
 
-    def __init__(self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied) -> None:
+    def __init__(
+        self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+    ) -> None:
         """Handle the exchange's messages in that job."""
         self.flights: dict[int, Flight] = {}
         self.next_step = ensemble.step + 1
         self._job, self._ensemble = job, ensemble
-        self._on_commit, self._on_applied = on_commit, on_applied
+        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
         self._at_orchestrator = ensemble.spec.optimizer_site == "orchestrator"
+        self._writer = ensemble.writer
+        self._writer.on_shard_wanted = self._send_again
         job.on(GradientBucket, self._on_bucket)
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
@@ -76,17 +83,34 @@ class StarExchange:
         every = ensemble.spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         tasks, shards = plan_step(
-            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, splitter=splitter
-        )
+            ensemble.run_id, generation, step, group, team, weights, solo=solo, want_hash=want_hash, splitter=splitter,
+            writer=self._writer,
+        )  # fmt: skip
         buckets = () if solo else ensemble.master.layout.numbers
         machine = StepMachine(step, generation, tasks, buckets, ensemble.spec.precision == "fp16", solo)
         flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            cluster.send(task.owner, *shards[task.index])
+            self._send_shard(flight, task.index, task.owner)
         idle = set(team) - {task.owner for task in tasks}
         cluster.send_all(idle, StepInfo(ensemble.run_id, generation, step, len(tasks), want_hash))
         return flight
+
+    def parts(self, weights: Sequence[float]) -> list[float]:
+        """Return which part of a step's bytes each member of a team with these weights is sent."""
+        total = sum(weights)
+        return [weight / total for weight in weights]
+
+    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
+        message, parcel = flight.shards[shard]
+        self._credit.sent(message.step, shard, rank, parcel.nbytes)
+        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
+
+    def _send_again(self, rank: int, step: int, shard: int) -> None:
+        """A worker lacks rows of a shard that it was thought to hold."""
+        flight = self.flights.get(step)
+        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
+            self._send_shard(flight, shard, rank)
 
     def adopt(self, available: Collection[int]) -> None:
         """Give the unfinished shards of members that are not available to those that are."""
@@ -99,6 +123,7 @@ class StarExchange:
         """Forget all steps in flight; `but_solo` leaves those that a lone worker may have committed by itself."""
         self.flights = {n: f for n, f in self.flights.items() if but_solo and f.machine.solo}
         self.next_step = self._ensemble.step + 1
+        self._credit.clear()
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -127,9 +152,11 @@ class StarExchange:
         assert isinstance(message, Ready)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)
         member.samples += message.rows
         flight = self._flight(message)
         if flight is not None:
+            self._credit.worked(message.step, message.shard)
             instructions = flight.machine.on_ready(rank, message)
             for instruction in instructions:
                 if isinstance(instruction, Halt):
@@ -153,7 +180,7 @@ class StarExchange:
                 case SendBucket(bucket, commit) if not self._at_orchestrator:
                     self._send_sum(flight, bucket, commit)
                 case Reissue(shard, rank):
-                    self._job.cluster.send(rank, *flight.shards[shard])
+                    self._send_shard(flight, shard, rank)
                 case Decided(commit, loss_sum, count):
                     self._commit(flight, commit, loss_sum, count)
 
@@ -178,6 +205,7 @@ class StarExchange:
             self._apply_here(flight, commit)
         del self.flights[machine.step]
         self._ensemble.step = machine.step
+        self._credit.committed(time.monotonic())
         self._on_commit(flight, commit, loss_sum, count)
 
     def _apply_here(self, flight: Flight, commit: Commit) -> None:

@@ -39,6 +39,9 @@ class WorkerStatus:
         round_trip_s: seconds of a heartbeat there and back.
         samples, out_bytes, in_bytes: of the present or the last run; before the first, since it joined.
         detail: one sentence when something is worth saying (why it was lost, a version difference).
+        queued_batches, queued_bytes: that it was sent and has not worked on.
+        rate_out_bytes_s, rate_in_bytes_s: measured on the line to it and from it.
+        worker_waits, data_waits: part of the time in which it waited for data, and data for it, 0 to 1.
     """
 
     name: str
@@ -55,6 +58,12 @@ class WorkerStatus:
     out_bytes: int = 0
     in_bytes: int = 0
     detail: str = ""
+    queued_batches: int = 0
+    queued_bytes: int = 0
+    rate_out_bytes_s: float | None = None
+    rate_in_bytes_s: float | None = None
+    worker_waits: float | None = None
+    data_waits: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,8 @@ class RunStatus:
     message: str = ""  # what it waits for, or why it ended
     wire: WireBytes = field(default_factory=WireBytes)
     path: str = ""  # how the workers reach each other, and why
+    loaded_batches: int = 0  # ready at the orchestrator, not sent yet
+    loaded_bytes: int = 0
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
 
 

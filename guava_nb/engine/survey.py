@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.cluster import Cluster
@@ -14,7 +15,7 @@ from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, RunSpec
 
-__all__ = ["note_workers", "survey", "wire_bytes", "wire_meter"]
+__all__ = ["note_workers", "note_waits", "survey", "wire_bytes", "wire_meter"]
 
 
 def survey(
@@ -48,6 +49,8 @@ def _mode(config: DistributedConfig, cluster: Cluster | None) -> str:
 
 def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
     session, total, before = cluster.session(member.rank), cluster.total_bytes(member.rank), member.bytes_before
+    rates = (None, None) if session is None else session.rate_bytes_s
+    queued = (0, 0) if run is None else run.feeding().in_flight.get(member.rank, (0, 0))
     busy = run is not None and not run.done and member.state == "ready"
     return WorkerStatus(
         name=member.name,
@@ -64,6 +67,12 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
         out_bytes=total[0] - before[0],
         in_bytes=total[1] - before[1],
         detail=member.detail,
+        queued_batches=queued[0],
+        queued_bytes=queued[1],
+        rate_out_bytes_s=rates[0],
+        rate_in_bytes_s=rates[1],
+        worker_waits=member.waits.worker_waits,
+        data_waits=member.waits.data_waits,
     )
 
 
@@ -112,6 +121,20 @@ def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read
+
+
+def note_waits(members: Iterable[Member]) -> list[dict[str, Any]]:
+    """Return who waited for whom, of those who have worked: parts of the time, 0 to 1."""
+    return [
+        {
+            "worker": member.name,
+            "gpu_waits_for_data": member.waits.worker_waits,
+            "data_waits_for_gpu": member.waits.data_waits,
+            "seconds": member.waits.watched_s,
+        }
+        for member in members
+        if member.waits.worker_waits is not None
+    ]
 
 
 def note_workers(run: Run, members: Iterable[Member]) -> None:

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.feed import MOST_BATCHES, LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.engine.blame import Blame
 from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.events import Interrupted, Wake
 from guava_nb.engine.feeder import Feeder
@@ -30,15 +32,19 @@ from guava_nb.engine.job import NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
-from guava_nb.engine.survey import note_workers
+from guava_nb.engine.survey import note_waits, note_workers
 from guava_nb.engine.team import TeamJob
 from guava_nb.engine.tools import GroupLost, tools_for
+from guava_nb.engine.waits import Feeding
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 
 __all__ = ["TrainingJob"]
 
 log = logging.getLogger(__name__)
+
+#: Loader batches held ready before they are sent, at most; bytes bound them too.
+_LOADED_BATCHES = 32
 
 Save = Callable[[Path, Position, int], None]
 
@@ -60,6 +66,7 @@ class TrainingJob(TeamJob):
         super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
         self.plan, self.run = plan, run
         run.goes_by(lambda: ensemble.route, lambda: ensemble.layout_text)
+        run.fed_by(self.feeding, lambda: note_waits(cluster.members()))
         self.ledger = SampleLedger()
         self.position = plan.start
         self._save = save
@@ -67,6 +74,8 @@ class TrainingJob(TeamJob):
         self._first_step = ensemble.step + 1
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
+        self._feeder: Feeder | None = None
+        self._blocking: tuple[int, ...] = ()
         self._team: tuple[int, ...] = ()
         self._told_empty = False
         self._stop_after = 0
@@ -76,7 +85,10 @@ class TrainingJob(TeamJob):
         self._calls = BoundaryCalls()
         self._blame = Blame()
         ensemble.attach(self)
-        self._evaluation, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied)
+        if plan.cache_static:
+            ensemble.writer.leave_unread(plan.feed)
+        self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
+        self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def start(self) -> None:
@@ -109,6 +121,7 @@ class TrainingJob(TeamJob):
         except BaseException as caught:
             error = caught
         if state != "done":
+            self.ensemble.retire()
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())
@@ -154,21 +167,25 @@ class TrainingJob(TeamJob):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
+        self.ensemble.writer.next_pass()
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
-        feeder = Feeder(
+        feeder = self._feeder = Feeder(
             self.plan.feed.epoch(),
             self.plan.accumulation_steps,
-            self.plan.prefetch_steps + 1,
+            max(1, _LOADED_BATCHES // self.plan.accumulation_steps),
             lambda: self.post(Wake()),
+            self.plan.prefetch_bytes // 4,
         )
         try:
             while True:
                 self.pump(feeder.available)
+                coming = feeder.next_bytes()
+                if coming is not None:
+                    self._boundary()
+                    self._wait_for_room(coming)
                 group = feeder.take()
                 if group is None:
                     break
-                self._boundary()
-                self.pump(self._has_room)
                 self._issue(epoch, group)
         finally:
             feeder.close()
@@ -176,6 +193,7 @@ class TrainingJob(TeamJob):
 
     def _end_epoch(self, epoch: int) -> None:
         self.drain()
+        self._note_team(tuple(self.available()))  # who was lost after the last step was sent shows only now
         if self.plan.val_feed is not None and (self.plan.val_interval is None or "validate" in self._due):
             self._validate()
             self._due.discard("validate")
@@ -209,12 +227,15 @@ class TrainingJob(TeamJob):
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
         self.pump(lambda: not self._exchange.flights)
+        self._credit.pause()
         self.pump(lambda: all(self.ensemble.at[r] == self.ensemble.step for r in self.available()))
 
     def _validate(self) -> None:
         assert self.plan.val_feed is not None
         self.run.move("validating")
-        result = self._evaluation.run(self.plan.val_feed)
+        question = self.plan.validation()
+        self._walk.run(self.plan.val_feed, question)
+        result = question.result()
         record = {"step": self.ensemble.step + 1, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
@@ -342,19 +363,45 @@ class TrainingJob(TeamJob):
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
-    def _has_room(self) -> bool:
-        return len(self._exchange.flights) <= self.plan.prefetch_steps and self.ensemble.connected(self.available())
+    def _wait_for_room(self, coming: int) -> None:
+        """Wait until the next step may be sent, and note for whom it waited."""
+        started = time.monotonic()
+        self._blocking = tuple[int, ...]()
+        self.pump(partial(self._has_room, coming))
+        for rank in self._blocking:
+            self.cluster.roster.members[rank].waits.held(time.monotonic() - started)
+
+    def feeding(self) -> Feeding:
+        """Return what is loaded and what is on its way; from any thread."""
+        loaded = (0, 0) if self._feeder is None else self._feeder.held()
+        ranks = [member.rank for member in self.cluster.members()]
+        return Feeding(loaded, {r: (self._credit.held_shards(r), self._credit.held_bytes(r)) for r in ranks})
+
+    def _has_room(self, coming: int) -> bool:
+        """Whether a step of so many bytes may be sent now."""
+        team = self.available()
+        if not self.ensemble.connected(team):
+            return False
+        parts = self._exchange.parts(self.plan.weights(team))
+        bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
+        away = len(team) < len(self.current())
+        busy = self._credit.must_work(len(self._exchange.flights), bytes_for, cautious=away)
+        self._blocking = busy or self._blocking
+        return not busy
 
     def _issue(self, epoch: int, group: list[LoadedBatch]) -> None:
         team = tuple(self.available())
         # A suspect member that misses this step needs the state when it is back.
         self.behind.update(rank for rank in self.current() if rank not in team)
-        if self._team and team != self._team:
-            self.run.generations += 1
-        self._team = team
+        self._note_team(team)
         self.ledger.draw(epoch, (i for batch in group for i in batch.sample_ids))
         flight = self._exchange.issue(epoch, group, team, self._weights(team), self._splitter)
         self._mark_due(flight.machine.step + 1 - self._first_step)
+
+    def _note_team(self, team: tuple[int, ...]) -> None:
+        if self._team and team != self._team:
+            self.run.generations += 1
+        self._team = team
 
     def _weights(self, team: tuple[int, ...]) -> list[float]:
         weights = self.plan.weights(team)

@@ -15,11 +15,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
+from guava_nb.link.squeeze import Frame
+from guava_nb.protocol.compression import CODECS
 from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _INLINE_BYTES = 8 << 10  # what a stream that "can send now" takes without waiting
 _BATCH_BYTES = 64 << 10  # small frames are sent together up to here
+_TIMED_BYTES = 32 << 10  # messages from this size on tell the rate of the line
 _ROUND_TRIP_WEIGHT = 0.25
 _JOIN_S = 10.0
 _HEARTBEATS = frozenset({Ping, Pong})
@@ -39,10 +42,11 @@ _HEARTBEATS = frozenset({Ping, Pong})
 class _Frames:
     """A message of which not all frames are sent."""
 
-    __slots__ = ("channel", "frames")
+    __slots__ = ("channel", "frames", "sequence")
 
     def __init__(self, message: OutgoingMessage) -> None:
         self.channel = message.channel
+        self.sequence = message.sequence
         self.frames: Iterator[list[memoryview | bytes]] = message.frames()
 
 
@@ -58,6 +62,7 @@ class Connection:
         on_message: called by the reader for every message of the session, in order.
         on_over: called by the reader, once, when nothing more comes; `cause` and `goodbye` tell why.
         early: messages that were read together with `Attached`.
+        codecs: what the peer can decompress.
 
     Attributes:
         cause: why it ended; None while it stands or when the peer said goodbye.
@@ -74,11 +79,13 @@ class Connection:
         on_message: Callable[[Connection, Arrived], None],
         on_over: Callable[[Connection], None],
         early: Iterable[Arrived] = (),
+        codecs: Collection[str] = (),
     ) -> None:
         self.cause: GuavaError | None = None
         self.goodbye: Goodbye | None = None
         self._stream, self._decoder, self._role, self._lane, self._options = stream, decoder, role, lane, options
         self._on_message, self._on_over, self._early = on_message, on_over, tuple(early)
+        self._packs = bool(set(codecs) & set(CODECS))
         self._state = State.OPEN
         self._changed = threading.Condition(lane.lock)
         self._urgent: deque[OutgoingMessage] = deque()
@@ -154,7 +161,7 @@ class Connection:
             self._urgent = deque(waiting for waiting in self._urgent if type(waiting.message) is not Pong)
         self._urgent.append(OutgoingMessage(record, channel, 0))
 
-    def claim(self, record: Message | None = None) -> list[Buffer] | None:
+    def claim(self, record: Message | None = None) -> list[Buffer | Frame] | None:
         """Lock held: queue `record` and take what can go out at once.
 
         Returns:
@@ -172,10 +179,13 @@ class Connection:
             self._changed.notify()
         return batch
 
-    def send_claimed(self, batch: list[Buffer]) -> None:
+    def send_claimed(self, batch: list[Buffer | Frame]) -> None:
         """Lock not held: send what `claim` gave. A failure breaks the connection, which the reader tells."""
+        sent_bytes = 0
         try:
-            self._stream.send_all(batch)
+            buffers = self._squeezed(batch)
+            sent_bytes = sum(map(len, buffers))
+            self._stream.send_all(buffers)
         except GuavaError as problem:
             self.abort(problem)
         except (ValueError, BufferError) as problem:
@@ -185,26 +195,44 @@ class Connection:
             self.abort(LinkBroken(f"sending to {self.peer} was interrupted: {problem!r}"))
             raise
         finally:
-            self._sent()
+            self._sent(sent_bytes)
 
-    def _sent(self) -> None:
+    def _squeezed(self, batch: list[Buffer | Frame]) -> list[Buffer]:
+        """The batch as it goes out. Compressing takes milliseconds, so it is done here, by who holds the claim."""
+        buffers: list[Buffer] = []
+        for part in batch:
+            if not isinstance(part, Frame):
+                buffers.append(part)
+                continue
+            packed = self._lane.squeezer.squeeze(part, self._lane.delivery.meter.bytes_s)
+            buffers += packed
+            saved = sum(map(len, part.buffers)) - sum(map(len, packed))
+            with self._lane.lock:
+                self._lane.out_bytes[part.channel] -= saved
+        return buffers
+
+    def _sent(self, sent_bytes: int) -> None:
         with self._lane.lock:
             self._sending = False
+            self._lane.delivery.sent(sent_bytes)
             self._last_sent = time.monotonic()
             if self._open or self._urgent or self._aborted or self._farewell or self._lane.outbox.backlog_bytes():
                 self._changed.notify_all()
 
-    def _take_batch(self) -> list[Buffer]:
+    def _take_batch(self) -> list[Buffer | Frame]:
         """Take the next frames: one big one, or small ones together."""
-        batch: list[Buffer] = []
-        size = 0
+        batch: list[Buffer | Frame] = []
+        size, rate = 0, self._lane.delivery.meter.bytes_s
         try:
             while size < _BATCH_BYTES and (frame := self._next_frame()) is not None:
                 channel, buffers = frame
                 frame_bytes = sum(map(len, buffers))
                 self._lane.out_bytes[channel] += frame_bytes
                 size += frame_bytes
-                batch += buffers
+                if self._packs and self._lane.squeezer.wants(channel, frame_bytes, rate):
+                    batch.append(Frame(channel, buffers))
+                else:
+                    batch += buffers
         except (ValueError, BufferError) as problem:
             self._abort(_payload_gone(problem))
             return []
@@ -220,7 +248,9 @@ class Connection:
             fresh = self._lane.outbox.next_sendable(before=self._open[-1].channel if self._open else None)
             if fresh is not None:
                 if fresh.payload_bytes <= CHUNK_BYTES:
-                    return fresh.channel, next(fresh.frames())
+                    if fresh.payload_bytes >= _TIMED_BYTES:
+                        self._lane.delivery.finished(fresh.channel, fresh.sequence, fresh.total_bytes)
+                    return fresh.counted_as, next(fresh.frames())
                 self._open.append(_Frames(fresh))
             if not self._open:
                 return self._goodbye_frame()
@@ -228,6 +258,7 @@ class Connection:
             frame = next(current.frames, None)
             if frame is not None:
                 return current.channel, frame
+            self._lane.delivery.finished(current.channel, current.sequence)
             self._open.pop()
 
     def _goodbye_frame(self) -> tuple[Channel, list[memoryview | bytes]] | None:
@@ -243,7 +274,7 @@ class Connection:
         while (batch := self._wait_for_batch()) is not None:
             self.send_claimed(batch)
 
-    def _wait_for_batch(self) -> list[Buffer] | None:
+    def _wait_for_batch(self) -> list[Buffer | Frame] | None:
         with self._lane.lock:
             while self._state is State.OPEN and not self._aborted:
                 if not self._sending:
@@ -321,11 +352,13 @@ class Connection:
         with self._lane.lock:
             self._state = advance(self._state, self._role, received(type(message)))
             self._lane.in_bytes[arrived.channel] += arrived.wire_bytes
+            self._lane.arrivals.count(arrived.wire_bytes, time.monotonic())
         if arrived.sequence:
             self._on_message(self, arrived)
         elif isinstance(message, Ack):
             with self._lane.lock:
                 self._lane.outbox.acked(message.channel, message.sequence)
+                self._lane.delivery.acknowledged(message.channel, message.sequence, time.monotonic())
                 if self._lane.outbox.backlog_bytes():
                     self._changed.notify()
         elif isinstance(message, Ping):

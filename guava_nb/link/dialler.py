@@ -14,6 +14,7 @@ from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
 from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
+from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import OutgoingMessage
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Channel, Message
@@ -104,6 +105,7 @@ class DialledSession(Session):
             mine.last_generation,
             mine.last_step,
             mine.last_kind,
+            offered(self._options.compression),
         )
         made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
         try:

@@ -138,7 +138,7 @@ def attach(code: JoinCode, record: Attach, options: LinkOptions, timeout_s: floa
         state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
         send_record(stream, record)
         state = advance(state, Role.DIALLER, sent(Attach))
-        decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes))
+        decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)))
         answer, early = receive_record(stream, decoder, deadline)
         advance(state, Role.DIALLER, received(type(answer.message)))
         if isinstance(answer.message, Refused):

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from guava_nb.link.rate import Delivery, RateMeter
+from guava_nb.link.squeeze import Squeezer
 from guava_nb.protocol.framing import Arrived
 from guava_nb.protocol.messages import CONTROL_CHANNELS, Channel, Goodbye
 from guava_nb.protocol.session import Inbox, Outbox
@@ -53,9 +55,11 @@ class Lane:
         goodbye: the peer's last word on it.
         round_trip_s: smoothed, from Ping to Pong; None before the first.
         acks_due_at: when acknowledgements held back must go; None when there are none.
+        delivery: how fast bytes arrive there; arrivals: and here.
+        squeezer: decides what goes out compressed.
     """
 
-    def __init__(self, name: str, window_bytes: int) -> None:
+    def __init__(self, name: str, window_bytes: int, compression: str) -> None:
         self.name = name
         self.lock = threading.Lock()
         self.outbox = Outbox(window_bytes)
@@ -66,6 +70,8 @@ class Lane:
         self.goodbye: Goodbye | None = None
         self.round_trip_s: float | None = None
         self.acks_due_at: float | None = None
+        self.delivery, self.arrivals = Delivery(), RateMeter()
+        self.squeezer = Squeezer(compression)
         self.out_bytes = dict.fromkeys(Channel, 0)
         self.in_bytes = dict.fromkeys(Channel, 0)
 

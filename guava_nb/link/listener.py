@@ -33,6 +33,7 @@ from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
+from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import Decoder, Limits
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Goodbye
@@ -295,7 +296,9 @@ class Listener:
             session = self._new_session(attach, stream.peer)
         with session.attaching:
             send_record(stream, self._answer(session, attach.purpose))
-            decoder.limits = Limits(max_payload_bytes=self._options.max_payload_bytes)
+            decoder.limits = Limits(
+                max_payload_bytes=self._options.max_payload_bytes, compressed=bool(offered(self._options.compression))
+            )
             session.adopt(attach.purpose, stream, decoder, attach)
         if session.state == "joining" and session.whole:
             self._open(session)
@@ -310,7 +313,8 @@ class Listener:
         received_here, mine = session.fence(lane), session.progress
         resumed = session.state != "joining" or session.seen_before
         return Attached(
-            resumed, received_here, self._options.grace_s, mine.last_generation, mine.last_step, mine.last_kind
+            *(resumed, received_here, self._options.grace_s, mine.last_generation, mine.last_step, mine.last_kind),
+            codecs=offered(self._options.compression),
         )
 
     def _open(self, session: ListenedSession) -> None:

@@ -26,6 +26,7 @@ class LinkOptions:
         auth_timeout_s: for TLS, proof and `Attach` of a newcomer together.
         linger_s: how long `Session.close` waits until what was sent before has gone out and the peer has heard.
         ack_delay_s: how long an acknowledgement may wait for company.
+        compression: of payloads, where the peer reads it: "auto" where it was measured to pay, "on", or "off" both ways.
     """
 
     heartbeat_s: float = 2.0
@@ -39,6 +40,7 @@ class LinkOptions:
     auth_timeout_s: float = 10.0
     linger_s: float = 2.0
     ack_delay_s: float = 0.02
+    compression: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.

@@ -84,7 +84,7 @@ class Session:
         self._state = "joining"
         self._closing = False
         self._teller: int | None = None  # thread that is telling an event
-        self._lanes = {name: Lane(name, options.window_bytes) for name in (CONTROL, BULK)}
+        self._lanes = {name: Lane(name, options.window_bytes, options.compression) for name in (CONTROL, BULK)}
         self._connections: list[Connection] = []  # all whose threads may still run
         self._began = time.monotonic()
 
@@ -104,8 +104,14 @@ class Session:
         return self._lanes[CONTROL].round_trip_s
 
     @property
+    def rate_bytes_s(self) -> tuple[float | None, float | None]:
+        """Bytes a second that long messages lately reached the peer with, and came from it; None until measured."""
+        lane = self._lanes[BULK]
+        return lane.delivery.meter.bytes_s, lane.arrivals.bytes_s
+
+    @property
     def wire(self) -> Wire:
-        """Bytes sent and received so far, per channel."""
+        """Bytes sent and received so far, per channel, as they are on the wire: compressed where they were."""
         lanes = self._lanes.values()
         return Wire(
             {channel: sum(lane.out_bytes[channel] for lane in lanes) for channel in Channel},
@@ -238,6 +244,7 @@ class Session:
             connection = Connection(
                 *(stream, decoder, self.role, lane, self._options),
                 *(partial(self._arrived, lane), partial(self._over, lane), early),
+                codecs=peer.codecs,
             )
             try:
                 self._install(lane, connection, peer.received)

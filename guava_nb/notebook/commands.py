@@ -21,6 +21,7 @@ __all__ = ["COMMANDS"]
 
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 _INTERVALS = ("step", "epoch", "validation")
+_CACHES = ("off", "memory", "disk")
 _SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
 
@@ -47,10 +48,25 @@ UP = Command(
             "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
         ),
         option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        option(
+            "--connect",
+            nargs="*",
+            metavar="CODE",
+            help="dial a worker that listens (guava worker --listen, GPUTrainer) instead of listening; again for a further one",
+        ),
+        _one(
+            "--compression",
+            ("auto", "on", "off"),
+            "lossless, of batches, gradients and parameters (auto: where it pays)",
+        ),
+        option(
+            "--prefetch-mb", metavar="MB", type=integer(0), help="batches that a worker may hold ahead of need (64)"
+        ),
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
     "%guava_up --workers 2",
+    code_to="connect",
 )
 WORKER = Command(
     "guava_worker",
@@ -157,8 +173,9 @@ TRAIN = Command(
         option(
             "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
         ),
-        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
+        _expression("--metrics", "of the validations, as for %%guava_validate"),
         option(
             "--epochs",
             metavar="N",
@@ -179,6 +196,14 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
+        option(
+            "--preprocess", metavar="NAME", help="shared function(batch), run on the workers' devices for every batch"
+        ),
+        option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
+        _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
+        flag(
+            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(
@@ -192,9 +217,32 @@ TRAIN = Command(
 )
 VALIDATE = Command(
     "guava_validate",
-    "Loss and accuracy of the trained model on a DataLoader.",
-    (_expression("--data", "DataLoader of the notebook", required=True),),
-    "%guava_validate --data test",
+    "Loss, accuracy and metrics of the trained model on a DataLoader. Each sample counts once, whoever is lost meanwhile.",
+    (
+        _expression("--data", "DataLoader of the notebook", required=True),
+        _expression(
+            "--metrics",
+            "shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression",
+        ),
+        option("--loss", metavar="NAME", help="criterion, where nothing was trained yet (default: CrossEntropyLoss)"),
+    ),
+    "%guava_validate --data test --metrics top5,f1",
+)
+PREDICT = Command(
+    "guava_predict",
+    "What the trained model makes of every sample, in the order of the data set; returns the results.",
+    (
+        _expression("--data", "DataLoader of the notebook; of (inputs, targets) the targets stay here", required=True),
+        option("--top-k", metavar="K", type=integer(1), help="the best K classes of each sample (default 1)"),
+        option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
+        flag("--full", help="the probabilities of all classes too"),
+        flag("--raw", help="the outputs as they are, for models that give no [rows, classes]"),
+        option("--step", metavar="NAME", help="a shared function(model, batch) that returns the outputs"),
+        option("--path", metavar="DIR", help="write memory maps into this folder, for results larger than memory"),
+        flag("--resume", help="go on with what --path holds"),
+        option("--into", metavar="NAME", help="also store the results in this variable"),
+    ),
+    "%guava_predict --data test --top-k 3 --into results",
 )
 STATUS = Command("guava_status", "Who is there, what runs, how far it is.")
 LOG = Command(
@@ -223,4 +271,4 @@ STOP = Command(
 )
 DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
 
-COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, STATUS, LOG, SAVE, RESUME, STOP, DOWN)
+COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, LOG, SAVE, RESUME, STOP, DOWN)

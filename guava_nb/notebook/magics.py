@@ -14,6 +14,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from guava_nb.notebook import commands
 from guava_nb.notebook.announce import code_html, code_text, grant_text
+from guava_nb.notebook.asking import forget_results, show_results
 from guava_nb.notebook.completion import install_completion, remove_completion
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
@@ -62,7 +63,7 @@ class GuavaMagics(Magics):
         (view,) = self.session.views()[:1]
         if self.session.is_local_only and not args.show_code:
             notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
-        else:
+        elif self.session.has_code:
             self._show_code()
         closing = "%guava_down closes the session."
         self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))
@@ -107,8 +108,14 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.VALIDATE)
     def guava_validate(self, args: argparse.Namespace) -> Any:
-        """Return loss, accuracy and samples."""
-        return self.session.validate(args)
+        """Return loss, accuracy, samples and metrics."""
+        return self.session.validate(args, make_panel(choose_ui(self.shell)))
+
+    @line_magic
+    @_command(commands.PREDICT)
+    def guava_predict(self, args: argparse.Namespace) -> Any:
+        """Return the results."""
+        return self.session.predict(args, make_panel(choose_ui(self.shell)))
 
     @line_magic
     @_command(commands.STATUS)
@@ -175,6 +182,7 @@ def load(shell: Any) -> None:
         return
     magics = GuavaMagics(shell)
     shell.register_magics(magics)
+    show_results(shell)
     install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
     atexit.register(magics.close)
 
@@ -185,6 +193,7 @@ def unload(shell: Any) -> None:
     if magics is None:
         return
     atexit.unregister(magics.close)
+    forget_results(shell)
     remove_completion(shell, commands.COMMANDS)
     for kind in ("line", "cell"):
         for command in commands.COMMANDS:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Sequence
 from typing import Any
+
+from IPython.core.error import UsageError
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["LocalWorkers", "orchestrator_settings"]
+__all__ = ["LocalWorkers", "code_to_dial", "orchestrator_settings"]
 
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
@@ -21,11 +25,31 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
             f"--local {args.local} starts more workers than --workers {args.workers} expects: give --workers {args.local}, "
             "or leave it out"
         )
-    given = {"master_ip": args.host, "master_port": args.port, "num_workers": args.workers}
+    given = {
+        "master_ip": args.host,
+        "master_port": args.port,
+        "num_workers": args.workers,
+        "compression": args.compression,
+        "prefetch_bytes": None if args.prefetch_mb is None else args.prefetch_mb << 20,
+    }
     settings = {name: value for name, value in given.items() if value is not None}
     if args.no_tls:
         settings["tls"] = False
     return settings
+
+
+def code_to_dial(words: Sequence[str]) -> str:
+    """The join code of --connect, else of GUAVA_JOIN_CODE.
+
+    Raises:
+        UsageError: there is none.
+    """
+    text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
+    if not text.strip():
+        raise UsageError(
+            "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
+        )
+    return text
 
 
 class LocalWorkers:

@@ -21,15 +21,16 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import ClusterError, GuavaError
+from guava_nb.notebook.asking import predict, validate
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import LocalWorkers, orchestrator_settings
+from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.tokens import near
-from guava_nb.notebook.training import resolve, training_arguments
-from guava_nb.notebook.watching import watch
+from guava_nb.notebook.training import training_arguments
+from guava_nb.notebook.watching import interrupt_run, interrupt_worker, watch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Cell
 from guava_nb.render import View, ready_workers, run_view, session_view, summary_view, worker_view
@@ -41,7 +42,10 @@ LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
 #: Settings of the orchestrator by the option that gives them.
-_FLAGS = {"master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls"}
+_FLAGS = {
+    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
+    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
+}  # fmt: skip
 _NO_SESSION = "no session is open here: run %guava_up first"
 
 
@@ -71,6 +75,7 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
+        self._dials = False
         self._local: LocalWorkers | None = None
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
@@ -95,12 +100,21 @@ class NotebookSession:
         if not self.is_open:
             expected = {"num_workers": args.local} if args.local else {}
             orchestrator = self._new_orchestrator(**{**expected, **settings})
-            orchestrator.open()
+            self._dials = args.connect is not None and not args.local
+            if not self._dials:
+                orchestrator.open()
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
+        if args.connect is not None:
+            notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         if self._local is not None:
             self._local.start(args.local or 0)
         return notes
+
+    @property
+    def has_code(self) -> bool:
+        """Whether this session listens, so that there is a code to hand out."""
+        return self.is_open and not self._dials
 
     def join_code(self) -> str:
         """The secret itself."""
@@ -174,9 +188,13 @@ class NotebookSession:
             self._follow(run, tail, notices, panel)
         return run
 
-    def validate(self, args: argparse.Namespace) -> Any:
-        """Loss, accuracy and number of samples on a loader of the notebook."""
-        return self._need_session().validate(resolve(args.data, self._shell.user_ns, "--data"))
+    def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
+        return validate(self._need_session(), args, self._shell.user_ns, panel)
+
+    def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Results of a prediction on a loader of the notebook."""
+        return predict(self._need_session(), args, self._shell.user_ns, panel)
 
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
@@ -214,7 +232,7 @@ class NotebookSession:
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return _interrupt_run(self._orchestrator.run)
+            return interrupt_run(self._orchestrator.run)
         if self._worker is not None and self._worker.alive:
             self._worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -293,7 +311,7 @@ class NotebookSession:
             view, lines = frame()
             return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), lines
 
-        watch(worker.wait, frame, last_frame, panel, lambda count: _interrupt_worker(worker, count))
+        watch(worker.wait, frame, last_frame, panel, lambda count: interrupt_worker(worker, count))
         last = worker.status()
         if last.state in _BAD_ENDS:
             raise ClusterError(f"worker {last.name} {last.state}: {last.detail}. To join again, run this cell again")
@@ -366,24 +384,8 @@ class NotebookSession:
             lambda: frame(run_view),
             lambda: frame(summary_view),
             panel,
-            lambda count: _interrupt_run(run, count),
+            lambda count: interrupt_run(run, count),
         )
         status: RunStatus = run.status()
         if status.state == "failed":
             run.result()
-
-
-def _interrupt_run(run: Any, count: int = 1) -> str:
-    stopping = run.status().state == "stopping"
-    run.interrupt()
-    if count == 1 and not stopping:
-        return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."
-    return "Aborting the step now; the model keeps the state of the last committed step."
-
-
-def _interrupt_worker(worker: Any, count: int) -> str:
-    if count == 1:
-        worker.leave()
-        return "Leaving after this step. Interrupt again to end the process now."
-    worker.kill()
-    return "The worker's process is ended."

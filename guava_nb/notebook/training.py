@@ -12,7 +12,10 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.tokens import near
 
-__all__ = ["resolve", "training_arguments"]
+__all__ = ["metrics_argument", "resolve", "training_arguments"]
+
+#: Names with commas between them.
+_NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
 
 #: Options that go on under the name on the right, if they were given: defaults have one home, and it is not here.
 _PASSED_ON = {
@@ -31,6 +34,9 @@ _PASSED_ON = {
     "seed": "seed",
     "shares": "shares",
     "optimizer_site": "optimizer_site",
+    "preprocess": "preprocess",
+    "augment": "augment",
+    "cache": "cache",
 }
 
 
@@ -51,6 +57,18 @@ def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
 
 
+def metrics_argument(text: str, namespace: Mapping[str, Any]) -> Any:
+    """The metrics of an option: names with commas, of variables here or of shared functions; or an expression.
+
+    Raises:
+        UsageError: the expression fails.
+    """
+    if not _NAMES.fullmatch(text.strip()):
+        return resolve(text, namespace, "--metrics")
+    names = [name.strip() for name in text.split(",")]
+    return {name.rpartition(":")[2]: namespace.get(name, name) for name in names}
+
+
 def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `start_training`; what was not given is left out.
 
@@ -63,6 +81,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         given["optimizer_args"] = optimizer_args
     if args.fresh:
         given["fresh"] = True
+    if args.cache_static:
+        given["cache_static"] = True
     if args.resume is not None:
         given["resume"] = Path(args.resume).expanduser()
     if args.fresh and args.resume is not None:
@@ -71,6 +91,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     given["train_loader"] = resolve(args.data, namespace, "--data")
     if args.val is not None:
         given["val_loader"] = resolve(args.val, namespace, "--val")
+    if args.metrics is not None:
+        given["metrics"] = metrics_argument(args.metrics, namespace)
     return given
 
 
@@ -92,6 +114,7 @@ def _check_companions(args: argparse.Namespace) -> None:
         ("scheduler_args", "scheduler"),
         ("scheduler_interval", "scheduler"),
         ("val_interval", "val"),
+        ("metrics", "val"),
     ):
         if getattr(args, option) is not None and getattr(args, needed) is None:
             raise UsageError(f"%guava_train: --{option.replace('_', '-')} needs --{needed}")

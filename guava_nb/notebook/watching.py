@@ -15,7 +15,7 @@ from typing import Any
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 
-__all__ = ["POLL_S", "Interrupted", "Interrupts", "watch"]
+__all__ = ["POLL_S", "Interrupted", "Interrupts", "interrupt_run", "interrupt_worker", "watch"]
 
 #: Seconds of one wait: how late an interrupt is noticed at most.
 POLL_S = 0.25
@@ -94,3 +94,21 @@ def _loop(
             say(on_interrupt(answered))
         if not ended:
             panel.update(frame)
+
+
+def interrupt_run(run: Any, count: int = 1) -> str:
+    """Do what the n-th interrupt of a watched run means; returns the sentence to say."""
+    stopping = run.status().state == "stopping"
+    run.interrupt()
+    if count == 1 and not stopping:
+        return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."
+    return "Aborting the step now; the model keeps the state of the last committed step."
+
+
+def interrupt_worker(worker: Any, count: int) -> str:
+    """Do what the n-th interrupt in a worker's cell means; returns the sentence to say."""
+    if count == 1:
+        worker.leave()
+        return "Leaving after this step. Interrupt again to end the process now."
+    worker.kill()
+    return "The worker's process is ended."

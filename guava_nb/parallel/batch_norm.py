@@ -8,18 +8,19 @@ squares would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, TrainingError
 
-__all__ = ["SyncedNorms"]
+__all__ = ["SyncedNorms", "explaining_few_rows"]
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -134,3 +135,39 @@ class SyncedNorms:
         finally:
             for norm in self._norms:
                 norm._stand_in = False
+
+
+def _too_few_rows(error: ValueError, models: Sequence[nn.Module]) -> TrainingError | None:
+    """Return what to say instead where a norm of theirs got one value per channel; None: the error is another one."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    named = [entry for model in models for entry in model.named_modules()]
+    norms = {id(module): (name, module) for name, module in named if isinstance(module, _NormBase)}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, norm = norms.get(id(frame.f_locals.get("self")), ("", None))
+        # The functions of torch that raise know no layer; the frame of the layer that called them does.
+        if norm is not None:
+            size = list(frame.f_locals["input"].shape)
+            share = "" if isinstance(norm, _Synced) else "use sync_batchnorm (statistics over all workers' rows), "
+            return TrainingError(
+                f"{name!r} ({type(norm).__name__}) got one value per channel, of an input of {size}, and training needs "
+                "2: a worker's share of the batch, or a micro-batch, is that small, the last batch of an epoch above "
+                f"all; {share}drop_last=True in the DataLoader, larger batches, or fewer workers or micro-batches"
+            )
+    return None
+
+
+@contextmanager
+def explaining_few_rows(*models: nn.Module) -> Iterator[None]:
+    """Say which norm got too few rows, and what to do, where torch says neither.
+
+    Raises:
+        TrainingError: instead of torch's ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        explained = _too_few_rows(error, models)
+        if explained is None:
+            raise
+        raise explained from error

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Criterion", "Loss", "MakeOptimizer", "Measured", "Objective", "measured"]
+__all__ = ["Criterion", "Forward", "Look", "Loss", "MakeOptimizer", "Measured", "Objective", "Predicted", "measured"]
 
 
 class Loss(Protocol):
@@ -36,10 +36,23 @@ class Loss(Protocol):
     def correct(self) -> Tensor | None: ...  # noqa: D102
 
 
-#: Runs a whole model on a batch of so many rows; with `judge` also counts right predictions.
-Objective = Callable[[nn.Module, Any, int, bool], Loss]
+#: Sees outputs, targets and rows, for whoever measures something beside the loss.
+Look = Callable[[Any, Any, int], None]
+
+
+class Objective(Protocol):
+    """Runs a whole model on a batch of so many rows; with `judge` also counts right predictions."""
+
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        """Return the loss; `look` sees outputs and targets."""
+
+
 #: Measures outputs against targets of so many rows: what the last stage of a pipeline calls.
 Criterion = Callable[[Any, Any, int], Loss]
+#: Calls a whole model with a batch and returns its outputs.
+Forward = Callable[[nn.Module, Any], Any]
+#: Outputs, and the rows that they are of.
+Predicted = tuple[Any, int]
 #: Makes the optimizer of named parameters, in the order given.
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 

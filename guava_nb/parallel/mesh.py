@@ -21,7 +21,7 @@ from guava_nb.errors import ConfigError
 __all__ = ["AXES", "MeshAxes", "axes_inside"]
 
 AXES = ("dp", "pp", "tp")
-#: For one operation inside a machine: who is lost is known by other means.
+#: For one operation: who is lost is known by other means, and others may compile or page for minutes.
 _TIMEOUT = datetime.timedelta(seconds=1800)
 
 
@@ -65,7 +65,9 @@ class MeshAxes:
             torch.cuda.set_device(device)
             torch.cuda.init()  # type: ignore[no-untyped-call]
         inside = axes_inside(sizes, machines)
-        if inside:
+        # Where an axis takes all ranks, torch's own mesh takes the default group for it. gloo's sends and receives keep the
+        # timeout that their group was met with, and that of the default group is a short one: for the meeting.
+        if inside or dist.get_backend() == "gloo":
             devices = _mixed(sizes, device, inside, inner)
         else:
             devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
@@ -101,13 +103,13 @@ def axes_inside(sizes: Mesh, machines: Sequence[int]) -> tuple[str, ...]:
 
 
 def _mixed(sizes: Mesh, device: torch.device, inside: Sequence[str], inner: str) -> DeviceMesh:
-    """A mesh whose axes `inside` have groups of the backend `inner`, the others groups like the default one."""
+    """A mesh of groups of its own: axes `inside` have the backend `inner`, the others that of the default group."""
     ranks = torch.arange(sizes.size).reshape(sizes.data, sizes.stages, sizes.tensor)
     mine = []
     for dim, axis in enumerate(AXES):
         backend = inner if axis in inside else None
         for members in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():  # every rank makes all, in order
-            group = dist.new_group(members, timeout=_TIMEOUT if backend else None, backend=backend)
+            group = dist.new_group(members, timeout=_TIMEOUT, backend=backend)
             if dist.get_rank() in members:
                 mine.append(group)
     return DeviceMesh.from_group(mine, device.type, ranks, mesh_dim_names=AXES)

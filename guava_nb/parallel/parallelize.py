@@ -25,6 +25,7 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.part import Part
 from guava_nb.parallel.plan_search import make_plan
 from guava_nb.parallel.plans import Plan, apply_plan
+from guava_nb.parallel.sharded_step import check_sharded_step
 from guava_nb.parallel.state import FullOrder
 from guava_nb.parallel.telling import describe
 from guava_nb.parallel.tensor_sums import TensorSums
@@ -78,7 +79,7 @@ def parallelize(
         from guava_nb.parallel.spread_stages import pipeline_part
 
         stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
-        stages.layout = describe(stages.begins, plan)
+        stages.layout = describe(stages.begins, stages.stage_parameters, plan)
         return stages
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
@@ -93,12 +94,14 @@ def parallelize(
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
     holding = hold(model, names, order, mesh)
     optimizer = make_optimizer(holding.named)
+    if data.sharded:
+        check_sharded_step(optimizer, mesh.axis("dp"), spec.zero_stage, device)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
     part = WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
-    part.layout = describe((), plan)
+    part.layout = describe((), (), plan)
     return part
 
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel import norm
-from guava_nb.parallel.loss import Criterion, MakeOptimizer, Measured
+from guava_nb.parallel.batch_norm import explaining_few_rows
+from guava_nb.parallel.loss import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
 from guava_nb.parallel.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.modes import evaluating, to_device
 from guava_nb.parallel.part import Part
@@ -26,6 +27,7 @@ from guava_nb.parallel.stages import Split, split_model
 from guava_nb.parallel.state import FullOrder, Piece, load_optimizer, load_tensor, optimizer_pieces, pieces_of
 from guava_nb.parallel.tally import Tally
 from guava_nb.parallel.tied import TiedParameters
+from guava_nb.parallel.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
@@ -38,6 +40,7 @@ class PipelinePart(Part):
 
     Attributes, beside those of every part:
         begins: full name of the module with which each stage of the pipeline begins.
+        stage_parameters: how many each stage of the pipeline has.
         buffers: full name to local buffer.
 
     Args:
@@ -71,8 +74,10 @@ class PipelinePart(Part):
         self._hooks = hooks or Hooks()
         self._total = self._ranks * spec.stages_per_rank
         self._rows = 0
-        self._order = FullOrder.of(model, make_optimizer(dict(model.named_parameters())))
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        self._order = FullOrder.of(model, optimizer)
         self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
+        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
         self._stages = {
             index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
         }
@@ -85,7 +90,7 @@ class PipelinePart(Part):
         self.model: nn.Module = nn.ModuleList(self._stages.values())
         self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
         self._collect_names()
-        self.optimizer = self._make_optimizer(make_optimizer)
+        self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 
     # ----------------------------------------------------------------------------------------------------- building
 
@@ -117,9 +122,10 @@ class PipelinePart(Part):
         #: What this rank speaks for: a tied parameter counts on the first rank that holds it.
         self._own = {name for name in (*self.named, *self.buffers) if first[name] == self._rank}
 
-    def _make_optimizer(self, make: MakeOptimizer) -> Optimizer:
+    def _make_optimizer(self, make: MakeOptimizer, whole: Optimizer) -> Optimizer:
+        chosen = {name for group in self._order.groups for name in group}
         # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
-        optimizer = make(self.named or {"": nn.Parameter(torch.empty(0, device=self._place.device))})
+        optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
         optimizer = self._hooks.spread_optimizer(optimizer, self.named)
         self._members = [
             [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
@@ -160,7 +166,8 @@ class PipelinePart(Part):
             tally.add(found)
             return found.value * (0.0 if stand_in else found.weight * factor)
 
-        self._programs.run(inputs, parts, sizes, loss)
+        with explaining_few_rows(*self._stages.values()):
+            self._programs.run(inputs, parts, sizes, loss)
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 
@@ -177,8 +184,11 @@ class PipelinePart(Part):
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
-        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`."""
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`.
+
+        `look` sees outputs, targets and rows of each micro-batch, on the last rank.
+        """
         if stand_in and not self._hooks.runs_stand_ins:
             return _NOTHING
         tally = Tally()
@@ -186,6 +196,8 @@ class PipelinePart(Part):
 
         def last(number: int, outputs: Any) -> None:
             tally.add(self._criterion(outputs, targets[number], sizes[number]))
+            if look is not None and not stand_in:
+                look(whole_logits(outputs), targets[number], sizes[number])
 
         count = min(self._spec.micro_batches, rows)
         sizes = micro_batch_sizes(rows, count)
@@ -194,12 +206,18 @@ class PipelinePart(Part):
         self._forward(batch[0], rows, sizes, last)
         return tally.measured(0 if stand_in else rows)
 
-    def predict_batch(self, inputs: Any, rows: int) -> list[Any]:
-        """Return the outputs of each micro-batch in evaluation mode, on the last rank; others return an empty list."""
-        outputs: list[Any] = []
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Return outputs and rows of each micro-batch in evaluation mode, on the last rank; others have none."""
+        if stand_in and not self._hooks.runs_stand_ins:
+            return []
+        outputs: list[Predicted] = []
         sizes = micro_batch_sizes(rows, min(self._spec.micro_batches, rows))
-        self._forward(inputs, rows, sizes, lambda number, output: outputs.append(output))
-        return outputs
+
+        def keep(number: int, output: Any) -> None:
+            outputs.append((whole_logits(output), sizes[number]))
+
+        self._forward(batch[0], rows, sizes, keep)
+        return [] if stand_in else outputs
 
     def _forward(self, inputs: Any, rows: int, sizes: Sequence[int], last: Callable[[int, Any], None]) -> None:
         parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
@@ -278,6 +296,15 @@ class PipelinePart(Part):
 def _without_modules(split: Split) -> Split:
     """Let go of the stages that other ranks run."""
     return Split((), split.begins, split.canonical, split.holders, split.buffers, split.keys)
+
+
+def _emptied(optimizer: Optimizer) -> Optimizer:
+    """Leave an optimizer its groups and their settings only."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+        group.pop("param_names", None)
+    return optimizer
 
 
 def _plain(name: str) -> str:

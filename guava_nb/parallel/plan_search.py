@@ -8,7 +8,8 @@ costs more traffic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -18,13 +19,12 @@ from guava_nb.config.modes import PLAN_KINDS, check_plan
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.plans import Plan, Region, Split, prove_plan
 from guava_nb.parallel.proof import Proof
+from guava_nb.parallel.proposals import Proposal
+from guava_nb.parallel.sameness import sameness
 from guava_nb.parallel.tensor_layers import ranges_of
 
 __all__ = ["make_plan"]
 
-_HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhead", "nheads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-_WIDTHS = ("embed_dim", "n_embd", "hidden_size", "d_model", "dim", "inner_dim", "all_head_size", "hidden_dim", "width")
 #: A layer that is in no pair is split only when it is large: the traffic is the same for a small one.
 _LARGE = 1 << 16
 
@@ -34,21 +34,23 @@ def make_plan(model: nn.Module, patterns: Mapping[str, str], ranks: int) -> Plan
 
     Args:
         model: whole; it is not changed.
-        patterns: shell pattern over module names to one of `PLAN_KINDS`, the first that matches counts; empty finds a plan.
+        patterns: shell pattern over module names to one of `PLAN_KINDS`, the first that matches counts; empty finds a plan,
+            and nothing but "replicate" finds one for the rest of the model.
         ranks: how many share each layer.
 
     Raises:
         ConfigError: a pattern fits nothing, a size cannot be split, or nothing in the model can be.
     """
     search = _Search(model, ranks)
-    plan = search.from_patterns(patterns) if patterns else search.automatic()
+    only_less = all(kind == "replicate" for kind in patterns.values())
+    plan = search.automatic(search.under(patterns)) if only_less else search.from_patterns(patterns)
     if not plan.splits:
         raise ConfigError(
             f"nothing in this model can be shared by {ranks} workers: no attention with {ranks} heads or more, no pair of "
             f"Linear layers, no embedding, no Linear of {_LARGE} weights; name layers in tensor_plan (--plan), or use another "
             "mode"
         )
-    return plan
+    return _under_all_names(plan, search.aliases)
 
 
 @dataclass(slots=True)
@@ -57,27 +59,36 @@ class _Search:
     ranks: int
     modules: dict[str, nn.Module] = field(init=False)
     tied: dict[str, set[str]] = field(init=False)
-    proofs: dict[str, tuple[Plan | None, bool]] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(init=False)
+    places: Counter[nn.Module | None] = field(init=False)
+    proofs: dict[Hashable, tuple[Plan | None, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
         self.tied = _ties(self.modules)
+        self.aliases = _aliases(self.model)
+        self.places = Counter(child for module in self.modules.values() for child in module._modules.values())
 
     # ------------------------------------------------------------------------------------------------------ automatic
 
-    def automatic(self) -> Plan:
+    def under(self, patterns: Mapping[str, str]) -> set[str]:
+        """Return the modules that patterns name, and all inside them."""
+        tops = tuple(f"{name}." for name in self._matched(patterns))
+        return {name for name in self.modules if f"{name}.".startswith(tops)} if tops else set()
+
+    def automatic(self, without: Set[str] = frozenset()) -> Plan:
         plan, spare = Plan({}), Plan({})
         for name, module in self.modules.items():
             if type(module) is nn.MultiheadAttention and self._splits_heads(module) and not self._is_tied(name):
-                plan |= Plan({name: Split("attention")})
+                plan |= Plan({name: Split("attention")}) if name not in without else Plan({})
         for name in self.modules:
             own = self._linears(name)
-            for proposal in [_Proposal.heads_of(self, name, own), *_Proposal.pairs_of(self, name, own)]:
-                if proposal is not None and not (proposal.names & set(plan.splits)):
+            for proposal in self._proposals(name, own):
+                if not (proposal.names & (set(plan.splits) | without)):
                     found, _ = self.prove(proposal)
                     plan |= found.under(name) if found else Plan({})
                     spare |= Plan({}) if found else proposal.joined().under(name)
-        plan |= self._rest(set(plan.splits))
+        plan |= self._rest(set(plan.splits) | without)
         # A small layer with whole activations around it costs more traffic than it saves, unless there is nothing else.
         return plan if plan.splits else spare
 
@@ -116,6 +127,10 @@ class _Search:
         prefix = f"{name}."
         return name in self.tied or any(other.startswith(prefix) for other in self.tied)
 
+    def _proposals(self, name: str, own: Mapping[str, nn.Linear]) -> list[Proposal]:
+        heads = Proposal.heads_of(self.modules[name], name, own, self.ranks)
+        return [*([heads] if heads else []), *Proposal.pairs_of(name, own, self.ranks)]
+
     def _linears(self, name: str) -> dict[str, nn.Linear]:
         return {
             child: m
@@ -123,9 +138,12 @@ class _Search:
             if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
         }
 
-    def prove(self, proposal: _Proposal) -> tuple[Plan | None, bool]:
+    def prove(self, proposal: Proposal) -> tuple[Plan | None, bool]:
         module = self.modules[proposal.parent]
-        key = f"{type(module)} {_numbers(module)} {module!r} {[tuple(p.shape) for p in module.parameters()]} {proposal.key}"
+        if any(self.places[self.modules[name]] > 1 for name in proposal.names):
+            # It runs in two places, of which a try sees one.
+            return None, True
+        key = (sameness(module), repr(proposal.plans))
         if key not in self.proofs:
             ran = False
             self.proofs[key] = (None, False)
@@ -213,160 +231,18 @@ class _Search:
             c: m for c, m in self._linears(parent).items() if kinds.get(f"{parent}.{c}".strip(".")) in PLAN_KINDS[:2]
         }
         chosen = {c: kinds[f"{parent}.{c}".strip(".")] for c in own}
-        for proposal in [_Proposal.heads_of(self, parent, own), *_Proposal.pairs_of(self, parent, own)]:
-            if proposal is not None and name.rpartition(".")[2] in proposal.local and proposal.follows(chosen):
+        for proposal in self._proposals(parent, own):
+            if name.rpartition(".")[2] in proposal.local and proposal.follows(chosen):
                 return self._user_proposal(proposal)
         kind = "column" if kinds[name] == "colwise" else "row"
         return Plan({name: Split(kind, ranges_of(size, self.ranks))})
 
-    def _user_proposal(self, proposal: _Proposal) -> Plan:
+    def _user_proposal(self, proposal: Proposal) -> Plan:
         found, ran = self.prove(proposal)
         if found is None and not ran:
             # It cannot be tried alone, and the user says so; the first step checks that gradients agree.
             return proposal.plans[0].under(proposal.parent)
         return (found or proposal.joined()).under(proposal.parent)
-
-
-@dataclass(slots=True)
-class _Proposal:
-    """Column and row layers of one module, and ways to split them with split activations between."""
-
-    parent: str
-    width: int
-    columns: dict[str, int]
-    row: tuple[str, int]
-    plans: list[Plan]
-    ranks: int
-
-    @property
-    def local(self) -> set[str]:
-        return {*self.columns, self.row[0]}
-
-    @property
-    def names(self) -> set[str]:
-        return {f"{self.parent}.{name}".strip(".") for name in self.local}
-
-    @property
-    def key(self) -> str:
-        return f"{sorted(self.local)}"
-
-    def follows(self, chosen: Mapping[str, str]) -> bool:
-        """Whether the user gave these layers these roles."""
-        return chosen.get(self.row[0]) == "rowwise" and all(chosen.get(name) == "colwise" for name in self.columns)
-
-    def joined(self) -> Plan:
-        """The split that is right for every forward: whole activations around each layer."""
-        splits = {name: Split("column", ranges_of(out, self.ranks)) for name, out in self.columns.items()}
-        name, size = self.row
-        return Plan({**splits, name: Split("row", ranges_of(size, self.ranks))})
-
-    @staticmethod
-    def pairs_of(search: _Search, parent: str, own: Mapping[str, nn.Linear]) -> list[_Proposal]:
-        """Layers that widen, one or several alike, followed by one that narrows again."""
-        found: list[_Proposal] = []
-        waiting: dict[str, nn.Linear] = {}
-        for name, linear in own.items():
-            ups = {n: m for n, m in waiting.items() if m.out_features == linear.in_features}
-            if ups and linear.in_features >= search.ranks and len({m.in_features for m in ups.values()}) == 1:
-                found.append(_Proposal._pair(search, parent, ups, name, linear))
-                waiting = {}
-            else:
-                waiting[name] = linear
-        return found
-
-    @staticmethod
-    def _pair(search: _Search, parent: str, ups: Mapping[str, nn.Linear], name: str, down: nn.Linear) -> _Proposal:
-        ranges = ranges_of(down.in_features, search.ranks)
-        splits = {n: Split("column", ranges, joined=False) for n in ups}
-        plan = Plan({**splits, name: Split("row", ranges, joined=False)}, regions=(Region(tuple(ups), name),))
-        columns = {n: m.out_features for n, m in ups.items()}
-        width = next(iter(ups.values())).in_features
-        return _Proposal(parent, width, columns, (name, down.in_features), [plan], search.ranks)
-
-    @staticmethod
-    def heads_of(search: _Search, parent: str, own: Mapping[str, nn.Linear]) -> _Proposal | None:
-        """Projections to heads and one from them, in a module that knows its number of heads."""
-        module, names = search.modules[parent], list(own)
-        heads = _number(module, _HEADS)
-        key_heads = _number(module, _KEY_HEADS) or heads
-        if heads is None or key_heads is None or len(own) < 2 or min(heads, key_heads) < search.ranks:
-            return None
-        ins, out = {n: own[n] for n in names[:-1]}, own[names[-1]]
-        if heads % key_heads or out.in_features % heads or len({m.in_features for m in ins.values()}) != 1:
-            return None
-        shape = _Heads(heads, key_heads, out.in_features // heads, search.ranks)
-        inside = shape.columns(ins)
-        if not inside:
-            return None
-        columns = {n: m.out_features for n, m in ins.items()}
-        width = next(iter(ins.values())).in_features
-        plans = [
-            Plan(
-                {
-                    **{n: Split("column", ranges, joined=False) for n, ranges in ways.items()},
-                    names[-1]: Split("row", shape.cut(key_heads, shape.group * shape.size), joined=False),
-                },
-                {"": attributes},
-                (Region(tuple(ins), names[-1]),),
-            )
-            for attributes in shape.attributes(module)
-            for ways in inside
-        ]
-        row = (names[-1], out.in_features)
-        return _Proposal(parent, width, columns, row, plans, search.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    heads: int
-    key_heads: int
-    size: int
-    ranks: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.key_heads
-
-    def cut(self, units: int, unit: int, repeats: int = 1) -> list[list[tuple[int, int]]]:
-        return ranges_of(units * unit * repeats, self.ranks, unit, repeats)
-
-    def columns(self, ins: Mapping[str, nn.Linear]) -> list[dict[str, list[list[tuple[int, int]]]]]:
-        """Ways to cut the projections, so that every rank has whole heads and their keys; empty: none."""
-        if len(ins) == 1 and self.heads == self.key_heads:
-            ((name, linear),) = ins.items()
-            if linear.out_features == 3 * self.heads * self.size:
-                # Query, key and value one after the other, or head after head.
-                return [{name: self.cut(self.heads, self.size, 3)}, {name: self.cut(self.heads, 3 * self.size)}]
-            return []
-        found = {}
-        for name, linear in ins.items():
-            if linear.out_features == self.heads * self.size:
-                found[name] = self.cut(self.key_heads, self.group * self.size)
-            elif linear.out_features == self.key_heads * self.size:
-                found[name] = self.cut(self.key_heads, self.size)
-            else:
-                return []
-        return [found]
-
-    def attributes(self, module: nn.Module) -> list[dict[str, tuple[int, ...]]]:
-        """Every rank's number of heads; with the widths that follow from it, and without."""
-        counts = [end - start for ((start, end),) in ranges_of(self.key_heads, self.ranks)]
-        own = {n: tuple(c * self.group for c in counts) for n in _HEADS if _number(module, (n,)) == self.heads}
-        own |= {n: tuple(counts) for n in _KEY_HEADS if _number(module, (n,)) == self.key_heads}
-        full = self.heads * self.size
-        widths = {
-            n: tuple(c * self.group * self.size for c in counts) for n in _WIDTHS if _number(module, (n,)) == full
-        }
-        return [own | widths, own] if widths else [own]
-
-
-def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    own = module.__dict__
-    return next((own[n] for n in names if isinstance(own.get(n), int) and not isinstance(own[n], bool)), None)
-
-
-def _numbers(module: nn.Module) -> dict[str, object]:
-    return {k: v for k, v in module.__dict__.items() if isinstance(v, int | float | str | bool)}
 
 
 def _ties(modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
@@ -382,6 +258,28 @@ def _ties(modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
             for name in names:
                 found.setdefault(name, set()).update(names)
     return found
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of each module that has several, by its first one."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def _under_all_names(plan: Plan, aliases: Mapping[str, list[str]]) -> Plan:
+    """A stage of a pipeline may hold a module by its second name only."""
+    splits = {name: plan.splits[first] for first in plan.splits for name in (first, *aliases.get(first, ()))}
+    attributes = {n: plan.attributes[first] for first in plan.attributes for n in (first, *aliases.get(first, ()))}
+    regions = [other for region in plan.regions for other in (region, *_elsewhere(region, aliases))]
+    return Plan(splits, attributes, tuple(regions), plan.partial)
+
+
+def _elsewhere(region: Region, aliases: Mapping[str, list[str]]) -> list[Region]:
+    prefix, _, row = region.row.rpartition(".")
+    columns = [name.rpartition(".")[2] for name in region.columns]
+    return [Region(tuple(f"{other}.{name}" for name in columns), f"{other}.{row}") for other in aliases.get(prefix, ())]
 
 
 def _is_vocab(module: nn.Module) -> bool:

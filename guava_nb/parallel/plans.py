@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from guava_nb.parallel.proof import Proof, prove
 from guava_nb.parallel.tensor_attention import SplitAttention
+from guava_nb.parallel.tensor_check import SplitLayers, check_on_first_batch
 from guava_nb.parallel.tensor_layers import ColumnLinear, Ranges, RowLinear, VocabEmbedding
 from guava_nb.parallel.tensor_ops import GroupRanks, Ranks
 from guava_nb.parallel.tensor_random import SplitRandomness
@@ -88,31 +90,56 @@ class Plan:
         )
 
 
-def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> None:
+def split_modules(root: nn.Module, plan: Plan, ranks: Ranks) -> list[SplitLayers]:
     """Replace modules in place.
 
     Args:
         root: the model, or a part of it.
         plan: names of it that are not in `root` are left out.
         ranks: who shares each layer.
+
+    Returns:
+        The regions of the plan of which all layers are here.
     """
     made: dict[str, nn.Module] = {}
     shared: dict[int, nn.Parameter] = {}
     names = [name for name, _ in root.named_modules(remove_duplicate=False)]
     parts: dict[nn.Module, nn.Module] = {}
     for name in names:
+        whole = root.get_submodule(name)
+        if whole in parts:
+            made[name] = parts[whole]
+            _replace(root, name, parts[whole])
+            continue
         split = plan.splits.get(name)
         # What no stage of a pipeline runs is kept there as bare parameters, and stays whole.
-        if split is not None and isinstance(whole := root.get_submodule(name), _SPLIT[split.kind]):
-            new = parts.get(whole) or _part(whole, split, ranks)
-            parts[whole] = made[name] = new
+        if split is not None and isinstance(whole, _SPLIT[split.kind]):
+            parts[whole] = made[name] = new = _part(whole, split, ranks)
             _keep_ties(whole, new, shared)
             _replace(root, name, new)
-    for name in names:
-        for attribute, values in plan.attributes.get(name, {}).items():
-            setattr(root.get_submodule(name), attribute, values[ranks.rank])
+    before = {name: _set_attributes(root.get_submodule(name), plan.attributes[name], ranks.rank)
+              for name in names if name in plan.attributes}  # fmt: skip
     for region in plan.regions:
         _share_randomness(region, made, ranks.rank)
+    return [here for region in plan.regions if (here := _region_in(root, region, made, before))]
+
+
+def _set_attributes(module: nn.Module, attributes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, Any]:
+    """Give attributes this rank's values, and return those that they had."""
+    before = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+    for name, values in attributes.items():
+        setattr(module, name, values[rank])
+    return before
+
+
+def _region_in(
+    root: nn.Module, region: Region, made: Mapping[str, nn.Module], before: Mapping[str, Mapping[str, Any]]
+) -> SplitLayers | None:
+    layers = {n: m for n in (*region.columns, region.row) if isinstance(m := made.get(n), ColumnLinear | RowLinear)}
+    if len(layers) <= len(region.columns):
+        return None
+    parent = region.row.rpartition(".")[0]
+    return SplitLayers(layers, {root.get_submodule(parent): before[parent]} if before.get(parent) else {})
 
 
 def _part(whole: nn.Module, split: Split, ranks: Ranks) -> nn.Module:
@@ -166,7 +193,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: boo
     Returns:
         Full names of the whole parameters here whose gradients must be added up over the ranks.
     """
-    split_modules(model, plan, GroupRanks(group))
+    check_on_first_batch(model, split_modules(model, plan, GroupRanks(group)))
     for name, module in model.named_modules():
         if isinstance(module, ColumnLinear) and plan.splits[name].kind == "head":
             module.gathers_late = late

@@ -84,9 +84,11 @@ class Programs:
         return number, order
 
     def _program(self, number: int, order: int, sizes: tuple[int, ...], parts: Sequence[Any]) -> Program:
-        """Return what runs this shape, made anew where the first rank asks for it."""
-        if order == _KEEP and number in self._programs:
-            return self._programs[number]
+        """Return what runs this shape, made anew where the first rank asks for it; `_keep` takes it back."""
+        # A batch that fails leaves torch's stages in its middle, so what runs one is not kept until it has ended well.
+        kept = self._programs.pop(number, None)
+        if order == _KEEP and kept is not None:
+            return kept
         shapes = self._probe(sizes, parts) if order == _PROBE else self._shapes.get(number)
         if shapes is None or order == _KEEP:
             raise CollectiveError(

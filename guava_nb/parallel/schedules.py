@@ -101,7 +101,7 @@ class _Station(nn.Module):
         self._inputs = inputs
         self._number = 0
         self.outputs: dict[int, tuple[Any, list[Tensor]]] = {}
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def forward(self, *arrived: Tensor) -> Any:
         # Torch's schedules run the micro-batches of a stage in their order; the numbers that it passes to the first
@@ -208,6 +208,8 @@ class Program:
             self._schedule.step(*args, target=target)
         except RuntimeError as error:
             failure = next((s.failure for s in self._stations.values() if s.failure is not None), None)
+            # What a backward raises has no place of its own, but torch names it as the cause of its text.
+            failure = failure or error.__cause__
             if failure is None or failure is error:
                 raise
             raise failure from None

@@ -36,6 +36,8 @@ class Sharded:
         names: full names of the sharded parameters, in order.
         factor: what a loss must be multiplied with, so that FSDP2's mean is a sum.
         replicas: the group of the replicas.
+        groups: modules with a group of their own, the model last.
+        began: the model was run, so FSDP2 has made what it needs for that.
     """
 
     root: nn.Module
@@ -44,6 +46,7 @@ class Sharded:
     factor: float
     replicas: dist.ProcessGroup
     groups: list[FSDPModule] = field(default_factory=list)
+    began: bool = False
 
     def drop_unused(self, named: Mapping[str, nn.Parameter]) -> None:
         """End a step: a parameter that no replica used has no gradient, as in plain PyTorch."""
@@ -63,8 +66,12 @@ class Sharded:
     def recover(self) -> None:
         """Let FSDP2 forget an iteration that raised; before torch 2.12 it cannot, and a new group is needed."""
         for group in self.groups[-1:]:
-            if hasattr(group, "reset_iter_state"):
+            if self.began and hasattr(group, "reset_iter_state"):
                 group.reset_iter_state()
+
+    def begin(self, *_: object) -> None:
+        """The model is about to run; FSDP2's own hook, which comes first, is through."""
+        self.began = True
 
 
 def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: Mapping[str, str]) -> Sharded:
@@ -106,6 +113,7 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
             ) from error
         assert isinstance(module, FSDPModule)
         sharded.groups.append(module)
+    model.register_forward_pre_hook(sharded.begin)
     sharded.factor = _sum_not_mean(sharded.groups, mesh.size())
     return sharded
 

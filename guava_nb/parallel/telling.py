@@ -9,6 +9,9 @@ from guava_nb.parallel.plans import Plan
 
 __all__ = ["describe"]
 
+#: How far above its fair share a stage may be before somebody should look at it.
+_UNEVEN = 1.7
+
 _WORDS = {
     "column": "columns of {}",
     "row": "rows of {}",
@@ -18,17 +21,26 @@ _WORDS = {
 }
 
 
-def describe(begins: Sequence[str], plan: Plan) -> str:
+def describe(begins: Sequence[str], counts: Sequence[int], plan: Plan) -> str:
     """Say where stages begin and what ranks share; "" where there is neither.
 
     Args:
         begins: full name of the module that each stage begins with; empty without stages.
+        counts: parameters of each stage.
         plan: of the whole model.
     """
     texts = []
     if len(begins) > 1:
-        stages = ", ".join(f"{number + 1} with {name}" for number, name in enumerate(begins))
+        sized = zip(begins, counts, strict=True)
+        stages = ", ".join(f"{at + 1} with {name} ({count:,} parameters)" for at, (name, count) in enumerate(sized))
         texts.append(f"stages begin: {stages}")
+        most, fair = max(counts), sum(counts) / len(counts)
+        if most > _UNEVEN * fair:
+            texts.append(
+                f"stage {counts.index(most) + 1} has {most / fair:.1f} times its fair share, because the model can be cut "
+                "at calls of whole modules only: call its blocks one by one in the model's forward, or put them into an "
+                "nn.Sequential"
+            )
     kinds: dict[str, list[str]] = {}
     for name, split in plan.splits.items():
         kinds.setdefault(split.kind, []).append(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,6 +42,12 @@ def part_of(parameter: Tensor, layout: Layout) -> nn.Parameter:
     return nn.Parameter(layout.cut(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
+def _order(ranges: Ranges) -> Tensor | None:
+    """Return where each element of the ranks' parts, one after the other, lies in the whole; None: in its own place."""
+    order = torch.cat([torch.arange(start, end) for own in ranges for start, end in own])
+    return None if torch.equal(order, torch.arange(len(order))) else order
+
+
 def _lengths(ranges: Ranges) -> list[int]:
     return [sum(end - start for start, end in own) for own in ranges]
 
@@ -57,7 +64,7 @@ class ColumnLinear(nn.Module):
         self.gathers = gathers
         self.gathers_late = False
         self.randomness: SplitRandomness | None = None
-        self.lengths = _lengths(ranges)
+        self.lengths, self.order = _lengths(ranges), _order(ranges)
         self.in_features, self.out_features = linear.in_features, self.lengths[ranks.rank]
         own = ranges[ranks.rank]
         self.layouts = {"weight": Layout.ranges(tuple(linear.weight.shape), 0, own)}
@@ -74,7 +81,10 @@ class ColumnLinear(nn.Module):
             self.randomness.enter(id(self), input.device)
         if self.gathers_late:
             return SplitLogits(output, self.lengths, self.ranks)
-        return gather(output, self.ranks, self.lengths) if self.gathers else output
+        if not self.gathers:
+            return output
+        whole = gather(output, self.ranks, self.lengths)
+        return whole if self.order is None else whole.index_select(-1, self.order.argsort().to(whole.device))
 
 
 class RowLinear(nn.Module):
@@ -85,7 +95,7 @@ class RowLinear(nn.Module):
         self.ranks = ranks
         self.scatters = scatters
         self.randomness: SplitRandomness | None = None
-        self.lengths = _lengths(ranges)
+        self.lengths, self.order = _lengths(ranges), _order(ranges)
         self.in_features, self.out_features = self.lengths[ranks.rank], linear.out_features
         self.layouts = {"weight": Layout.ranges(tuple(linear.weight.shape), 1, ranges[ranks.rank])}
         self.weight = part_of(linear.weight, self.layouts["weight"])
@@ -96,6 +106,8 @@ class RowLinear(nn.Module):
         if self.randomness is not None and self.training:
             self.randomness.leave(input.device)
         if self.scatters:
+            if self.order is not None:
+                input = input.index_select(-1, self.order.to(input.device))
             input = scatter(input, self.ranks, self.lengths)
         output = total(functional.linear(input, self.weight), self.ranks)
         return output if self.bias is None else output + self.bias

@@ -44,7 +44,15 @@ class _OuterTracer(fx.Tracer):
 
     def __init__(self, enter: Collection[str]) -> None:
         super().__init__()
+        self.inside: list[nn.Module] = []
         self._enter = {_ROOT, *(f"{_ROOT}.{name}" for name in enter)}
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.inside.append(m)
+        loop = _LOOPS.get(type(m).forward)
+        result = super().call_module(m, forward if loop is None else functools.partial(loop, m), args, kwargs)
+        self.inside.pop()  # not after an error: the innermost one is where it happened
+        return result
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._enter and not is_plain_sequential(m)
@@ -53,6 +61,44 @@ class _OuterTracer(fx.Tracer):
         if _in_assertion(sys._getframe(1)):
             return True
         return bool(super().to_bool(obj))
+
+
+def _encoder(
+    module: nn.TransformerEncoder, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+) -> Any:
+    """What the forward of torch's encoder does while training: its own asks tensors which of its kernels would do."""
+    if src_key_padding_mask is not None and mask is None and getattr(module, "use_nested_tensor", True):
+        raise ConfigError(
+            "an nn.TransformerEncoder with a padding mask packs its rows in evaluation, all layers at once; make it with "
+            "enable_nested_tensor=False to cut between its layers"
+        )
+    given = {"src_mask": mask, "is_causal": bool(is_causal), "src_key_padding_mask": src_key_padding_mask}
+    for layer in module.layers:
+        src = layer(src, **given)
+    return src if module.norm is None else module.norm(src)
+
+
+def _decoder(
+    module: nn.TransformerDecoder, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None,
+    tgt_key_padding_mask: Any = None, memory_key_padding_mask: Any = None, tgt_is_causal: Any = None,
+    memory_is_causal: bool = False,
+) -> Any:  # fmt: skip
+    """The same for torch's decoder."""
+    given = {
+        "tgt_mask": tgt_mask, "memory_mask": memory_mask, "tgt_key_padding_mask": tgt_key_padding_mask,
+        "memory_key_padding_mask": memory_key_padding_mask, "tgt_is_causal": bool(tgt_is_causal),
+        "memory_is_causal": memory_is_causal,
+    }  # fmt: skip
+    for layer in module.layers:
+        tgt = layer(tgt, memory, **given)
+    return tgt if module.norm is None else module.norm(tgt)
+
+
+#: A causal mask is given as a mask in any case; the hint that it is one only chooses a kernel.
+_LOOPS: dict[Any, Callable[..., Any]] = {
+    nn.TransformerEncoder.forward: _encoder,
+    nn.TransformerDecoder.forward: _decoder,
+}
 
 
 def is_plain_sequential(module: nn.Module) -> bool:
@@ -112,18 +158,19 @@ def _sequential_graph(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 
 
 def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str, Any]]:
-    single = _Single(model)
+    single, tracer = _Single(model), _OuterTracer(enter)
     try:
         with _factories_followed():
-            graph = _OuterTracer(enter).trace(single)
+            graph = tracer.trace(single)
     except ConfigError:
         raise
     except Exception as error:
+        where = type(tracer.inside[-1] if tracer.inside else model).__name__
         name = type(model).__name__
         raise ConfigError(
-            f"{name} cannot be cut into stages: {_first_line(error)}. Its outer forward is followed without values, so "
-            "it must not branch on tensors or their sizes. Move that into a submodule, or write the model as an "
-            "nn.Sequential of its blocks"
+            f"{name} cannot be cut into stages: in the forward of {where}, {_first_line(error)}. What holds a cut is "
+            "followed without values, so it must not branch on tensors or their sizes. Move that into a submodule, write "
+            f"the model as an nn.Sequential of its blocks{'' if where == name else f', or call what {where} holds yourself'}"
         ) from error
     return graph, _named_objects(graph, single)
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from guava_nb.parallel.tensor_ops import Ranks, gather
 
-__all__ = ["SplitLogits", "split_cross_entropy"]
+__all__ = ["SplitLogits", "split_cross_entropy", "whole_logits"]
 
 
 class SplitLogits(Tensor):
@@ -59,21 +59,23 @@ class SplitLogits(Tensor):
         if func in _LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*_whole(args), **_whole(kwargs or {}))
+        return func(*whole_logits(args), **whole_logits(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run whatever comes past `__torch_function__` on whole logits."""
-        return func(*_whole(args), **_whole(kwargs or {}))
+        return func(*whole_logits(args), **whole_logits(kwargs or {}))
 
 
-def _whole(value: Any) -> Any:
+def whole_logits(value: Any) -> Any:
+    """Return a nested value with all split logits in it put together; all ranks must call it alike."""
     if isinstance(value, SplitLogits):
         return value.gathered()
     if isinstance(value, tuple | list):
-        return type(value)(_whole(entry) for entry in value)
+        entries = [whole_logits(entry) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if isinstance(value, dict):
-        return {key: _whole(entry) for key, entry in value.items()}
+        return {key: whole_logits(entry) for key, entry in value.items()}
     return value
 
 

@@ -12,17 +12,24 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel import norm
+from guava_nb.parallel.batch_norm import explaining_few_rows
 from guava_nb.parallel.buffers import kept_buffers
 from guava_nb.parallel.data_axis import DataAxis
 from guava_nb.parallel.holding import Holding
-from guava_nb.parallel.loss import Measured, Objective, measured
+from guava_nb.parallel.loss import Forward, Look, Measured, Objective, Predicted, measured
 from guava_nb.parallel.modes import evaluating
 from guava_nb.parallel.state import Piece
 from guava_nb.parallel.tensor_sums import TensorSums
+from guava_nb.parallel.vocab_loss import whole_logits
 
 __all__ = ["WholePart"]
 
 _NOTHING = Measured(0.0, 0.0, None, 0)
+
+
+def _whole(look: Look) -> Look:
+    """Let a user's metric see whole logits: not everything it may do with them works on a part."""
+    return lambda outputs, targets, rows: look(whole_logits(outputs), targets, rows)
 
 
 class WholePart:
@@ -97,7 +104,8 @@ class WholePart:
 
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
-            loss = self._objective(self.model, batch, rows, False)
+            with explaining_few_rows(self.model):
+                loss = self._objective(self.model, batch, rows, False)
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -118,16 +126,26 @@ class WholePart:
         self._tensor.finish(self.named)
         self._rows = 0
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False) -> Measured:
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
         """Do a forward only, in evaluation mode."""
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
         with torch.no_grad(), evaluating(self.model), standing:
-            loss = self._objective(self.model, batch, rows, True)
+            loss = self._objective(self.model, batch, rows, True, None if stand_in or look is None else _whole(look))
         # What FSDP2 gathered for this forward would be stale after the next load.
         self._data.release()
         return _NOTHING if stand_in else measured(loss, rows)
+
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Return the outputs, in evaluation mode; none for a stand-in."""
+        if stand_in and not self._data.runs_stand_ins:
+            return []
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
+            outputs = whole_logits(forward(self.model, batch))  # all ranks that share the layers gather alike
+        self._data.release()
+        return [] if stand_in else [(outputs, rows)]
 
     # ------------------------------------------------------------------------------------------------------- gradients
 

@@ -11,7 +11,17 @@ from collections.abc import Callable
 import msgspec
 
 from guava_nb.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
-from guava_nb.protocol.header import CHANNELS, CONTINUATION, HEADER_BYTES, Header, Limits, check_header, unpack_header
+from guava_nb.protocol.compression import decompress_into
+from guava_nb.protocol.header import (
+    CHANNELS,
+    CHUNK_BYTES,
+    CONTINUATION,
+    HEADER_BYTES,
+    Header,
+    Limits,
+    check_header,
+    unpack_header,
+)
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
 from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.tensors import check_tensors
@@ -47,7 +57,7 @@ class Arrived(msgspec.Struct, frozen=True):
 class _Incoming:
     """A message of which not everything has come."""
 
-    __slots__ = ("header", "message", "payload", "received_bytes", "wire_bytes")
+    __slots__ = ("header", "message", "packed", "payload", "received_bytes", "wire_bytes")
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -55,6 +65,7 @@ class _Incoming:
         self.payload: memoryview | bytes = b""
         self.received_bytes = 0
         self.wire_bytes = header.record_bytes
+        self.packed = False  # whether the chunk at hand is compressed
 
     @property
     def left_bytes(self) -> int:
@@ -92,6 +103,7 @@ class Decoder:
         "_incoming",
         "_last",
         "_open",
+        "_packed",
         "_staging",
         "_start",
         "_streaming",
@@ -120,6 +132,7 @@ class Decoder:
         self._target: memoryview | None = None  # where this stage's bytes are gathered, when not in the staging area
         self._open: list[_Incoming | None] = [None] * len(CHANNELS)  # messages with more frames to come
         self._last = [0] * len(CHANNELS)  # last sequence per channel; 0 before the first
+        self._packed: memoryview | None = None  # where compressed chunks are gathered, once there was one
         self._streaming = False  # a long payload is open: read no further than this stage and save the copy
 
     @property
@@ -203,7 +216,7 @@ class Decoder:
             elif incoming.message is None:
                 self._record_came(incoming)
             else:
-                incoming.received_bytes += self._wanted
+                incoming.received_bytes += self._chunk_bytes(incoming)
                 self._frame_came(incoming, arrived)
 
     def _stage_is_whole(self) -> bool:
@@ -250,17 +263,32 @@ class Decoder:
         if header.sequence != first.sequence or header.payload_bytes != first.payload_bytes:
             raise RemoteProtocolError(f"the peer went on with another message than {first.sequence} on {name}")
         self._incoming = incoming
-        self._expect_chunk(incoming, header.chunk_bytes)
+        self._expect_chunk(incoming, header)
 
-    def _expect_chunk(self, incoming: _Incoming, chunk_bytes: int) -> None:
+    def _expect_chunk(self, incoming: _Incoming, header: Header) -> None:
+        chunk_bytes = header.chunk_bytes
         if chunk_bytes > incoming.left_bytes:
             raise RemoteProtocolError(
                 f"the peer sent {chunk_bytes} bytes where {incoming.left_bytes} are left of a payload"
             )
         incoming.wire_bytes += HEADER_BYTES + chunk_bytes
+        incoming.packed = bool(header.flags)
+        if incoming.packed:
+            self._packed = self._packed or memoryview(bytearray(CHUNK_BYTES))
+            self._expect(chunk_bytes, self._packed[:chunk_bytes])
+            return
         start = incoming.received_bytes
         payload = incoming.payload[start : start + chunk_bytes]
         self._expect(chunk_bytes, payload if isinstance(payload, memoryview) else None)
+
+    def _chunk_bytes(self, incoming: _Incoming) -> int:
+        """How far a chunk that is whole brings the payload."""
+        if not incoming.packed:
+            return self._wanted
+        assert self._packed is not None and isinstance(incoming.payload, memoryview)
+        start = incoming.received_bytes
+        target = incoming.payload[start : start + CHUNK_BYTES]
+        return decompress_into(self._packed[: self._wanted], target)
 
     def _record_came(self, incoming: _Incoming) -> None:
         header = incoming.header
@@ -276,7 +304,7 @@ class Decoder:
                 self._open[header.channel] = incoming
                 self._streaming = self._streaming or header.payload_bytes >= _STAGING_BYTES
         # A message without payload waits for a chunk of no bytes, which is whole at once.
-        self._expect_chunk(incoming, header.chunk_bytes)
+        self._expect_chunk(incoming, header)
 
     def _payload(self, num_bytes: int) -> memoryview:
         try:

@@ -14,6 +14,7 @@ from guava_nb.errors import LocalProtocolError, RemoteProtocolError
 from guava_nb.protocol.decoder import Arrived, Decoder
 from guava_nb.protocol.header import (
     CHUNK_BYTES,
+    COMPRESSED,
     CONTINUATION,
     HEADER_BYTES,
     MAGIC,
@@ -22,8 +23,9 @@ from guava_nb.protocol.header import (
     WIRE_VERSION,
     Limits,
     pack_header,
+    unpack_header,
 )
-from guava_nb.protocol.messages import KIND_OF, Channel, Message
+from guava_nb.protocol.messages import KIND_OF, Channel, Message, counted_as
 from guava_nb.protocol.tensors import check_tensors
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Limits",
     "OutgoingMessage",
     "check_tensors",
+    "pack_chunk",
 ]
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -85,6 +88,11 @@ class OutgoingMessage:
         self._record = _encode(message, self.payload_bytes)
         self.total_bytes = HEADER_BYTES + len(self._record) + self.payload_bytes
 
+    @property
+    def counted_as(self) -> Channel:
+        """The channel under which its bytes are reported."""
+        return self.channel if self.channel is not Channel.BATCH else counted_as(self.message, self.payload_bytes)
+
     def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
         """Cut the message into frames, from its start, as often as asked.
 
@@ -111,6 +119,20 @@ class OutgoingMessage:
     def __repr__(self) -> str:
         name = type(self.message).__name__
         return f"<{name} {self.channel.name} #{self.sequence}, payload {self.payload_bytes} bytes>"
+
+
+def pack_chunk(head: memoryview | bytes, packed: bytes) -> list[memoryview | bytes]:
+    """Return a frame whose chunk was compressed.
+
+    Args:
+        head: header and record of the frame as it was.
+        packed: its chunk as one zstd frame, smaller than the chunk.
+    """
+    fields = unpack_header(memoryview(head), 0)
+    header = pack_header(
+        fields.kind, fields.channel, fields.sequence, fields.record_bytes, len(packed), fields.payload_bytes, COMPRESSED
+    )
+    return [header + bytes(head[HEADER_BYTES:]), packed]
 
 
 def _flat(buffer: memoryview) -> memoryview:

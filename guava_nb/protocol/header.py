@@ -26,6 +26,7 @@ from guava_nb.protocol.messages import (
 
 __all__ = [
     "CHANNELS",
+    "COMPRESSED",
     "CHUNK_BYTES",
     "CONTINUATION",
     "HEADER_BYTES",
@@ -48,6 +49,8 @@ CHUNK_BYTES = 1 << 20
 MAX_SEQUENCE = (1 << 63) - 1
 #: Kind of a frame that goes on with a payload.
 CONTINUATION = 0
+#: Flag of a frame whose chunk is one zstd frame.
+COMPRESSED = 1
 #: Records about the connection itself. They carry sequence 0, are never re-sent and need no credit.
 UNSEQUENCED: frozenset[type[Message]] = frozenset({Attach, Attached, Refused, Ping, Pong, Ack, Goodbye})
 #: Channels by number; looking one up here is quicker than making it.
@@ -64,10 +67,12 @@ class Limits:
     Attributes:
         max_record_bytes: most bytes of one msgpack record.
         max_payload_bytes: most payload bytes of one message.
+        compressed: this side offered to read compressed chunks.
     """
 
     max_record_bytes: int = 8 << 20
     max_payload_bytes: int = 64 << 30
+    compressed: bool = False
 
     @classmethod
     def before_join(cls) -> Limits:
@@ -83,10 +88,10 @@ class Header(NamedTuple):
         version: `WIRE_VERSION`.
         kind: number of the record, or `CONTINUATION`.
         channel: the traffic class.
-        flags: 0; reserved.
+        flags: `COMPRESSED` or 0.
         sequence: number of the message on its channel; 0 for the records in `UNSEQUENCED`.
         record_bytes: length of the msgpack record that follows; 0 in a continuation.
-        chunk_bytes: payload bytes that follow in this frame.
+        chunk_bytes: bytes of the chunk that follows in this frame, as they are on the wire.
         payload_bytes: payload bytes of the whole message, the same in each of its frames.
     """
 
@@ -102,10 +107,10 @@ class Header(NamedTuple):
 
 
 def pack_header(
-    kind: int, channel: int, sequence: int, record_bytes: int, chunk_bytes: int, payload_bytes: int
+    kind: int, channel: int, sequence: int, record_bytes: int, chunk_bytes: int, payload_bytes: int, flags: int = 0
 ) -> bytes:
     """Make the 32 bytes of a header; lengths in bytes."""
-    return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, channel, 0, sequence, record_bytes, chunk_bytes, payload_bytes)
+    return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, channel, flags, sequence, record_bytes, chunk_bytes, payload_bytes)
 
 
 def unpack_header(buffer: memoryview, start: int) -> Header:
@@ -121,7 +126,7 @@ def check_header(header: Header, limits: Limits) -> None:
         FrameTooLarge: a length beyond `limits` or `CHUNK_BYTES`.
         RemoteProtocolError: anything else that no peer of this version sends.
     """
-    _check_identity(header)
+    _check_identity(header, limits)
     _check_lengths(header, limits)
     if header.kind == CONTINUATION:
         return
@@ -130,7 +135,7 @@ def check_header(header: Header, limits: Limits) -> None:
         raise RemoteProtocolError(f"the peer sent {name} with sequence {header.sequence}, which it cannot have")
 
 
-def _check_identity(header: Header) -> None:
+def _check_identity(header: Header, limits: Limits) -> None:
     magic, version, kind, channel, flags = header[:5]
     if magic != MAGIC:
         raise RemoteProtocolError(f"the peer sent {magic!r} where a frame begins with {MAGIC!r}: the stream is damaged")
@@ -142,8 +147,10 @@ def _check_identity(header: Header) -> None:
         raise RemoteProtocolError(f"the peer sent a record of kind {kind}, which wire version {WIRE_VERSION} has not")
     if channel >= len(CHANNELS):
         raise RemoteProtocolError(f"the peer sent a frame on channel {channel}; there are {len(CHANNELS)}")
-    if flags:
+    if flags & ~COMPRESSED:
         raise RemoteProtocolError(f"the peer set the reserved flags {flags:#04x}")
+    if flags and not limits.compressed:
+        raise RemoteProtocolError("the peer sent a compressed chunk, which this side did not offer to read")
 
 
 def _check_lengths(header: Header, limits: Limits) -> None:
@@ -160,5 +167,7 @@ def _check_lengths(header: Header, limits: Limits) -> None:
         raise FrameTooLarge(f"the peer announced {chunk_bytes} payload bytes in one frame; the limit is {CHUNK_BYTES}")
     if chunk_bytes > payload_bytes or (payload_bytes and not chunk_bytes):
         raise RemoteProtocolError(f"the peer sent a frame with {chunk_bytes} bytes of a payload of {payload_bytes}")
+    if header.flags and not chunk_bytes:
+        raise RemoteProtocolError("the peer sent a compressed chunk without bytes")
     if (kind == CONTINUATION) != (record_bytes == 0):
         raise RemoteProtocolError(f"the peer sent a frame of kind {kind} with a record of {record_bytes} bytes")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CONTROL_CHANNELS", "KIND_OF", "MESSAGE_KINDS", "Channel", "Message", "channel_of"]
+__all__ = ["CONTROL_CHANNELS", "KIND_OF", "MESSAGE_KINDS", "Channel", "Message", "channel_of", "counted_as"]
 
 
 class Channel(IntEnum):
@@ -85,6 +85,7 @@ class Attach(Message, frozen=True):
         last_generation: generation of the last committed step, -1 before the first.
         last_step: last committed step, -1 before the first.
         last_kind: kind number of the last message handled.
+        codecs: how chunks that come here may be compressed.
     """
 
     session_id: bytes
@@ -95,10 +96,11 @@ class Attach(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Attached(Message, frozen=True):
-    """Listener to dialler: accepted; `received` as in `Attach`, `resumed` tells whether the session was known."""
+    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`, `resumed`: the session was known."""
 
     resumed: bool
     received: dict[int, int]
@@ -106,6 +108,7 @@ class Attached(Message, frozen=True):
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Refused(Message, frozen=True):
@@ -162,6 +165,7 @@ class Hello(Message, frozen=True):
     accepts_source: bool = True
     speed_hint: float = 1.0
     host_id: str = ""  # the same for processes that share one machine and its network
+    own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
 
 
 class Accept(Message, frozen=True):
@@ -185,6 +189,16 @@ class Factory(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     args: dict[str, Any] = {}
+
+
+class MetricSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One figure of a validation: its name in the result, and what makes it.
+
+    The factory names a function `metric(outputs, targets)` or something that makes a torchmetrics metric.
+    """
+
+    name: str
+    factory: Factory
 
 
 class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -222,11 +236,63 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     path: str = "auto"
 
 
+class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Whether and where workers keep rows of batches.
+
+    Attributes:
+        mode: "memory" or "disk".
+        budget_bytes: what the rows of one worker may take.
+        directory: folder on the worker's machine, for "disk"; "" is the worker's own choice.
+    """
+
+    mode: str
+    budget_bytes: int
+    directory: str = ""
+
+
+class DataSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A data set that lies at the workers: who makes it there, and what it must be like.
+
+    Attributes:
+        factory: called there; gives a data set with a length and samples by index.
+        collate: makes a batch of a list of samples; None is torch's own.
+        check: compare a few samples between workers.
+        length: samples, equal at all workers; -1 while it is asked for.
+        probe: digest of those few samples.
+    """
+
+    factory: Factory
+    collate: Factory | None = None
+    check: bool = True
+    length: int = -1
+    probe: str = ""
+
+
+class CachedRows(msgspec.Struct, frozen=True, array_like=True):
+    """How the rows of one part are put together from what came and what the worker holds.
+
+    What came is the part with the rows that were sent, and all that is not per row.
+
+    Attributes:
+        keys: 16 bytes per row, BLAKE2b of the row's entry (`guava_nb.data.rows`); empty: the part came whole.
+        states: a byte per row: 0 held by the worker, or the same as an earlier row; 1 sent; 2 sent, and to be kept.
+        marks: a byte per tensor, array, list or tuple of the part, depth first: 1 if it has one entry per row.
+        slots: for each of those marked 1 which leaf of an entry it is; a tensor that occurs twice is one leaf.
+        drop: keys of rows to be dropped first, 16 bytes each.
+    """
+
+    keys: bytes = b""
+    states: bytes = b""
+    marks: bytes = b""
+    slots: tuple[int, ...] = ()
+    drop: bytes = b""
+
+
 class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """All a worker needs to take part in a run, as plain data.
 
     Attributes:
-        model: factory of the model; None when the worker brings its own (program "worker").
+        model: factory of the model; named "@model" when it lives in the worker's own process (program "worker").
         criterion: `loss(outputs, targets)`; exactly one of criterion and step is set.
         step: `step(model, batch)`.
         optimizer: torch.optim class name with args, or a shared function of the named parameters.
@@ -242,6 +308,11 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         threads: torch intra-op threads per worker; None leaves torch's choice.
         deterministic: only deterministic kernels; torch raises where there is none.
         parallel: how the model is spread, with the `group` exchange; None: whole replicas and the `star` exchange.
+        metrics: of the run's validations; here so that a worker that cannot make them says so before training.
+        preprocess: function of a batch that runs on the worker's device for every batch, before the model.
+        augment: likewise before it, in training only, drawing from the shard's own random state.
+        cache: what workers keep of the batches they got; None keeps nothing.
+        data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
     """
 
     model: Factory | None
@@ -260,6 +331,11 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     threads: int | None = None
     deterministic: bool = False
     parallel: ParallelSpec | None = None
+    metrics: tuple[MetricSpec, ...] = ()
+    preprocess: Factory | None = None
+    augment: Factory | None = None
+    cache: CacheSpec | None = None
+    data: tuple[DataSpec, ...] = ()
 
 
 class Prepare(Message, frozen=True):
@@ -270,11 +346,22 @@ class Prepare(Message, frozen=True):
     spec: RunSpec
 
 
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter or buffer of a model that lives at the worker."""
+
+    name: str  # full, with dots
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str  # "parameter", "frozen" (no gradient), "buffer" or "hidden" (a buffer outside the state dict)
+    same_as: str = ""  # full name of the first place where the same tensor stands
+
+
 class Prepared(Message, frozen=True):
     """Worker to orchestrator: built, or why not.
 
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
-    `missing_module` names an import that failed, `problem` any other failure with its `traceback`.
+    `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
+    model that lives at the worker, which the orchestrator cannot build.
     """
 
     run_id: str
@@ -283,6 +370,7 @@ class Prepared(Message, frozen=True):
     missing_module: str = ""
     problem: str = ""
     traceback: str = ""
+    model: tuple[TensorInfo, ...] = ()
 
 
 class FormGroup(Message, frozen=True):
@@ -457,6 +545,8 @@ class Shard(Message, frozen=True):
         want_hash: report a hash of the parameters after this step.
         sample_ids: first and last sample id of the shard, for error messages only.
         part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
+        cached: one per part when the worker keeps rows; empty when all parts came whole.
+        source: the parts are int64 tensors of sample ids in this data set of `RunSpec.data`, from 1; 0: they are batches.
     """
 
     run_id: str
@@ -472,6 +562,8 @@ class Shard(Message, frozen=True):
     want_hash: bool = False
     sample_ids: tuple[int, int] | None = None
     part_rows: tuple[int, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
 
 
 class StepInfo(Message, frozen=True):
@@ -586,7 +678,8 @@ class Tick(Message, frozen=True):
 class Evaluate(Message, frozen=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
-    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row.
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
+    loss and accuracy. `cached` (at most one) and `source` are those of `Shard`.
     """
 
     run_id: str
@@ -594,10 +687,17 @@ class Evaluate(Message, frozen=True):
     rows: int
     batch: Tree
     grouped: bool = False
+    metrics: tuple[MetricSpec, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
 
 
 class Evaluated(Message, frozen=True):
-    """Worker to orchestrator: sums over the batch; `correct` is None where accuracy has no meaning."""
+    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+
+    `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
+    or where this rank's figures do not count.
+    """
 
     run_id: str
     request_id: int
@@ -605,12 +705,126 @@ class Evaluated(Message, frozen=True):
     count: float
     correct: int | None
     rows: int
+    metrics: Tree = Tree(b"")
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What comes back of a model's outputs; nothing else crosses the wire.
+
+    Attributes:
+        top_k: the best classes of each row, with their probabilities.
+        threshold: rows whose best probability is below it send no classes.
+        full: the probabilities of all classes too.
+        raw: the outputs as they are, instead of all the above.
+        step: `step(model, batch)` that gives the outputs; None calls the model on the inputs.
+    """
+
+    top_k: int = 1
+    threshold: float | None = None
+    full: bool = False
+    raw: bool = False
+    step: Factory | None = None
+
+
+class Predict(Message, frozen=True):
+    """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached` (at most one) and
+    `source` are those of `Shard`.
+    """
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    wanted: Wanted
+    grouped: bool = False
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
+
+
+class Predicted(Message, frozen=True):
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; no structure without outputs."""
+
+    run_id: str
+    request_id: int
+    rows: int
+    columns: Tree = Tree(b"")
 
 
 class EndRun(Message, frozen=True):
     """Orchestrator to worker: this run is over; free its model."""
 
     run_id: str
+
+
+# ------------------------------------------------------------------------------------------- rows and data at the worker
+
+
+class CacheHeld(Message, frozen=True):
+    """Worker to orchestrator, after `Prepare` of a run with a cache: what I hold, in short.
+
+    Attributes:
+        count: rows.
+        digest: exclusive or of their keys, 16 bytes.
+        budget_bytes: what I will keep at most; less than asked where there is no room.
+        problem: why nothing can be kept here, in a sentence; empty if all is well.
+    """
+
+    run_id: str
+    count: int
+    digest: bytes
+    budget_bytes: int
+    problem: str = ""
+
+
+class ListRows(Message, frozen=True):
+    """Orchestrator to worker: I believe otherwise; list the rows that you hold."""
+
+    run_id: str
+
+
+class RowList(Message, frozen=True):
+    """Worker to orchestrator: 20 bytes per row in the payload: its key, and the bytes of its entry as uint32."""
+
+    run_id: str
+    tensor: FlatTensor
+
+
+class RowsWanted(Message, frozen=True):
+    """Worker to orchestrator: I do not hold these rows (any more).
+
+    Attributes:
+        keys: 16 bytes each.
+        step, shard: the shard that waits for them, to be sent again; -1: none.
+        request_id: the `Evaluate` that waits for them; 0: none.
+        reason: why, where it is worth a sentence to a person.
+    """
+
+    run_id: str
+    keys: bytes
+    step: int = -1
+    shard: int = -1
+    request_id: int = 0
+    reason: str = ""
+
+
+class AskData(Message, frozen=True):
+    """Orchestrator to worker: build these data sets of these cells, and say what they are like."""
+
+    request_id: int
+    cells: tuple[Cell, ...]
+    data: tuple[DataSpec, ...]
+
+
+class DataFacts(Message, frozen=True):
+    """Worker to orchestrator: the answer to `AskData`: the same records with length and probe, or why not."""
+
+    request_id: int
+    data: tuple[DataSpec, ...]
+    missing_module: str = ""
+    problem: str = ""
+    traceback: str = ""
 
 
 # -------------------------------------------------------------------------------------------------- store, collectives
@@ -789,6 +1003,7 @@ class Failure(Message, frozen=True):
     type_name: str
     text: str
     traceback: str
+    request_id: int = 0  # of the `Evaluate` or `Predict` that failed
 
 
 class CrashReport(Message, frozen=True):
@@ -855,6 +1070,14 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     77: Expire,
     78: OperationFailed,
     79: GroupEnded,
+    80: Predict,
+    81: Predicted,
+    92: CacheHeld,
+    93: ListRows,
+    94: RowList,
+    95: RowsWanted,
+    96: AskData,
+    97: DataFacts,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
 
@@ -864,11 +1087,15 @@ _CHANNELS: dict[type[Message], Channel] = {
     StepInfo: Channel.BATCH,
     Tick: Channel.BATCH,
     Evaluate: Channel.BATCH,
+    Evaluated: Channel.BATCH,
+    Predict: Channel.BATCH,
+    Predicted: Channel.BATCH,
     GradientBucket: Channel.GRADIENT,
     MeanBucket: Channel.GRADIENT,
     CommitStep: Channel.GRADIENT,
     LoadState: Channel.CHECKPOINT,
     State: Channel.CHECKPOINT,
+    RowList: Channel.CHECKPOINT,
     Log: Channel.METRICS,
     **dict.fromkeys(
         (OpenGroup, LeaveGroup, Piece, Parcel, Taken, Expire, OperationFailed, GroupEnded), Channel.COLLECTIVE
@@ -879,3 +1106,19 @@ _CHANNELS: dict[type[Message], Channel] = {
 def channel_of(message: Message) -> Channel:
     """Return the channel on which a sequenced record travels."""
     return _CHANNELS.get(type(message), Channel.CONTROL)
+
+
+def counted_as(message: Message, payload_bytes: int) -> Channel:
+    """Return the channel under which a record's bytes are reported: BATCH is for samples, not for orders about them."""
+    channel = channel_of(message)
+    if channel is not Channel.BATCH:
+        return channel
+    if isinstance(message, StepInfo | Tick):
+        return Channel.CONTROL
+    if not isinstance(message, Shard | Evaluate | Predict):
+        return channel
+    if message.source:
+        return Channel.CONTROL
+    if payload_bytes or not message.cached or any(not c.keys or c.states.strip(b"\0") for c in message.cached):
+        return channel
+    return Channel.CONTROL

@@ -2,6 +2,7 @@
 
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.html import to_html
+from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
     WorkerSelf,
@@ -21,6 +22,7 @@ __all__ = [
     "WorkerSelf",
     "error_html",
     "error_text",
+    "predictions_view",
     "ready_workers",
     "redact",
     "run_view",

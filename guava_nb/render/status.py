@@ -8,6 +8,7 @@ from typing import Protocol
 
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.render.values import (
+    NOT_MEASURED,
     short_bytes,
     show_bytes,
     show_float,
@@ -50,16 +51,19 @@ def session_view(status: Status) -> View:
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
-    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run)] if run is not None else []
+    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run), *_loaded(run)] if run is not None else []
     notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
-    return View("session", headline, None, (Table((), tuple(facts)), _workers(status.workers)), notes)
+    tables = (Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers))
+    return View("session", headline, None, tables, notes)
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    tables = (Table((), (("wire", _wire(run)), *_path(run))), _workers(_taking_part(workers)))
+    facts = (("wire", _wire(run)), *_path(run), *_loaded(run))
+    there = _taking_part(workers)
+    tables = (Table((), facts), _workers(there), _feeding(there))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
@@ -135,6 +139,40 @@ def _wire(run: RunStatus) -> str:
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
     return [("path", run.path)] if run.path else []
+
+
+def _loaded(run: RunStatus) -> list[tuple[str, str]]:
+    if not run.loaded_batches:
+        return []
+    return [("loaded", f"{run.loaded_batches} batches, {show_bytes(run.loaded_bytes)}, ready to be sent")]
+
+
+def _feeding(workers: Sequence[WorkerStatus]) -> Table:
+    """How data reaches each worker, and who waits for whom; only those of whom something is known."""
+    known = [w for w in workers if w.queued_batches or w.rate_out_bytes_s is not None or w.worker_waits is not None]
+    columns = ("feeding", "in flight", "link to it", "link from it", "round trip", "who waits")
+    return Table(columns, tuple(_feeding_row(worker) for worker in known))
+
+
+def _feeding_row(worker: WorkerStatus) -> tuple[str, ...]:
+    def rate(bytes_s: float | None) -> str:
+        return "-" if bytes_s is None else f"{show_bytes(round(bytes_s))}/s"
+
+    return (
+        worker.name,
+        f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}",
+        rate(worker.rate_out_bytes_s),
+        rate(worker.rate_in_bytes_s),
+        "-" if worker.round_trip_s is None else show_seconds(worker.round_trip_s),
+        _who_waits(worker),
+    )
+
+
+def _who_waits(worker: WorkerStatus) -> str:
+    if worker.worker_waits is None or worker.data_waits is None:
+        return NOT_MEASURED
+    who = "GPU" if worker.device.startswith("cuda") else "worker"
+    return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
 
 
 def _taking_part(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:

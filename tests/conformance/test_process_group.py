@@ -34,7 +34,15 @@ BOTH = [
     "tensor_parallel",
     "pipelined",
 ]
-OURS = ["types_of_ours", "half_sums_are_rounded_once", "split", "left_member", "store_operations", "different_sizes"]
+OURS = [
+    "types_of_ours",
+    "half_sums_are_rounded_once",
+    "split",
+    "left_member",
+    "store_operations",
+    "different_sizes",
+    "no_such_root",
+]
 
 
 @pytest.fixture(scope="module")

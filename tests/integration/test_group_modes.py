@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from guava_nb.engine.ensemble import fetch_between_runs
 from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.run import Run
-from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError
+from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
 #: The net of `processes` as a Sequential whose blocks have the traps: stages are cut between them.
@@ -228,6 +229,46 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session.workers.append(Worker(session, "spare-twice", False))
     session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
     assert len(calls) == 3 and run.generations == 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["data", "zero", "pipeline"])
+def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: Path, mode: str) -> None:
+    """Nobody can hand the state over while the step holds; it is there when the step is over."""
+    victims = session.ensure(2)
+    calls = 7 if mode != "pipeline" else 2 * 4 * 2 + 1  # blocks of one stage x micro-batches x two steps, and one more
+    for worker in victims:
+        worker.trap("forward", calls)
+    run = train(session, mode, loader(), epochs=3, detach=True)
+    for worker in victims:
+        worker.wait_trapped()
+    committed = len(run.history)
+    assert committed >= 1
+    job = session.orch._job
+    assert job is not None
+    job.plan.interrupt_grace_s = 0.5  # the run's own patience; the test does not wait for the real one
+    run.stop()
+    assert run.wait(30) and run.state == "stopped" and len(run.history) == committed
+    with pytest.raises(WorkerLost, match="still in work there. Nothing is lost"):
+        fetch_between_runs(session.orch._ensemble, session.orch._open_cluster(), 0.5)
+    for worker in victims:
+        worker.release()
+    session.orch.save_checkpoint(tmp_path / "after.pt")
+    plain = Plain(session.folder, loader()).epochs(3, limit=committed)
+    assert difference(run.model(), plain.model) <= 1e-9
+    assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])
+def test_a_failed_run_leaves_workers_that_validate(session: Session, mode: str) -> None:
+    session.ensure(2)
+    wrong = [(torch.zeros(8, 10, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)),
+             (torch.zeros(8, 3, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))]  # fmt: skip
+    with pytest.raises(RemoteError, match="cannot be multiplied"):
+        train(session, mode, wrong)
+    for _ in range(2):
+        assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
 
 
 @pytest.mark.timeout(120)

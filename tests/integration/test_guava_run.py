@@ -159,6 +159,12 @@ def test_a_killed_rank_ends_the_other_with_its_name(start, hub: Orchestrator) ->
     assert "GroupBroken" in first.output and "rank 1 (" in first.output.splitlines()[-1]
 
 
+def test_what_a_program_leaves_running_keeps_its_group(start, hub: Orchestrator) -> None:
+    for one in run_two(start, hub, str(PROGRAMS / "lingers.py")):
+        last = [line for line in one.output.splitlines() if not line.startswith("guava:")]
+        assert last == ["last line", "thread 32.0", "left"]
+
+
 def test_an_interrupt_ends_it_and_the_others(start, hub: Orchestrator) -> None:
     code = hub.join_code.encode()
     first, second = (start(words(rank, 2, str(PROGRAMS / "waits.py")), code) for rank in (0, 1))

@@ -113,7 +113,7 @@ def test_the_kernels_interrupt_button_stops_after_the_step_again_and_again(kerne
 
 
 def test_an_interrupt_of_a_plain_magic_is_one_line_and_an_error(kernel: Kernel) -> None:
-    kernel.run("import time; magics.session.validate = lambda args: (print('now', flush=True), time.sleep(30))")
+    kernel.run("import time; magics.session.validate = lambda args, panel: (print('now', flush=True), time.sleep(30))")
     shown = kernel.run("%guava_validate --data loader", interrupt_after="now")
     assert shown.ended == "error"
     assert shown.error[0]["traceback"] == [

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from guava_nb.parallel.state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
-from tests.support.parity_group import GroupPool, backends, group_pool
-from tests.support.spread import Scenario, buffers, plain, refusal, spread
+from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
+from tests.support.spread import Scenario, buffers, error_before_a_forward, patience, plain, refusal, spread
 
 SPECS = {
     "data": ParallelSpec(dp=2),
@@ -174,6 +174,28 @@ def test_parts_that_do_not_divide_and_plans_by_the_user(pool: GroupPool, name: s
     compare(case, run(pool, "gloo", case), 1e-9)
 
 
+@pytest.mark.parametrize("name", ["tensor", "hybrid", "pipeline of tensors", "zero 3", "pipeline"])
+def test_modules_under_several_names(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], model="reused", steps=6)
+    compare(case, run(pool, "gloo", case), 1e-9)
+    if name == "tensor":
+        first, again = run(pool, "gloo", replace(case, dropout=0.3)), run(pool, "gloo", replace(case, dropout=0.3))
+        assert first[0]["losses"] == first[1]["losses"] == again[0]["losses"]
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", ["tensor", "hybrid zero 3"])
+def test_a_forward_that_looks_at_whole_rows_is_found_on_the_first_batch(
+    pool: GroupPool, backend: str, name: str
+) -> None:
+    case = Scenario(spec=SPECS[name], model="rare", steps=4)
+    with pytest.raises(RankFailed, match=r"'mlp' \(Sequential\) computes something else on this batch when 2 workers"):
+        run(pool, backend, case)
+    words = {field: getattr(case.spec, field) for field in case.spec.__struct_fields__}
+    spec = ParallelSpec(**{**words, "tensor_plan": {"mlp.*": "replicate"}})
+    compare(replace(case, spec=spec), run(pool, backend, replace(case, spec=spec)), 1e-9)
+
+
 @pytest.mark.parametrize("name", FEW[:4])
 def test_layers_that_only_one_replica_uses(pool: GroupPool, name: str) -> None:
     case = Scenario(spec=SPECS[name], model="choosy", steps=10, rows=2)
@@ -186,6 +208,23 @@ def test_batch_statistics_stay_equal(pool: GroupPool, name: str) -> None:
     first, second = pool.run(2, "gloo", buffers, case)
     assert furthest(first, second) == 0.0
     assert int(first["norm.num_batches_tracked"]) == 4
+
+
+@pytest.mark.parametrize("name", FEW[:4])
+def test_an_error_before_the_first_forward_comes_out(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], steps=1)
+    for said, loss in pool.run(2, "gloo", error_before_a_forward, case):
+        assert said == "ValueError: a strange batch"
+        assert abs(loss - plain(case)[2][0]) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["data", "zero 3", "pipeline"])
+def test_a_norm_of_one_row_says_what_to_do(pool: GroupPool, name: str) -> None:
+    case = Scenario(spec=SPECS[name], model="row normed", steps=2, rows=2)
+    with pytest.raises(
+        RankFailed, match=r"TrainingError: 'norm' \(BatchNorm1d\) got one value per channel.*sync_batch"
+    ):
+        run(pool, "gloo", case)
 
 
 ROUTE = ["data", "zero 3", "tensor", "pipeline", "zero 1", "hybrid zero 3", "pipeline of zero 1", "data of 3"]
@@ -228,7 +267,15 @@ def test_what_cannot_be_spread_is_refused_with_its_sizes(pool: GroupPool) -> Non
     assert "zero_stage 1" in said(ParallelSpec(mode="hybrid", pp=2, zero_stage=3), (1, 2, 1))
     assert "micro-batches, whose statistics" in said(SPECS["pipeline"], (1, 2, 1), sync=True)
     assert "'second': OwnNorm has a forward of its own" in said(SPECS["data"], (2, 1, 1), sync=True, model="own norm")
+    rprop = said(SPECS["zero 2"], (2, 1, 1), optimizer="Rprop")
+    assert "Rprop cannot step on parameters of which each worker holds some rows, as zero_stage 2" in rprop
+    assert said(SPECS["zero 3"], (2, 1, 1), optimizer="Adamax") == ""
     assert "needs a criterion" in said(ParallelSpec(mode="pipeline", pp=2), (1, 2, 1))
     assert "looks at whole parameters" in said(ParallelSpec(mode="tensor", tp=2), (1, 1, 2), optimizer="Adafactor")
     wrong = ParallelSpec(mode="tensor", tp=2, tensor_plan={"blocks.9.*": "colwise"})
     assert "matches no module" in said(wrong, (1, 1, 2))
+
+
+def test_a_gloo_pipeline_waits_for_a_long_step(pool: GroupPool) -> None:
+    """gloo's receives keep the timeout of their group's making, and the default group is made with a short one."""
+    assert pool.run(2, "gloo", patience, Scenario(spec=SPECS["pipeline"])) == [1800.0, 1800.0]

@@ -86,6 +86,13 @@ def test_four_ranks_a_traced_transformer_with_a_tied_weight(pool: Ranks, schedul
     assert "words.weight" in found[0]["named"] and "words.weight" in found[-1]["named"]
 
 
+@pytest.mark.parametrize("model", ["torch encoder", "torch decoder", "padded"])
+def test_torchs_own_transformers_are_cut_between_their_layers(pool: Ranks, model: str) -> None:
+    found = check(pool, BOTH, Case(model, "words", spec=SCHEDULES[1]))
+    layers = [{name.split(".")[2] for name in rank["named"] if ".layers." in name} for rank in found]
+    assert all(layers) and not layers[0] & layers[1]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: s["schedule"])
 def test_tied_embedding_and_head(pool: Ranks, schedule: dict[str, Any]) -> None:
     found = check(pool, BOTH, Case("tied", "words", spec=schedule, clip=0.3, optimizer="groups"))
@@ -113,6 +120,11 @@ def test_frozen_layers(pool: Ranks, schedule: dict[str, Any]) -> None:
     check(pool, BOTH, Case("frozen", "ignoring", spec=schedule))
     if schedule["schedule"] != "interleaved":
         check(pool, ALL, Case("frozen", "ignoring", spec=schedule))  # the first stage trains nothing
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:2], ids=lambda s: s["schedule"])
+def test_an_optimizer_of_one_stages_parameters(pool: Ranks, schedule: dict[str, Any]) -> None:
+    check(pool, BOTH, Case("layers", "ignoring", spec=schedule, optimizer="last"))
 
 
 def test_stages_without_parameters(pool: Ranks) -> None:
@@ -154,8 +166,15 @@ def test_evaluation_prediction_and_state(pool: Ranks) -> None:
             assert torch.allclose(torch.from_numpy(outputs), plain(inputs), rtol=0, atol=1e-12)
 
 
-def test_going_on_from_a_plain_checkpoint(pool: Ranks) -> None:
-    case = Case("tied", "words", rows=(8, 9, 10), spec=SCHEDULES[1], optimizer="groups")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tied", "words", rows=(8, 9, 10), spec=SCHEDULES[1], optimizer="groups"),
+        Case("layers", "ignoring", rows=(8, 9, 10), spec=SCHEDULES[1], optimizer="last"),
+    ],
+    ids=["tied", "one stage's"],
+)
+def test_going_on_from_a_plain_checkpoint(pool: Ranks, case: Case) -> None:
     plain = train_plain(case)
     found = pool.run(BOTH, f"{HERE}:load_and_return", case, plain["state"], plain["optimizer"])
     state = assemble([tensors(rank["pieces"]) for rank in found])
@@ -187,6 +206,6 @@ def test_autocast_reaches_the_stages(pool: Ranks) -> None:
 def test_after_a_failure_the_next_batch_works(pool: Ranks) -> None:
     spec = {"schedule": "interleaved", "micro_batches": 4, "stages_per_rank": 2}
     (found,) = pool.run((0,), f"{HERE}:fail_then_train", Case("layers", "numbers", rows=(8,), spec=spec))
-    assert found["errors"] == ["ZeroDivisionError"] * 3
+    assert found["errors"] == ["ZeroDivisionError"] * 4
     (wanted, _) = train_plain(Case("layers", "numbers", rows=(8,)))["losses"][0]
     assert found["loss"] == pytest.approx(wanted, rel=1e-12)

@@ -15,16 +15,20 @@ import torch
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own import OwnParts
 from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
 from guava_nb.protocol.messages import Hello, Message, channel_of
+from guava_nb.protocol.tensors import check_tensors
 
 
 def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, memoryview]:
     """What the wire does: encode, decode, and put the payload into memory of its own."""
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
-    return again, memoryview(bytearray(b"".join(bytes(b) for b in buffers)))
+    payload = bytearray(b"".join(bytes(b) for b in buffers))
+    check_tensors(again, len(payload))
+    return again, memoryview(payload)
 
 
 #: Threads of one process share torch's random state on the CPU; real workers are processes of their own.
@@ -38,6 +42,7 @@ class DirectSession:
         self.session_id = worker.identity
         self.wire = Wire({}, {})
         self.round_trip_s = None
+        self.rate_bytes_s = (None, None)
         self.closed = False
         self._worker = worker
         self._kept: list[tuple[Message, memoryview]] = []
@@ -86,7 +91,8 @@ class DirectWorker:
         self._cluster = cluster
         self._hook = hook
         self._kept: list[MessageArrived] = []
-        self.loop = WorkerLoop(self._send, torch.device("cpu"), own_model)
+        own = None if own_model is None else OwnParts(own_model)
+        self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
         run_shard = self.loop._run_shard
 
         def one_at_a_time(*args: Any) -> Any:

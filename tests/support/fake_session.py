@@ -96,6 +96,7 @@ class FakeOrchestrator:
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
     config: DistributedConfig = field(default_factory=DistributedConfig)
+    results: Any = None
 
     @property
     def expected_workers(self) -> int:
@@ -108,6 +109,12 @@ class FakeOrchestrator:
     def open(self) -> FakeCode:
         self.state = "open"
         return self.join_code
+
+    def connect(self, *codes: str) -> list[str]:
+        self.state = "open"
+        self.calls.append(("connect", codes))
+        self.num_workers += len(codes)
+        return [f"listener-{self.num_workers}"]
 
     def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))
@@ -144,8 +151,15 @@ class FakeOrchestrator:
         self.run = self.next_run
         return self.run
 
-    def validate(self, loader: Any) -> dict[str, Any]:
+    def validate(self, loader: Any, progress: Any = None, **options: Any) -> dict[str, Any]:
+        self.calls.append(("validate", {"loader": loader, **options}))
         return {"loss": 0.25, "accuracy": 0.75, "samples": len(loader)}
+
+    def predict(self, loader: Any, progress: Any, **options: Any) -> Any:
+        self.calls.append(("predict", {"loader": loader, **options}))
+        for done in (1, len(loader)):
+            progress(done, len(loader))
+        return self.results
 
     def save_checkpoint(self, path: Path) -> Path:
         Path(path).write_bytes(b"x" * 1500)

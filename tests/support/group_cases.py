@@ -600,3 +600,26 @@ def cuda_data_parallel(here: Here) -> None:
         optimizer.step()
     for ours, plain in zip(model.module.parameters(), _plain(steps, rows).parameters(), strict=True):
         assert torch.allclose(ours.cpu(), plain, atol=1e-9, rtol=0)
+
+
+def no_such_root(here: Here) -> None:
+    """A root that is no rank is refused here, before anybody waits for it."""
+    tensor, group = torch.ones(2), dist.group.WORLD
+    assert group is not None
+    options = [(dist.BroadcastOptions, "broadcast"), (dist.ReduceOptions, "reduce")]
+    for kind, name in options:
+        for root in (-1, here.size):
+            chosen = kind()
+            chosen.rootRank = root
+            with pytest.raises(
+                CollectiveError, match=f"{name}: root {root} is no rank of this group, whose ranks are 0 to"
+            ):
+                getattr(group, name)([tensor], chosen)
+    gathered, scattered = dist.GatherOptions(), dist.ScatterOptions()
+    gathered.rootRank = scattered.rootRank = 9
+    with pytest.raises(CollectiveError, match="gather: root 9"):
+        group.gather([], [tensor], gathered)
+    with pytest.raises(CollectiveError, match="scatter: root 9"):
+        group.scatter([tensor], [], scattered)
+    dist.all_reduce(tensor)  # nothing was counted: all are still in step
+    assert tensor.tolist() == [here.size] * 2

@@ -142,6 +142,51 @@ class Writer(nn.Module):
         return functional.linear(self.norm(x + first), self.words.weight)
 
 
+class TorchEncoder(nn.Module):
+    """torch's own encoder as most write it: a causal mask, layers that nobody calls one by one, a norm at the end."""
+
+    def __init__(self, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(width))
+        self.head = nn.Linear(width, words)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(16).double())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.size(1)
+        return self.head(self.encoder(self.words(ids), mask=self.mask[:length, :length], is_causal=True))
+
+
+class TorchDecoder(nn.Module):
+    """torch's decoder, which looks back at the embeddings."""
+
+    def __init__(self, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        layer = nn.TransformerDecoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 3)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        return self.head(self.decoder(words, words))
+
+
+class Padded(nn.Module):
+    """An encoder whose evaluation packs rows, all layers at once."""
+
+    def __init__(self, nested: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=nested)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.words(ids), src_key_padding_mask=ids == 0))
+
+
 def _layers(*sizes: int) -> list[nn.Module]:
     found: list[nn.Module] = []
     for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True):
@@ -173,6 +218,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": _tied,
     "tuples": lambda: nn.Sequential(Fork(), Middle(), Join()),
     "writer": Writer,
+    "torch encoder": TorchEncoder,
+    "torch decoder": TorchDecoder,
+    "padded": lambda: Padded(nested=False),
     "batchnorm": lambda: nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
     ),
@@ -254,6 +302,7 @@ CRITERIA: dict[str, Callable[[Any, Any, int], Part]] = {"classes": _classes, "me
 OPTIMIZERS: dict[str, Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda named: torch.optim.AdamW(named.values(), lr=0.01, weight_decay=0.1),
     "sgd": lambda named: torch.optim.SGD(named.values(), lr=0.05, momentum=0.9),
+    "last": lambda named: torch.optim.AdamW([p for n, p in named.items() if n.startswith("6.")], lr=0.01),
     "groups": lambda named: torch.optim.AdamW(
         [
             {"params": [p for n, p in named.items() if p.ndim > 1], "weight_decay": 0.2},
@@ -282,7 +331,7 @@ def train_plain(case: Case, model: nn.Module | None = None) -> dict[str, Any]:
                     p.grad.mul_(min(1.0, case.clip / square**0.5))
         without.append([name for name, p in model.named_parameters() if p.grad is None])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # also of what is not in the optimizer
         losses.append((float(loss.value.detach()) * loss.weight, None if loss.count is None else float(loss.count)))
         norms.append(square)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -385,7 +434,7 @@ def evaluate(group: dist.ProcessGroup, case: Case) -> Any:
     results = []
     for inputs, targets, rows in batches_of(case):
         found = part.eval_batch(_batch(part, inputs, targets), rows)
-        outputs = part.predict_batch(_batch(part, inputs, targets)[0], rows)
+        outputs = [o for o, _ in part.predict_batch(_batch(part, inputs, targets), rows, lambda model, batch: None)]
         if part.reports:
             correct = None if found.correct is None else int(found.correct)
             results.append((float(found.loss_sum), float(found.count), correct, torch.cat(outputs).numpy()))
@@ -453,6 +502,9 @@ def fail_then_train(group: dist.ProcessGroup, case: Case) -> Any:
     part.train_batch((inputs, targets), rows, 1.0 / rows)  # now the shape is known
     part.drop_gradients()
     hook = part.model[0].register_forward_pre_hook(broken)
+    attempt()
+    hook.remove()
+    hook = part.model[0].register_forward_hook(lambda module, args, output: output[0].register_hook(broken) and None)
     attempt()
     hook.remove()
     found = part.train_batch((inputs, targets), rows, 1.0 / rows)

@@ -378,6 +378,56 @@ class OwnNormed(Normed):
         self.second = OwnNorm(WIDTH)
 
 
+class Reused(nn.Module):
+    """Modules under several names, and a layer in two modules."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        line = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(line, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), line, nn.Softmax(dim=-1))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 17), nn.GELU(), nn.Dropout(dropout), nn.Linear(17, WIDTH))
+        self.again = self.mlp
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.again(self.blocks(self.mlp(self.embed(x)))))
+
+
+class Rare(nn.Module):
+    """Looks at whole rows only where they are very long, as no try would see; but its weights are."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 17), Shortened(), nn.Linear(17, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        with torch.no_grad():
+            self.embed.weight *= 1e4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mlp(self.embed(x)))
+
+
+class Shortened(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * torch.clamp(1e3 / h.norm(dim=-1, keepdim=True), max=1.0)
+
+
+class RowNormed(nn.Module):
+    """A batch norm that sees one value of each row."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, WIDTH), nn.BatchNorm1d(LENGTH * WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(x).flatten(1)).view(len(x), LENGTH, WIDTH))
+
+
+MODELS |= {"row normed": RowNormed}
+MODELS |= {"reused": Reused, "rare": Rare}
 MODELS |= {"normed": Normed, "plainly normed": PlainNormed, "own norm": OwnNormed}
 
 
@@ -414,6 +464,28 @@ def buffers(case: Scenario) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in part.model.named_buffers()}
 
 
+def error_before_a_forward(case: Scenario) -> tuple[str, float]:
+    """Fail ahead of the model's first forward; return what came out, and the loss of a step after it."""
+    axes = MeshAxes.build(Mesh(case.spec.dp, 1, case.spec.tp), CPU)
+    faults = [ValueError("a strange batch")]
+
+    def failing(model: nn.Module, batch: Any, rows: int, judge: bool = False) -> Measure:
+        if faults:
+            raise faults.pop()
+        return objective(model, batch, rows)
+
+    part = parallelize(
+        case.build(), case.spec, axes, CPU, objective=failing, criterion=None, make_optimizer=case.make_optimizer
+    )
+    part.model.train()
+    try:
+        part.train_batch(case.batches(0)[0], case.rows, 1.0)
+    except Exception as error:
+        part.drop_gradients()
+        return f"{type(error).__name__}: {error}", _step(case, part, axes, 0)[0]
+    return "", 0.0
+
+
 def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
     """Return what parallelize says against a case."""
     try:
@@ -425,3 +497,9 @@ def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def patience(case: Scenario) -> float:
+    """Seconds that a receive along the stages waits."""
+    axes = MeshAxes.build(Mesh(1, 2, 1), CPU)
+    return float(axes.group("pp")._get_backend(CPU).options._timeout.total_seconds())

@@ -498,6 +498,20 @@ def test_sequential_sampler_without_generator_has_none_to_save() -> None:
     assert feed.position()["start"]["generators"] == {}
 
 
+def test_a_pair_of_fields_from_two_samples_of_which_one_was_dropped_has_one_row() -> None:
+    """Two fields are as many as two samples, so only their kinds tell them from a list of samples."""
+
+    def first_only(samples: list[Any]) -> Any:
+        return torch.zeros(1, 10), torch.tensor([len(samples)])
+
+    def as_list(samples: list[Any]) -> Any:
+        return [torch.zeros(3, 8, 8) for _ in samples]
+
+    data = TensorDataset(torch.zeros(4))
+    assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=first_only)).epoch()] == [1, 1]
+    assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=as_list)).epoch()] == [2, 2]
+
+
 def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
     class Noisy(Dataset[tuple[torch.Tensor, int]]):
         def __len__(self) -> int:

@@ -4,9 +4,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.engine.feeder import Feeder
+from tests.support.processes import eventually
 
 
 def batches(count: int, log: list[int] | None = None) -> Iterator[LoadedBatch]:
@@ -54,4 +56,29 @@ def test_what_the_data_set_raises_is_raised_to_the_taker() -> None:
     assert woken.acquire(timeout=10)
     with pytest.raises(OSError, match="17"):
         feeder.take()
+    feeder.close()
+
+
+def test_holds_no_more_bytes_than_its_budget_and_one_batch_that_is_larger() -> None:
+    def sized(nbytes: int, count: int, log: list[int]) -> Iterator[LoadedBatch]:
+        for k in range(count):
+            log.append(k)
+            yield LoadedBatch(k, {"x": [torch.zeros(nbytes, dtype=torch.uint8)]}, (k,), 1)
+
+    woken = threading.Semaphore(0)
+    log: list[int] = []
+    feeder = Feeder(sized(400, 50, log), 1, 32, woken.release, budget_bytes=1000)
+    assert woken.acquire(timeout=10) and woken.acquire(timeout=10)
+    assert eventually(lambda: feeder.waited_s() > 0, 10, "the feeder waits")
+    assert feeder.held() == (2, 800) and len(log) == 2  # the third is not even loaded
+    assert feeder.next_bytes() == 400
+    feeder.take()
+    assert woken.acquire(timeout=10) and len(log) == 3
+    feeder.close()
+
+    log.clear()
+    feeder = Feeder(sized(5000, 50, log), 1, 32, woken.release, budget_bytes=1000)
+    assert woken.acquire(timeout=10)
+    assert eventually(lambda: feeder.waited_s() > 0, 10, "the feeder waits")
+    assert feeder.held() == (1, 5000) and len(log) == 1
     feeder.close()

@@ -8,9 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from guava_nb import errors
+from guava_nb.engine.predictions import Predictions
 from guava_nb.notebook import commands, magics
 from guava_nb.notebook.host import Host
 from guava_nb.notebook.magics import GuavaMagics, load, unload
@@ -122,6 +124,20 @@ def test_up_again_with_other_settings_says_that_they_did_not_change(notebook: An
     shown = notebook.run("%guava_up --workers 2 --port 9")
     assert "--port did not change" in shown.text
     assert len(notebook.orchestrators) == 1
+
+
+def test_up_dials_a_listening_worker_instead_of_listening(notebook: Any) -> None:
+    shown = notebook.run(f"%guava_up --connect {SECRET_CODE} --workers 2")
+    assert shown.ok, shown.text
+    [(name, (code,))] = notebook.orchestrator.calls
+    assert (name, JoinCode.decode(code).port) == ("connect", 4242)
+    assert (
+        "listener-1 is connected" in shown.text and SECRET_CODE not in shown.text and "%guava_worker" not in shown.text
+    )
+    assert notebook.run(f"%guava_up {SECRET_CODE}").ok  # a further one
+    assert len(notebook.orchestrators) == 1 and len(notebook.orchestrator.calls) == 2
+    nothing = notebook.run("%guava_up --connect")
+    assert not nothing.ok and len(nothing.lines) == 1 and "needs the join code" in nothing.text
 
 
 def test_local_workers_are_started_once_and_need_no_code(notebook: Any) -> None:
@@ -250,7 +266,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         TRAIN + ' --model-args {"width": $width, "deep": true} --val loaders["val"] --epochs 2 --optimizer AdamW '
         "--optimizer-args {'betas': (0.9, 0.99)} --lr 1e-3 --weight-decay=0 --scheduler StepLR --scheduler-args "
         "'{\"step_size\": 3}' --scheduler-interval epoch --clip 1 --accumulate 2 --precision bf16 --val-interval 4 "
-        "--seed 7 --shares 2,1 --optimizer-site orchestrator --resume a.pt -o my_run  # done"
+        "--seed 7 --shares 2,1 --optimizer-site orchestrator --cache disk --resume a.pt -o my_run  # done"
     )
     assert shown.ok, shown.text
     assert ("model", ("Net", {"width": 8, "deep": True})) in notebook.orchestrator.calls
@@ -259,7 +275,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
         "optimizer_args": {"betas": (0.9, 0.99), "lr": 1e-3, "weight_decay": 0.0}, "scheduler": "StepLR",
         "scheduler_args": {"step_size": 3}, "scheduler_interval": "epoch", "max_grad_norm": 1.0,
         "accumulation_steps": 2, "precision": "bf16", "val_interval": 4, "seed": 7, "shares": (2.0, 1.0),
-        "optimizer_site": "orchestrator", "resume": Path("a.pt"), "detach": True,
+        "optimizer_site": "orchestrator", "cache": "disk", "resume": Path("a.pt"), "detach": True,
     })  # fmt: skip
     assert notebook.shell.user_ns["my_run"] is shown.value
     notebook.orchestrator.run = None
@@ -381,7 +397,14 @@ def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, s
 
 def test_magics_that_need_a_session_say_so(notebook: Any) -> None:
     notebook.run("loader = [1]")
-    for line in (TRAIN, "%guava_validate --data loader", "%guava_save x.pt", "%guava_resume x.pt", "%guava_log"):
+    for line in (
+        TRAIN,
+        "%guava_validate --data loader",
+        "%guava_predict --data loader",
+        "%guava_save x.pt",
+        "%guava_resume x.pt",
+        "%guava_log",
+    ):
         shown = notebook.run(line)
         assert not shown.ok
         assert "run %guava_up first" in shown.lines[0]
@@ -396,7 +419,57 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     shown = notebook.run(f'%guava_resume "{tmp_path}/with blank.pt"')
     assert "step 46, whole epochs done: 2." in shown.text
     assert "--epochs counts from the very beginning, so give more than 2" in shown.text
-    assert notebook.orchestrator.calls == [("load", tmp_path / "with blank.pt")]
+    assert notebook.orchestrator.calls[1:] == [("load", tmp_path / "with blank.pt")]
+
+
+def test_validate_takes_metrics_by_name_and_by_expression(notebook: Any) -> None:
+    notebook.run("%guava_up\nloader = [1, 2]\ndef mine(outputs, targets): return 1")
+    mine = notebook.shell.user_ns["mine"]
+    for words, metrics in (
+        ("--metrics mine,theirs", {"mine": mine, "theirs": "theirs"}),
+        ("--metrics torchmetrics:Accuracy", {"Accuracy": "torchmetrics:Accuracy"}),
+        ('--metrics "[mine, (mine, dict(k=1))]"', [mine, (mine, {"k": 1})]),
+    ):
+        assert notebook.run(f"%guava_validate --data loader {words} --loss MSELoss").ok
+        assert notebook.orchestrator.calls[-1] == (
+            "validate", {"loader": [1, 2], "metrics": metrics, "criterion": "MSELoss"}
+        )  # fmt: skip
+    shown = notebook.run("%guava_validate --data loader --metrics [nothing]")
+    assert not shown.ok and "--metrics [nothing]: NameError" in shown.lines[0]
+    shown = notebook.run("%guava_train --model Net --loss L --data loader --metrics mine")
+    assert not shown.ok and "--metrics needs --val" in shown.lines[0]
+
+
+def test_predict_shows_progress_and_a_table_and_keeps_the_results(notebook: Any, tmp_path: Path) -> None:
+    notebook.run("%guava_up\nloader = [1, 2, 3]")
+    found = Predictions(
+        {
+            "predictions": np.array([[3, 1], [-1, -1], [0, 2]]),
+            "confidences": np.array([[0.9, 0.05], [np.nan, np.nan], [0.8, 0.1]], np.float32),
+            "kept": np.array([True, False, True]),
+            "sample_ids": np.arange(3),
+        },
+        120,
+    )
+    notebook.orchestrator.results = found
+    line = f"%guava_predict --data loader --top-k 2 --threshold 0.5 --path {tmp_path} --resume --into results"
+    shown = notebook.run(line)
+    assert shown.value is found and notebook.shell.user_ns["results"] is found
+    assert notebook.orchestrator.calls == [
+        ("predict", {"loader": [1, 2, 3], "top_k": 2, "confidence_threshold": 0.5, "path": str(tmp_path), "resume": True})
+    ]  # fmt: skip
+    assert "predicting: 1 of 3 samples" in shown.text and "predicted: 3 samples" in shown.text
+    formats, _ = notebook.shell.display_formatter.format(found)
+    for form in ("text/plain", "text/html"):
+        for words in ("3 samples", "2 of 3 reach the threshold", "0.9000, 0.0500", "-, -", "120 B"):
+            assert words in formats[form], (form, formats[form])
+    notebook.run("%guava_predict --data loader --full --raw --step f")
+    assert notebook.orchestrator.calls[-1][1] == {
+        "loader": [1, 2, 3], "return_full_probabilities": True, "raw": True, "predict_step": "f",
+    }  # fmt: skip
+    for words, said in (("--resume", "needs --path"), ("--into 3x", "not a name"), ("--top-k 0", "not 1 or more")):
+        shown = notebook.run(f"%guava_predict --data loader {words}")
+        assert not shown.ok and len(shown.lines) == 1 and said in shown.text
 
 
 def test_mode(notebook: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,8 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import matching, repeated_blocks
 from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.plan_search import make_plan
-from guava_nb.parallel.plans import prove_plan
+from guava_nb.parallel.plans import prove_plan, split_modules
+from guava_nb.parallel.sameness import sameness
 from tests.support.spread import Attention, FusedAttention, Gated, Language
 
 
@@ -81,6 +84,122 @@ def test_a_split_that_changes_numbers_is_not_made() -> None:
     assert "a.one" not in kinds(nn.ModuleDict({"a": Normed(4), "b": Gated()}))
 
 
+WHOLE = {"a.0": ("column", True), "a.2": ("row", True)}
+SPLIT = {"a.0": ("column", False), "a.2": ("row", False)}
+
+
+def between(inner: nn.Module, width: int = 8) -> nn.ModuleDict:
+    return nn.ModuleDict({"a": nn.Sequential(nn.Linear(width, 2 * width), inner, nn.Linear(2 * width, width))})
+
+
+class Does(nn.Module):
+    """What its function does in training; nothing in evaluation."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.does(h) if self.training else h
+
+
+class Follows(nn.Module):
+    """A mean that moves in training: of each unit, or of whole rows."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = units
+        self.register_buffer("mean", torch.zeros(units))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.training:
+            seen = h.detach().flatten(0, -2).mean(0)
+            self.mean.lerp_(seen if self.units > 1 else seen.mean(), 0.1)
+        return h
+
+
+class Clips(nn.Module):
+    """Shortens long rows."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * torch.clamp(20 / h.norm(dim=-1, keepdim=True), max=1.0)
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        (Does(lambda h: h / (1 + h.norm(dim=-1, keepdim=True))), WHOLE),
+        (Does(lambda h: functional.dropout(h * torch.rand_like(h), 0.5)), SPLIT),
+        (Does(lambda h: h.relu()), SPLIT),
+        (nn.Dropout(0.5), SPLIT),
+        (Follows(16), WHOLE),
+        (Follows(1), WHOLE),
+        (nn.BatchNorm1d(16), WHOLE),
+        (Clips(), WHOLE),
+    ],
+)
+def test_what_a_forward_does_in_training_and_with_large_numbers(
+    inner: nn.Module, expected: dict[str, tuple[str, bool]]
+) -> None:
+    model, state = between(inner), torch.get_rng_state()
+    assert kinds(model) == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Act(nn.Module):
+    def __init__(self, kind: object) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, h: Tensor) -> Tensor:
+        if callable(self.kind):
+            return self.kind(h)
+        text = self.kind[0] if isinstance(self.kind, list) else self.kind
+        plain = float(text) > 0 if isinstance(text, Tensor) else text == "relu"
+        return torch.relu(h) if plain else functional.softmax(h, dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (torch.relu, lambda h: functional.softmax(h, dim=-1)),
+        ("relu", "softmax"),
+        (["relu"], ["softmax"]),
+        (torch.tensor(1.0), torch.tensor(-1.0)),
+    ],
+)
+def test_a_proof_counts_for_modules_that_do_the_same_only(good: object, bad: object) -> None:
+    first, second = between(Act(good))["a"], between(Act(bad))["a"]
+    assert sameness(first) != sameness(second)
+    assert sameness(first) == sameness(between(Act(good))["a"])
+    assert kinds(nn.ModuleDict({"a": first, "b": second})) == SPLIT
+    # Also where the difference lies deeper than the module that holds the layers.
+    assert kinds(nn.ModuleDict({"b": nn.Sequential(second), "a": first})) == SPLIT
+
+
+def test_a_module_under_several_names_is_one() -> None:
+    model = between(nn.ReLU())
+    model["again"] = model["a"]
+    assert kinds(model) == {**SPLIT, "again.0": ("column", False), "again.2": ("row", False)}
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))})
+    model["elsewhere"] = nn.Sequential(model["a"][0], nn.Softmax(dim=-1))  # where its output must be whole
+    assert kinds(model) == {**WHOLE, "elsewhere.0": ("column", True)}
+    split_modules(model, make_plan(model, {}, 2), Alone())
+    assert model["elsewhere"][0] is model["a"][0]
+
+
+class Alone:
+    """One of two ranks, which never sends."""
+
+    rank, size = 0, 2
+
+
+def test_modules_can_be_left_out_of_a_plan_that_is_found() -> None:
+    model = nn.ModuleDict({"a": Gated(), "b": Gated(), "e": nn.Embedding(6, 8)})
+    assert set(kinds(model, {"a": "replicate"})) == {"b.gate", "b.up", "b.down", "e"}
+    assert set(kinds(model, {"a.*": "replicate", "e": "replicate"})) == {"b.gate", "b.up", "b.down"}
+
+
 def test_a_users_pair_that_changes_numbers_is_split_apart() -> None:
     plan = {"*.one": "colwise", "*.two": "rowwise"}
     assert kinds(nn.ModuleDict({"a": Normed(4)}), plan) == {"a.one": ("column", True), "a.two": ("row", True)}
@@ -103,7 +222,7 @@ def test_proof_leaves_the_module_alone() -> None:
         ({"embed": "vocab"}, "shares its weight with 'head'"),
         ({"head": "colwise"}, "only 'vocab' splits both"),
         ({"*.k_proj": "colwise"}, "'blocks.0.attention.k_proj' has 4 outputs, tp 5 needs 5 at least"),
-        ({"blocks.0": "replicate"}, "nothing in this model can be shared by 5 workers"),
+        ({"*": "replicate"}, "nothing in this model can be shared by 5 workers"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(patterns: dict[str, str], text: str) -> None:

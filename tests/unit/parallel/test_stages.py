@@ -12,7 +12,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.pipeline_setup import check_spec
 from guava_nb.parallel.stages import parameter_costs, split_model, time_costs, trace_model
 from guava_nb.protocol.messages import ParallelSpec
-from tests.support.pipeline_cases import build_model
+from tests.support.pipeline_cases import Padded, build_model
 
 
 def run_stages(modules: Any, inputs: Any) -> Any:
@@ -164,3 +164,31 @@ def test_a_split_point_that_forward_never_calls() -> None:
 def test_settings_are_checked(spec: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check_spec(ParallelSpec(**spec), 2)
+
+
+def test_an_encoder_that_packs_rows_in_evaluation_stays_whole_unless_a_cut_is_asked_for() -> None:
+    whole = trace_model(Padded(), 2, ())
+    assert whole.names == ["words", "encoder", "head"]
+    with pytest.raises(ConfigError, match="enable_nested_tensor=False"):
+        trace_model(Padded(), 2, ("encoder.layers.2",))
+
+
+def test_the_module_is_named_whose_forward_cannot_be_followed() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x) if x.sum() > 0 else self.layers[1](x)
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    with pytest.raises(ConfigError, match="in the forward of Inner, .*or call what Inner holds yourself"):
+        trace_model(Outside(), 2, ("inner.layers.1",))

@@ -1,0 +1,295 @@
+"""Columns of a table: which are wanted, how a cell becomes a number, and where the numbers are kept."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["BadCell", "Block", "ClassColumn", "Columns", "RowParser", "choose_columns", "number_reader", "target_kind"]
+
+#: Texts that stand for a missing value, in lower case.
+_MISSING = frozenset({"", "na", "nan", "n/a", "null", "none"})
+_FLUSH_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which cells of a row are wanted.
+
+    Attributes:
+        at, types: place and type of each feature.
+        dtype: of the features together.
+        target_at: place of the target; the last column when there is none.
+        target_type: given by the user; "" to be found out.
+    """
+
+    header: tuple[str, ...]
+    features: tuple[str, ...]
+    at: tuple[int, ...]
+    types: tuple[str, ...]
+    dtype: np.dtype[Any]
+    target: str | None
+    target_at: int
+    target_type: str
+
+    @property
+    def width(self) -> int:
+        """Cells of a row."""
+        return len(self.header)
+
+
+def choose_columns(
+    path: Path,
+    header: Sequence[str],
+    features: Sequence[str] | None,
+    target: str | None,
+    dtype: str,
+    dtypes: Mapping[str, str],
+    delimiter: str,
+) -> Columns:
+    """Find the wanted columns.
+
+    Raises:
+        ConfigError: a name is unknown or stands twice, or a type is none of numbers.
+    """
+    if isinstance(features, str):
+        features = [features]
+    _check_header(path, header, delimiter)
+    wanted = [name for name in header if name != target] if features is None else list(features)
+    for name in [*wanted, *([] if target is None else [target]), *dtypes]:
+        if name not in header:
+            raise ConfigError(f"{path} has no column {name!r}{_near(name, header)}; there are: {', '.join(header)}")
+    if not wanted:
+        raise ConfigError(f"{path} has no column but the target {target!r}: there is nothing to learn from")
+    if target in wanted:
+        raise ConfigError(f"{target!r} is both a feature and the target; take it out of features=")
+    types = tuple(dtypes.get(name, dtype) for name in wanted)
+    for name, kind in zip(wanted, types, strict=True):
+        _check_type(name, kind)
+    target_type = dtypes.get(target, "") if target is not None else ""
+    if target_type and target_type != "class":
+        _check_type(str(target), target_type)
+    return Columns(
+        header=tuple(header),
+        features=tuple(wanted),
+        at=tuple(header.index(name) for name in wanted),
+        types=types,
+        dtype=np.result_type(*[np.dtype(kind) for kind in types]),
+        target=target,
+        target_at=len(header) - 1 if target is None else header.index(target),
+        target_type=target_type,
+    )
+
+
+def _check_header(path: Path, header: Sequence[str], delimiter: str) -> None:
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"{path}: the header names {', '.join(map(repr, twice))} more than once; each column needs its name"
+        )
+    other = next((mark for mark in (";", "\t", ",", "|") if mark != delimiter and mark in header[0]), None)
+    if len(header) == 1 and other is not None:
+        raise ConfigError(
+            f"{path}: the header is one cell, {header[0][:60]!r}, with {delimiter!r} between cells: say delimiter={other!r}"
+        )
+
+
+def _check_type(name: str, kind: str) -> None:
+    try:
+        fine = np.dtype(kind).kind in "iuf" and kind != "float128"
+    except TypeError:
+        fine = False
+    if not fine:
+        raise ConfigError(f"column {name!r}: {kind!r} is no type of numbers; give float32, int64, uint8 or the like")
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+
+def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
+    """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
+    whole = np.dtype(kind).kind in "iu"
+    limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
+    low, high = (int(limits.min), int(limits.max)) if whole else (float(limits.min), float(limits.max))
+
+    def read(text: str) -> Any:
+        try:
+            if "_" in text:  # Python's spelling of numbers, and nobody else's
+                raise ValueError
+            value = int(text) if whole else float(text)
+        except ValueError:
+            return _missing_or(text, kind, missing, whole)
+        if whole:
+            if not low <= value <= high:
+                raise ValueError(f"does not fit {kind} ({low} to {high})")
+        elif not low <= value <= high:
+            return _missing_or(text, kind, missing, whole)
+        return value
+
+    return read
+
+
+def _missing_or(text: str, kind: str, missing: float | None, whole: bool) -> float | int:
+    word = text.strip().lower()
+    if word not in _MISSING:
+        raise ValueError(f"is no {'whole number' if whole else 'finite number'} ({kind})")
+    if missing is None:
+        raise ValueError("is a missing value; give missing= to put a number there")
+    if whole and not float(missing).is_integer():
+        raise ValueError(f"is a missing value, and missing={missing} does not fit {kind}")
+    return int(missing) if whole else float(missing)
+
+
+def target_kind(columns: Columns, rows: Sequence[Sequence[str]]) -> str | None:
+    """Return what the target holds: "class", or a type of numbers; None without a target.
+
+    Judged by the first rows when the user did not say: a few bad cells must not turn a column of numbers into classes.
+    """
+    if columns.target is None:
+        return None
+    if columns.target_type:
+        return columns.target_type
+    texts = [row[columns.target_at] for row in rows if len(row) == columns.width]
+    present = [text for text in texts if text.strip().lower() not in _MISSING]
+    numbers = [value for text in present if (value := _number(text)) is not None]
+    if 2 * len(numbers) <= len(present):
+        return "class"
+    whole = all(isinstance(value, int) for value in numbers)
+    return "int64" if whole else "float32" if columns.dtype.kind != "f" else str(columns.dtype)
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text) if "_" not in text and math.isfinite(kind(text)) else None
+        except (ValueError, OverflowError):
+            continue
+    return None
+
+
+class ClassColumn:
+    """Numbers classes as they come, and in alphabetical order at the end."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """Return the number of a class for now.
+
+        Raises:
+            ValueError: the cell is empty.
+        """
+        if text not in self._numbers:
+            if not text.strip():
+                raise ValueError("is no class: the cell is empty")
+            self._numbers[text] = len(self._numbers)
+        return self._numbers[text]
+
+    def finish(self, column: np.ndarray[Any, Any]) -> tuple[str, ...]:
+        """Put the final numbers into the column; returns the classes by number."""
+        classes = sorted(self._numbers)
+        table = np.empty(len(classes), np.int64)
+        for number, text in enumerate(classes):
+            table[self._numbers[text]] = number
+        for start in range(0, len(column), _FLUSH_ROWS):
+            column[start : start + _FLUSH_ROWS] = table[column[start : start + _FLUSH_ROWS]]
+        return tuple(classes)
+
+
+class BadCell(Exception):
+    """A cell that is no value of its column; never leaves this room."""
+
+    def __init__(self, at: int, reason: str) -> None:
+        super().__init__(reason)
+        self.at, self.reason = at, reason
+
+
+class RowParser:
+    """Turns the cells of a row into its numbers."""
+
+    def __init__(self, columns: Columns, kind: str | None, missing: float | None) -> None:
+        self._readers = [
+            (number_reader(wanted, missing), at) for wanted, at in zip(columns.types, columns.at, strict=True)
+        ]
+        self._classes = ClassColumn() if kind == "class" else None
+        if self._classes is not None:
+            self._readers.append((self._classes.number, columns.target_at))
+        elif kind is not None:
+            self._readers.append((number_reader(kind, missing), columns.target_at))
+        self._has_target = kind is not None
+
+    def parse(self, cells: Sequence[str]) -> tuple[list[Any], Any]:
+        """Return features and target, the latter None where there is none.
+
+        Raises:
+            BadCell: one is no value.
+        """
+        numbers: list[Any] = []
+        try:
+            for read, at in self._readers:  # the target last: a class counts only where the rest of its row is good
+                numbers.append(read(cells[at]))
+        except ValueError as error:
+            raise BadCell(self._readers[len(numbers)][1], str(error)) from error
+        return numbers, numbers.pop() if self._has_target else None
+
+    def finish_classes(self, column: np.ndarray[Any, Any] | None) -> tuple[str, ...]:
+        """Return the classes by number and put these into the column; () where the target holds numbers."""
+        return () if self._classes is None or column is None else self._classes.finish(column)
+
+
+class Block:
+    """Rows of numbers that grow: in memory up to a limit, then in a temporary file.
+
+    Args:
+        dtype: of all numbers.
+        width: numbers in a row; 0 for one number without a row of its own.
+        memory_bytes: the limit.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], width: int, memory_bytes: int) -> None:
+        self._dtype, self._width, self._limit = dtype, width, memory_bytes
+        self._pending: list[Sequence[Any]] = []
+        self._bytes = bytearray()
+        self._file: Any = None
+
+    def add(self, row: Sequence[Any]) -> None:
+        """Add a row."""
+        self._pending.append(row)
+        if len(self._pending) >= _FLUSH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        data = np.array(self._pending, self._dtype).tobytes()
+        self._pending.clear()
+        if self._file is None and len(self._bytes) + len(data) > self._limit:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the map on it
+            self._file.write(self._bytes)
+            self._bytes = bytearray()
+        if self._file is None:
+            self._bytes += data
+        else:
+            self._file.write(data)
+
+    def finish(self) -> np.ndarray[Any, Any]:
+        """Return all rows as an array that may be written to."""
+        self._flush()
+        shape = (-1, self._width) if self._width else (-1,)
+        if self._file is None:
+            return np.frombuffer(self._bytes, self._dtype).reshape(shape)
+        with self._file as file:  # the map keeps it, without a name, until it is let go itself
+            file.flush()
+            return np.memmap(file, self._dtype, "r+").reshape(shape)

@@ -1,0 +1,99 @@
+"""What a user's functions do to a batch on the worker: augment (training only), then preprocess.
+
+Data travels in the dtype it has; what makes floats of it, normalises or augments runs where the device is. Knows batches;
+knows nothing of models. Whoever trains calls `train` with the shard's random state in place, so a shard that is computed
+again is the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from guava_nb.engine.batches import count_rows, place
+from guava_nb.engine.factories import Resolve, build, find
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import Factory, RunSpec
+
+__all__ = ["Treatment", "pair_of"]
+
+Function = Callable[[Any], Any]
+
+
+class Treatment:
+    """A run's `preprocess` and `augment`, found by name; either may be missing.
+
+    Args:
+        spec: the run's record.
+        resolve: finds shared and importable objects.
+        device: where batches lie.
+
+    Raises:
+        ConfigError: a name stands for nothing that can be called.
+    """
+
+    def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
+        """Find the functions."""
+        self._device, self._double = device, spec.precision == "fp64"
+        self._preprocess = _function("preprocess", spec.preprocess, resolve)
+        self._augment = _function("augment", spec.augment, resolve)
+
+    def train(self, batch: Any) -> Any:
+        """Place a batch and treat it for training; draws from the random state of the moment.
+
+        Raises:
+            ConfigError: a function returned no batch, or one with another number of samples.
+        """
+        return self._run(self._preprocess, self._run(self._augment, self._place(batch)))
+
+    def judge(self, batch: Any) -> Any:
+        """Place a batch and treat it for validation or prediction; errors as in `train`."""
+        return self._run(self._preprocess, self._place(batch))
+
+    def _place(self, batch: Any) -> Any:
+        return place(batch, self._device, self._double)
+
+    def _run(self, named: tuple[str, Function] | None, batch: Any) -> Any:
+        if named is None or batch is None:
+            return batch
+        name, function = named
+        rows = count_rows(batch)
+        with torch.no_grad():
+            treated = function(batch)
+        if treated is None:
+            raise ConfigError(f"{name} returned None instead of a batch: end it with a return")
+        after = count_rows(treated)
+        if rows is not None and after != rows:
+            what = "nothing that can be counted" if after is None else f"{after} samples"
+            raise ConfigError(
+                f"{name} was given {rows} samples and returned {what}: each sample counts once, so leave none out, add none, "
+                "and keep the samples on the first axis"
+            )
+        return self._place(treated)  # what it made from nothing is on the CPU, in torch's default dtype
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return a batch's inputs and targets.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise ConfigError(
+            f"pipeline stages need batches of the form (inputs, targets), this one is a {type(batch).__name__}: the first "
+            "stage gets the inputs, the last one the targets. Let the data set, collate_fn or preprocess give such pairs"
+        )
+    return batch[0], batch[1]
+
+
+def _function(role: str, factory: Factory | None, resolve: Resolve) -> tuple[str, Function] | None:
+    if factory is None:
+        return None
+    found = find(role, factory.name, {}, "", resolve)
+    if isinstance(found, type):  # a class: its object is the function
+        found = build(role, factory.name, found, from_torch=False, args=factory.args)
+        if not callable(found):
+            raise ConfigError(f"{role} {factory.name!r} makes a {type(found).__name__}, which cannot be called")
+    return f"{role} {factory.name!r}", found

@@ -1,0 +1,112 @@
+"""%guava_validate and %guava_predict: options as arguments, progress while they run, results as the page shows them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.notebook.panel import Panel
+from guava_nb.notebook.training import metrics_argument, resolve
+from guava_nb.render import Progress, View, predictions_view, to_html, to_text
+
+__all__ = ["forget_results", "predict", "show_results", "validate"]
+
+#: Where the class of the results is; naming it here loads nothing.
+_RESULTS = ("guava_nb.engine.predictions", "Predictions")
+
+
+def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `Orchestrator.validate`.
+
+    Raises:
+        UsageError: an expression fails.
+    """
+    given = {"loader": resolve(args.data, namespace, "--data")}
+    if args.metrics is not None:
+        given["metrics"] = metrics_argument(args.metrics, namespace)
+    return given if args.loss is None else {**given, "criterion": args.loss}
+
+
+def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `Orchestrator.predict`.
+
+    Raises:
+        UsageError: an option contradicts another one, or the expression of the data fails.
+    """
+    if args.resume and args.path is None:
+        raise UsageError("%guava_predict: --resume goes on with what a folder holds, so it needs --path")
+    if args.into is not None and not args.into.isidentifier():
+        raise UsageError(f"--into {args.into}: not a name for a variable")
+    given = {
+        "top_k": args.top_k,
+        "confidence_threshold": args.threshold,
+        "path": args.path,
+        "predict_step": args.step,
+    }
+    flags = {"return_full_probabilities": args.full, "raw": args.raw, "resume": args.resume}
+    chosen = {name: value for name, value in {**given, **flags}.items() if value is not None and value is not False}
+    return {"loader": resolve(args.data, namespace, "--data"), **chosen}
+
+
+def validate(orchestrator: Any, args: argparse.Namespace, names: Mapping[str, Any], panel: Panel) -> Any:
+    """Do what a line of %guava_validate asks; returns the figures."""
+    arguments = _validate_arguments(args, names)
+    with _progress_on(panel, "validating", "validated") as progress:
+        return orchestrator.validate(**arguments, progress=progress)
+
+
+def predict(orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel) -> Any:
+    """Do what a line of %guava_predict asks; returns the results, and stores them where the line says."""
+    arguments = _predict_arguments(args, names)
+    with _progress_on(panel, "predicting", "predicted") as progress:
+        found = orchestrator.predict(**arguments, progress=progress)
+    if args.into is not None:
+        names[args.into] = found
+    return found
+
+
+@contextmanager
+def _progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that draws the progress of a pass; at the end the panel says how much was done.
+
+    Args:
+        panel: is closed at the end, also when something raises.
+        doing: title while it goes on.
+        done: title at the end.
+    """
+    last: list[tuple[int, int | None]] = []
+
+    def draw(count: int, total: int | None) -> None:
+        last[:] = [(count, total)]
+        panel.update(lambda: (View(doing, _headline(count, total), Progress(count, total, "sample")), ()))
+
+    try:
+        yield draw
+        if last:  # what it drew must not stay as it was
+            count, total = last[0]
+            panel.finish(lambda: (View(done, _headline(count, total)), ()))
+    finally:
+        panel.close()
+
+
+def _headline(count: int, total: int | None) -> str:
+    return f"{count} samples" if total is None or count >= total else f"{count} of {total} samples"
+
+
+def show_results(shell: Any) -> None:
+    """Have results shown as a table, wherever in the notebook they come up."""
+    formatters = shell.display_formatter.formatters
+    formatters["text/html"].for_type_by_name(*_RESULTS, lambda found: to_html(predictions_view(found)))
+    formatters["text/plain"].for_type_by_name(
+        *_RESULTS, lambda found, printer, cycle: printer.text(to_text(predictions_view(found)))
+    )
+
+
+def forget_results(shell: Any) -> None:
+    """Take the tables away again."""
+    for kind in ("text/html", "text/plain"):
+        shell.display_formatter.formatters[kind].pop(".".join(_RESULTS), None)

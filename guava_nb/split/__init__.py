@@ -1,0 +1,6 @@
+"""The two-sided form: data and DataLoader in one script, model and optimizer in another; there is no second engine."""
+
+from guava_nb.split.cpu import CPULoader
+from guava_nb.split.gpu import ColabGPUTrainer, GPUTrainer
+
+__all__ = ["CPULoader", "ColabGPUTrainer", "GPUTrainer"]

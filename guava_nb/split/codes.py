@@ -1,0 +1,35 @@
+"""How the two sides agree on who dials: whoever has a join code does; whoever has none listens and shows its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.worker import join_code_from
+
+__all__ = ["Codes", "ShowCode", "given_codes", "show_code"]
+
+Codes = JoinCode | str | list[JoinCode | str]
+#: Gets the join code of this side, which listens, and the other side's call that takes it.
+ShowCode = Callable[[JoinCode, str], None]
+
+
+def show_code(code: JoinCode, call: str) -> None:
+    """Print a join code and the call that takes it on the other side; like a password, it is for nobody else."""
+    sys.stdout.write(f'Listening on {code.address}. On the other side: {call}(join_code="{code.encode()}")\n')
+    sys.stdout.flush()
+
+
+def given_codes(join_code: Codes | None) -> list[JoinCode]:
+    """Return the codes of the call, else the one in GUAVA_JOIN_CODE, else none.
+
+    Raises:
+        JoinCodeError: a text is damaged.
+    """
+    if isinstance(join_code, list | tuple):
+        return [join_code_from(code) for code in join_code]
+    if join_code is None and not os.environ.get("GUAVA_JOIN_CODE"):
+        return []
+    return [join_code_from(join_code)]

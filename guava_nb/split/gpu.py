@@ -1,0 +1,262 @@
+"""`GPUTrainer`: the side that has the model. A worker in the calling process, which trains it in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from guava_nb.config import DistributedConfig
+from guava_nb.engine.hardware import pick_device
+from guava_nb.engine.own import OwnParts
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.split.codes import ShowCode, given_codes, show_code
+from guava_nb.transport.tunnels import NgrokTunnel, Tunnel
+from guava_nb.worker import ListeningWorker, NetworkWorker
+
+__all__ = ["ColabGPUTrainer", "GPUTrainer"]
+
+
+class GPUTrainer:
+    """The side that has the model: trains it in place, in this process.
+
+    Args:
+        port: to listen on; None takes `master_port` of the configuration, 0 a free one.
+        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+        host: address to listen on; None takes `gpu_host` of the configuration, else this machine only.
+        config: settings; None reads config.yaml, `.env` and the environment.
+        name: what the other side calls this one.
+        show: called with the join code and the other side's call when this side listens; None prints them.
+
+    Raises:
+        ConfigError: the device is not here.
+    """
+
+    def __init__(
+        self,
+        port: int | None = None,
+        device: str = "auto",
+        *,
+        host: str | None = None,
+        config: DistributedConfig | None = None,
+        name: str = "",
+        show: ShowCode | None = None,
+    ) -> None:
+        """Choose the device; nothing listens yet."""
+        self.config = config or DistributedConfig.load()
+        self.device = pick_device(device)
+        self._port, self._host, self._name = port, host, name
+        self._show = show or show_code
+        self._parts: OwnParts | None = None
+        self._listening: ListeningWorker | None = None
+        self._working: NetworkWorker | ListeningWorker | None = None
+
+    def setup_model(
+        self,
+        model: nn.Module,
+        criterion: Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        learning_rate: float | None = None,
+        *,
+        preprocess: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Say what to train or to ask. The model is moved to the device; its dtype stays.
+
+        Args:
+            criterion: a loss of outputs and targets: torch's module or function, or one's own that returns a mean or
+                `(sum, count)`. None means CrossEntropyLoss.
+            optimizer: over the model's parameters. None makes Adam with `learning_rate` and nothing else: no weight decay,
+                no schedule, no clipping.
+            learning_rate: of that Adam; None takes that of the configuration.
+            preprocess: called with each batch as it arrived, on this device; returns what the model gets.
+
+        Raises:
+            ConfigError: both an optimizer and a learning rate.
+        """
+        if optimizer is not None and learning_rate is not None:
+            raise ConfigError("the optimizer has its own learning rate: give optimizer= or learning_rate=, not both")
+        model.to(self.device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if optimizer is None and trained:
+            optimizer = torch.optim.Adam(
+                trained, lr=self.config.learning_rate if learning_rate is None else learning_rate
+            )
+        self._parts = OwnParts(model, criterion or nn.CrossEntropyLoss(), optimizer, preprocess)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model object of `setup_model`.
+
+        Raises:
+            ConfigError: there is none yet.
+        """
+        return self._needed().model
+
+    def listen(self) -> JoinCode:
+        """Listen from now on, until `close`; returns the code for this machine's own address. Calls return the same.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        if self._listening is None:
+            self._listening = ListeningWorker(
+                host=self._host,
+                port=self._port,
+                gpu_id=str(self.device),
+                own=self._needed(),
+                config=self.config,
+                name=self._name,
+            )
+        return self._listening.join_code
+
+    def start_training(
+        self, cpu_host: str | None = None, cpu_port: int | None = None, *, join_code: JoinCode | str | None = None
+    ) -> str:
+        """Train the model with what the CPU side sends, until it closes its session; returns why it ended.
+
+        Args:
+            cpu_host, cpu_port: where to dial, when that is not what the join code says. Without a join code the CPU side
+                dials, and these say nothing.
+            join_code: of the CPU side, which listens; None takes GUAVA_JOIN_CODE; without any this side listens, shows its
+                own code and waits, also for a CPU side that was lost to come back (`rejoin_timeout_s`).
+
+        An interrupt (Ctrl-C) leaves after the step in work, a second one raises at once; either way the model is that of
+        the last step that was committed.
+
+        Raises:
+            GuavaError: the CPU side cannot be reached, or was lost.
+        """
+        return self._serve(self._needed(), cpu_host, cpu_port, join_code, once=True, call="CPULoader().start_loading")
+
+    def start_service(
+        self,
+        mode: str = "validation",
+        cpu_host: str | None = None,
+        cpu_port: int | None = None,
+        *,
+        join_code: JoinCode | str | None = None,
+        once: bool = False,
+    ) -> str:
+        """Answer with the model without changing it; returns why it ended.
+
+        Args:
+            mode: "validation" or "inference"; with the latter no criterion of this side is used.
+            once: return when a CPU side has closed its session; else serve the next one, until `stop` or an interrupt.
+            cpu_host, cpu_port, join_code: as for `start_training`.
+
+        Raises:
+            ConfigError: another mode.
+            GuavaError: as for `start_training`.
+        """
+        if mode not in ("validation", "inference"):
+            raise ConfigError(f"mode is {mode!r}; it is one of: validation, inference")
+        parts = self._needed()
+        own = OwnParts(
+            parts.model, parts.criterion if mode == "validation" else None, None, parts.preprocess, service=mode
+        )
+        call = f"CPULoader().run_{mode}"
+        return self._serve(own, cpu_host, cpu_port, join_code, once=once, call=call)
+
+    def _serve(
+        self,
+        own: OwnParts,
+        cpu_host: str | None,
+        cpu_port: int | None,
+        join_code: JoinCode | str | None,
+        once: bool,
+        call: str,
+    ) -> str:
+        codes = given_codes(join_code)
+        if codes and (join_code is not None or self._listening is None):
+            worker = NetworkWorker(
+                codes[0], master_ip=cpu_host, master_port=cpu_port, gpu_id=str(self.device), own=own, config=self.config,
+                name=self._name,
+            )  # fmt: skip
+            self._working = worker
+            return worker.connect_and_train()
+        code = self._address(self.listen())
+        listening = self._working = self._listening
+        assert listening is not None
+        listening.own = own
+        self._show(code, call)
+        return listening.serve(once)
+
+    def _address(self, code: JoinCode) -> JoinCode:
+        return code
+
+    def _needed(self) -> OwnParts:
+        if self._parts is None:
+            raise ConfigError("no model: call setup_model(model, criterion=..., optimizer=...) first")
+        return self._parts
+
+    def stop(self) -> None:
+        """Let the call in progress end after the step in work; from any thread."""
+        if self._working is not None:
+            self._working.leave()
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+
+    def __enter__(self) -> GPUTrainer:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening."""
+        self.close()
+
+
+class ColabGPUTrainer(GPUTrainer):
+    """A `GPUTrainer` on a machine that nobody can dial: it listens behind a tunnel. Arguments as of `GPUTrainer`.
+
+    Free Colab runtimes do not allow distributed workers and may be ended; paid plans with compute units do allow them.
+    """
+
+    _tunnelled: tuple[str, int] | None = None
+
+    def start_training_with_tunnel(self, tunnel: Tunnel | None = None, authtoken: str | None = None) -> str:
+        """As `start_training`, listening behind a tunnel; the code that is shown leads through it.
+
+        Args:
+            tunnel: see `guava_nb.transport.tunnels`; None opens one of ngrok.
+            authtoken: of ngrok; None takes NGROK_AUTHTOKEN.
+
+        Raises:
+            ConfigError: the tunnel cannot be opened; the message says what to do.
+            WorkerLost: the CPU side was lost and did not come back.
+        """
+        return self._behind(tunnel, authtoken, lambda: super(ColabGPUTrainer, self).start_training())
+
+    def start_service_with_tunnel(
+        self,
+        mode: str = "validation",
+        tunnel: Tunnel | None = None,
+        authtoken: str | None = None,
+        *,
+        once: bool = False,
+    ) -> str:
+        """As `start_service`, listening behind a tunnel; arguments as for both."""
+        return self._behind(tunnel, authtoken, lambda: super(ColabGPUTrainer, self).start_service(mode, once=once))
+
+    def _behind(self, tunnel: Tunnel | None, authtoken: str | None, call: Callable[[], str]) -> str:
+        way = NgrokTunnel(authtoken) if tunnel is None else tunnel
+        self.listen()
+        assert self._listening is not None
+        try:
+            self._tunnelled = way.start(self._listening.port)
+            return call()
+        finally:
+            self._tunnelled = None
+            way.stop()
+
+    def _address(self, code: JoinCode) -> JoinCode:
+        return code if self._tunnelled is None else code.with_address(*self._tunnelled)
