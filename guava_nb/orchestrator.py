@@ -394,10 +394,8 @@ class Orchestrator:
         with interrupts_remembered() as interrupts:
             shared = self._shared()
             refuse_place(data, train_loader)
-            specs = metric_specs(metrics, shared)
-            loaders = (train_loader, val_loader)
+            specs, loaders = metric_specs(metrics, shared), (train_loader, val_loader)
             own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
-            reach = (lambda: False) if own else cuda_reach(cluster)
             spec = build_spec(
                 self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
@@ -405,15 +403,13 @@ class Orchestrator:
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
                 preprocess=preprocess, augment=augment, metrics=specs,
                 parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan, reach
+                    self.config, len(cluster.roster.ready()), self._tensor_plan,
+                    (lambda: False) if own else cuda_reach(cluster),
                 ),
                 cache=cache_spec(self.config, cache),
             )  # fmt: skip
-            if cache_static:
-                refuse_static(spec)
-            spec = self._with_data(spec, own, interrupts.check)
+            spec = self._with_data(spec, own, cache_static, interrupts.check)
             feed, val_feed = feeds(loaders, spec.data)
-            assert feed is not None
             plan = TrainingPlan(
                 feed=feed,
                 val_feed=val_feed,
@@ -449,8 +445,12 @@ class Orchestrator:
             )
         return cluster
 
-    def _with_data(self, spec: RunSpec, own: Sequence[DataSpec], check_interrupt: Callable[[], None]) -> RunSpec:
+    def _with_data(
+        self, spec: RunSpec, own: Sequence[DataSpec], static: bool, check_interrupt: Callable[[], None]
+    ) -> RunSpec:
         """The record of a run with what the workers say of the data sets that lie there."""
+        if static:
+            refuse_static(spec)
         if not own:
             return spec
         refuse_group(spec)

@@ -76,8 +76,8 @@ def refuse_static(spec: RunSpec) -> None:
         )
 
 
-def feeds(loaders: Sequence[object], specs: Sequence[DataSpec]) -> list[Feed | None]:
-    """Return the feed of each loader; those of `WorkerData` give ids and are numbered as in `specs`."""
+def feeds(loaders: tuple[object, object], specs: Sequence[DataSpec]) -> tuple[Feed, Feed | None]:
+    """Return the feeds to train and to validate with; those of `WorkerData` give ids and are numbered as in `specs`."""
     made: list[Feed | None] = []
     number = 0
     for loader in loaders:
@@ -86,7 +86,9 @@ def feeds(loaders: Sequence[object], specs: Sequence[DataSpec]) -> list[Feed | N
             made.append(Feed(loader.loader(specs[number - 1].length), number))
         else:
             made.append(None if loader is None else Feed(loader))
-    return made
+    train, val = made
+    assert train is not None  # a loader to train with is always given
+    return train, val
 
 
 def ask_data(

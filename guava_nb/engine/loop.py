@@ -196,9 +196,9 @@ class WorkerLoop:
             return
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
-            self._release_own()
             self._ahead.close()
             self._reader.close()
+            self._release_own()
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -293,8 +293,8 @@ class WorkerLoop:
             self._replica.close()
 
     def _forget(self) -> None:
-        self._release_own()
         self._ahead.close()
+        self._release_own()
         if self._replica is not None:
             self._last_step = self._steps.committed
         self._steps = PendingSteps()

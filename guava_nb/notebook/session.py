@@ -75,7 +75,6 @@ class NotebookSession:
         self._start_worker = start_worker
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
-        self._dials = False
         self._local: LocalWorkers | None = None
         self._worker: Any = None
         self._worker_code: JoinCode | None = None
@@ -100,8 +99,7 @@ class NotebookSession:
         if not self.is_open:
             expected = {"num_workers": args.local} if args.local else {}
             orchestrator = self._new_orchestrator(**{**expected, **settings})
-            self._dials = args.connect is not None and not args.local
-            if not self._dials:
+            if args.connect is None or args.local:
                 orchestrator.open()
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
@@ -114,7 +112,7 @@ class NotebookSession:
     @property
     def has_code(self) -> bool:
         """Whether this session listens, so that there is a code to hand out."""
-        return self.is_open and not self._dials
+        return bool(self._orchestrator.status().address)
 
     def join_code(self) -> str:
         """The secret itself."""

@@ -18,6 +18,7 @@ LIMIT_S = 240
 
 def test_there_are_notebooks() -> None:
     lessons = {"00_quickstart", "02_pipeline_parallel", "03_tensor_parallel", "04_zero_and_hybrid"}
+    lessons.add("05_stream_validate_predict")
     assert lessons <= {path.stem for path in NOTEBOOKS}
 
 

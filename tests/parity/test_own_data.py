@@ -87,7 +87,6 @@ def train(cluster: Cluster, workers: list[DirectWorker], data: WorkerData, epoch
     own = [data_spec(loader, None) for loader in (data, val) if isinstance(loader, WorkerData)]
     specs = ask_data(cluster, (), own, lambda: None)
     feed, val_feed = feeds((data, val), specs)
-    assert feed is not None
     job = job_for(cluster, spec(data=specs), TrainingPlan(feed, val_feed, epochs))
     job.start()
     assert job.run.wait(60), job.run

@@ -172,7 +172,8 @@ class FakeOrchestrator:
     def status(self) -> Status:
         workers = tuple(WorkerStatus(name, rank, "ready", "cpu", "CPU", "host") for rank, name in enumerate(self.here))
         run = self.run.status() if self.run else None
-        return Status(self.state, "127.0.0.1:4242", "data", self.expected_workers, workers, run, tuple(self.cells))
+        address = "" if ("connect" in [name for name, _ in self.calls]) else "127.0.0.1:4242"  # it dialled
+        return Status(self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells))
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
         if worker is not None:
