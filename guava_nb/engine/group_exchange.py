@@ -47,6 +47,7 @@ class GroupExchange:
         self.next_step = ensemble.step + 1
         self._job, self._ensemble = job, ensemble
         self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
+        self._looked = False
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
         self._writer = ensemble.writer
@@ -73,6 +74,7 @@ class GroupExchange:
         every = spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
+        self._tell_few_rows(max(rows for share in shares for rows in share.rows))
         treated = spec.preprocess is not None or spec.augment is not None
         tasks, shards = _tasks(
             ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated, self._writer, splitter
@@ -85,6 +87,17 @@ class GroupExchange:
         for task in tasks:
             self._send_shard(flight, task.index, task.owner)
         return flight
+
+    def _tell_few_rows(self, most: int) -> None:
+        """Say once that batches are smaller than the pipeline's parts; a last batch of an epoch is no reason to."""
+        assert self._ensemble.spec.parallel is not None
+        wanted = self._ensemble.spec.parallel.micro_batches
+        if not self._looked and most < wanted:
+            self._job.cluster.notice(
+                f"micro_batches (--micro-batches) is {wanted}, but a pipeline gets {most} rows of a batch, so it cuts them into "
+                f"{most} parts: larger batches would keep its stages busier, fewer micro-batches change nothing"
+            )
+        self._looked = True
 
     def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
         message, parcel = flight.shards[shard]

@@ -3,7 +3,7 @@
 FSDP2 reduces whatever gradients a module has, so all replicas must have the same ones; and where a module's parameter
 goes unused on one replica only, they have not. So a module that is sharded gives each of its parameters that its
 outputs do not depend on a gradient of zero. What was truly used is remembered: a parameter that nobody used anywhere
-must end with no gradient at all, as in plain PyTorch, where AdamW leaves it alone.
+must end with no gradient at all, as in plain PyTorch, where AdamW leaves it alone. Outputs that are views are copied.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Touch:
         def hook(watched: nn.Module, args: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return output
+            output = _owned(output)
             present = dict(watched.named_parameters())
             here = {name: present[name] for name in names if present[name].requires_grad}
             reached = _leaves(output, args)
@@ -93,6 +94,27 @@ def _leaves(output: Any, inputs: Any) -> set[int]:
             found.add(id(leaf))
         nodes.extend(following for following, _ in node.next_functions if following is not None)
     return found
+
+
+def _owned(output: Any) -> Any:
+    """Return the output with copies in place of views.
+
+    FSDP2 hangs the hook that gathers parameters for backward on what a module returns. A view that is changed in place
+    later (`x = block(x); x += y`) loses it: ZeRO 3 then fails in backward, ZeRO 2 may leave gradients unsummed. torch only
+    warns of it, at every view, also of those that nobody changes. A copy costs one activation and takes both away.
+    """
+    if isinstance(output, Tensor):
+        return output.clone() if output.requires_grad and output._base is not None else output
+    if isinstance(output, list | tuple):
+        entries = [_owned(entry) for entry in output]
+        if all(new is old for new, old in zip(entries, output, strict=True)):
+            return output
+        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    if isinstance(output, dict):
+        for key, entry in output.items():
+            if (own := _owned(entry)) is not entry:
+                output[key] = own
+    return output
 
 
 def _touched(output: Any, unused: list[nn.Parameter]) -> Any:

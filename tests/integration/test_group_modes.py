@@ -138,6 +138,15 @@ def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> Non
     assert (last.state, last.step) == ("left", len(run.history))
 
 
+@pytest.mark.timeout(60)
+def test_more_micro_batches_than_rows_are_told_once(session: Session) -> None:
+    session.ensure(2)
+    for number, told in ((33, 1), (32, 0)):
+        train(session, "pipeline", loader(), epochs=2, settings={"micro_batches": number})
+        notes = "\n".join(session.orch.status().notes)
+        assert notes.count(f"is {number}, but a pipeline gets 32 rows of a batch") == told
+
+
 NORMED = """
 from torch import nn
 

@@ -78,6 +78,13 @@ def test_synced_batch_norms_see_the_whole_batch(pool: GroupPool, backend: str, n
     compare(plainly, ranks, 1e-9)
 
 
+@pytest.mark.parametrize("name", ["zero 2", "zero 3"])
+def test_views_that_the_model_changes_in_place(pool: GroupPool, name: str) -> None:
+    """torch's FSDP2 loses its hook on such an output, and warns of every view for that reason."""
+    case = Scenario(spec=SPECS[name], model="viewing", steps=4)
+    compare(case, run(pool, "gloo", case), 1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "machines"),
     [("hybrid", (0, 0, 1, 1)), ("hybrid zero 3", (0, 0, 1, 1)), ("hybrid zero 1", (0, 1, 0, 1)),

@@ -113,8 +113,8 @@ class FakeOrchestrator:
     def connect(self, *codes: str) -> list[str]:
         self.state = "open"
         self.calls.append(("connect", codes))
-        self.num_workers += len(codes)
-        return [f"listener-{self.num_workers}"]
+        self.here += [f"listener-{len(self.here) + number}" for number in range(1, len(codes) + 1)]
+        return self.here[-len(codes) :]
 
     def launch_workers(self, count: int, device: str = "cpu") -> list[FakeWorker]:
         self.calls.append(("launch", count))

@@ -429,7 +429,27 @@ class RowNormed(nn.Module):
 MODELS |= {"row normed": RowNormed}
 MODELS |= {"reused": Reused, "rare": Rare}
 MODELS |= {"normed": Normed, "plainly normed": PlainNormed, "own norm": OwnNormed}
-MODELS |= {"choosy": Choosy, "counting": Counting}
+
+
+class Viewing(nn.Module):
+    """Blocks whose outputs are views, changed in place by the model, and outputs that are a view themselves."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            rest = h
+            h = block(h)  # of three axes, so torch's linear returns a view
+            h += rest
+        return self.head(h)
+
+
+MODELS |= {"choosy": Choosy, "counting": Counting, "viewing": Viewing}
 
 
 def buffers(case: Scenario) -> dict[str, Tensor]:
