@@ -20,7 +20,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from guava_nb.config import DistributedConfig, check_plan, mode_settings
+from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
 from guava_nb.data.feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
@@ -81,7 +81,7 @@ class Orchestrator:
 
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
-        self.config = (config or DistributedConfig()).replace(**overrides)
+        self.config = self._given = (config or DistributedConfig()).replace(**overrides)
         self.config.validate()
         self.run: Run | None = None
         self._ledger = source.SourceLedger()
@@ -484,7 +484,9 @@ class Orchestrator:
             ConfigError: something does not fit; nothing was changed.
         """
         check_plan(tensor_plan or {})
-        self.config = self.config.replace(**mode_settings(mode, **settings))
+        # What an earlier choice set does not linger; what the configuration was made with does.
+        given = {name: getattr(self._given, name) for name in MODE_DEFAULTS}
+        self.config = self.config.replace(**mode_settings(mode, **{**given, **settings}))
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:

@@ -9,7 +9,16 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.config.values import near
 from guava_nb.errors import ConfigError
 
-__all__ = ["MODES", "PLAN_KINDS", "SCHEDULES", "check_combination", "check_plan", "mode_name", "mode_settings"]
+__all__ = [
+    "MODES",
+    "MODE_DEFAULTS",
+    "PLAN_KINDS",
+    "SCHEDULES",
+    "check_combination",
+    "check_plan",
+    "mode_name",
+    "mode_settings",
+]
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -17,7 +26,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 PLAN_KINDS = ("colwise", "rowwise", "vocab", "replicate", "partial")
 
 #: What a mode is chosen with where nothing else is said: an earlier choice's pipeline does not linger.
-_DEFAULTS = {
+MODE_DEFAULTS = {
     "micro_batches": 4,
     "pipeline_schedule": "1f1b",
     "stages_per_worker": 1,
@@ -67,7 +76,7 @@ def mode_settings(
     if mode == "zero" and not stage:
         raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
     settings = {
-        **_DEFAULTS,
+        **MODE_DEFAULTS,
         "data_parallel": mode in ("data", "zero", "hybrid"),
         "model_parallel": False,
         "pipeline_parallel": mode == "pipeline" or (mode == "hybrid" and pp is not None and pp > 1),

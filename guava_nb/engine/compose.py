@@ -194,6 +194,8 @@ def build_spec(
     for name, allowed in _CHOICES.items():
         if chosen[name] not in allowed:
             raise ConfigError(f"{name} is {chosen[name]!r}; it is one of: {', '.join(allowed)}")
+    if not (isinstance(chosen["seed"], int) and 0 <= chosen["seed"] < 2**63):
+        raise ConfigError(f"seed is {chosen['seed']!r}; give a whole number from 0 to 2**63 - 1")
     clip = chosen["max_grad_norm"]
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")

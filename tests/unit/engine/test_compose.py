@@ -66,6 +66,7 @@ def test_the_configuration_gives_what_is_not_said() -> None:
         ({"precision": "fp8"}, "precision is 'fp8'; it is one of: fp32, bf16, fp16, fp64"),
         ({"optimizer_site": "hub"}, "optimizer_site is 'hub'"),
         ({"scheduler_interval": "batch"}, "scheduler_interval is 'batch'"),
+        ({"seed": 2**70}, "give a whole number from 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a number above 0"),
     ],
 )
