@@ -25,7 +25,7 @@ from guava_nb.protocol.header import (
     pack_header,
     unpack_header,
 )
-from guava_nb.protocol.messages import KIND_OF, Channel, Message, counted_as
+from guava_nb.protocol.messages import KIND_OF, Channel, Message, channel_of, counted_as
 from guava_nb.protocol.tensors import check_tensors
 
 __all__ = [
@@ -91,7 +91,9 @@ class OutgoingMessage:
     @property
     def counted_as(self) -> Channel:
         """The channel under which its bytes are reported."""
-        return self.channel if self.channel is not Channel.BATCH else counted_as(self.message, self.payload_bytes)
+        if self.channel is not Channel.BATCH or channel_of(self.message) is not Channel.BATCH:
+            return self.channel
+        return counted_as(self.message, self.payload_bytes)
 
     def frames(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[memoryview | bytes]]:
         """Cut the message into frames, from its start, as often as asked.
