@@ -172,7 +172,7 @@ class WorkerHandle:
             if self._listens is not None and last.get("code"):
                 self._code = JoinCode.decode(last["code"])
             last = {"state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"])}
-        except (ValueError, TypeError, KeyError, JoinCodeError):
+        except (AttributeError, ValueError, TypeError, KeyError, JoinCodeError):
             return  # something wrote into the middle of it, or printed the mark; the next one will do
         if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
             last["step"] = self._last["step"]

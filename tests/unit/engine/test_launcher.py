@@ -13,6 +13,6 @@ def test_a_state_that_is_none_does_not_end_the_watch(record: str) -> None:
     """A watcher that dies reads no more, and a worker that prints then waits for ever."""
     handle = WorkerHandle.__new__(WorkerHandle)
     handle._last, handle._name, handle._partial = {"state": "working", "step": 3, "detail": "w1"}, "w1", ""
-    handle._listens = None
+    handle._listens = object()  # of whose first lines the code is read
     handle._on_line(MARK + record, None)
     assert handle._last == {"state": "working", "step": 3, "detail": "w1"} and handle._name == "w1"
