@@ -155,6 +155,14 @@ def mode_of(spec: RunSpec) -> str:
     return "data" if spec.parallel is None else spec.parallel.mode
 
 
+def _check_numbers(chosen: Mapping[str, Any]) -> None:
+    if not (isinstance(chosen["seed"], int) and 0 <= chosen["seed"] < 2**63):
+        raise ConfigError(f"seed is {chosen['seed']!r}; give a whole number from 0 to 2**63 - 1")
+    clip = chosen["max_grad_norm"]
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")
+
+
 def build_spec(
     config: DistributedConfig,
     shared: ModuleType | None,
@@ -194,11 +202,7 @@ def build_spec(
     for name, allowed in _CHOICES.items():
         if chosen[name] not in allowed:
             raise ConfigError(f"{name} is {chosen[name]!r}; it is one of: {', '.join(allowed)}")
-    if not (isinstance(chosen["seed"], int) and 0 <= chosen["seed"] < 2**63):
-        raise ConfigError(f"seed is {chosen['seed']!r}; give a whole number from 0 to 2**63 - 1")
-    clip = chosen["max_grad_norm"]
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")
+    _check_numbers(chosen)
     if parallel is not None and chosen["optimizer_site"] == "orchestrator":
         raise ConfigError(
             f"optimizer_site is 'orchestrator' and the mode {parallel.mode}: there the workers hold parts of the model, and each "
