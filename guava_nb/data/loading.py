@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data.datapipes.datapipe import MapDataPipe
 
 from guava_nb.data.loader_parts import TOLD, Collate, Counted, LeaveOut, Located, Recorder, Unread, rebuild
+from guava_nb.data.snapshot import snapshot
 from guava_nb.data.split import has_rows, num_rows
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
@@ -178,7 +179,7 @@ class _MapSource:
         ids = _int_ids(indices)
         rows = _count_rows(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
-        return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
+        return _own(batch, self._theirs), ids or tuple(range(ordinal, ordinal + rows)), rows
 
     def _read(self, batch: int, ids: tuple[int, ...]) -> Any:
         dataset = self._loader.dataset
@@ -246,7 +247,7 @@ class _IterableSource:
             ids = tuple(range(ordinal, ordinal + (rows if drawn is None else drawn)))
             ordinal += len(ids)
             if index >= skip_batches:
-                yield batch, ids, rows
+                yield _own(batch, self._theirs), ids, rows
 
     def leave_out(self, wanted: LeaveOut) -> None:
         raise _not_static(self._theirs)
@@ -288,7 +289,8 @@ class _PlainSource:
             rows = num_rows(batch)
             ordinal += rows
             if index >= skip_batches:
-                yield batch, tuple(range(ordinal - rows, ordinal)), rows
+                kept = isinstance(self._batches, (list, tuple))  # the batches of a list lie there anyway
+                yield batch if kept else snapshot(batch), tuple(range(ordinal - rows, ordinal)), rows
 
     def leave_out(self, wanted: LeaveOut) -> None:
         raise _not_static(self._batches)
@@ -329,6 +331,12 @@ def _each(
             raise failed from error
         yield index, batch
         index += 1
+
+
+def _own(batch: Any, loader: DataLoader[Any]) -> Any:
+    """The batch in memory that nobody fills again: loading goes on while it waits to be sent."""
+    made_anew = loader.num_workers > 0 or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
+    return batch if made_anew else snapshot(batch)
 
 
 def _count_rows(batch: Any, drawn: int | None) -> int:
