@@ -60,7 +60,7 @@ from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import DataSpec, Factory, RunSpec
+from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
@@ -89,6 +89,9 @@ class Orchestrator:
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
         self._ensemble: Ensemble | None = None
+        self._asked: tuple[Ensemble, object] | None = (
+            None  # replicas that were never trained, and what they were made of
+        )
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._local: list[WorkerHandle] = []
@@ -196,7 +199,7 @@ class Orchestrator:
         self._notices.stop()
         close_all(self._local)
         self._local.clear()
-        self._cluster = self._listener = self._code = self._ensemble = None
+        self._cluster = self._listener = self._code = self._ensemble = self._asked = None
 
     def __enter__(self) -> Orchestrator:
         """Open the session, unless it has dialled its workers."""
@@ -434,16 +437,19 @@ class Orchestrator:
     def _idle_cluster(self) -> Cluster:
         """The cluster, if a run can begin there."""
         cluster = self._open_cluster()
-        if self.run is not None and not self.run.done:
-            raise ClusterError(
-                f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
-            )
+        self._check_idle()
         if not cluster.roster.ready():
             raise ClusterError(
                 "no worker is here: run %guava_worker with the join code elsewhere, or start some here with %guava_up --local 2 "
                 "(in a script: launch_workers(2))"
             )
         return cluster
+
+    def _check_idle(self) -> None:
+        if self.run is not None and not self.run.done:
+            raise ClusterError(
+                f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
+            )
 
     def _with_data(
         self, spec: RunSpec, own: Sequence[DataSpec], static: bool, check_interrupt: Callable[[], None]
@@ -523,7 +529,7 @@ class Orchestrator:
         plan.save_path = Path(self.config.checkpoint_dir) / f"{ensemble.run_id}.pt"
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
-        self.run, self._job, self._ensemble = run, job, ensemble
+        self.run, self._job, self._ensemble, self._asked = run, job, ensemble, None
         self._runs += 1
         if detach:
             job.start()
@@ -546,7 +552,7 @@ class Orchestrator:
     def validate(
         self,
         loader: Any,
-        criterion: Reference = "CrossEntropyLoss",
+        criterion: Reference | None = None,
         metrics: Metrics | None = None,
         preprocess: Reference | None = None,
         *,
@@ -558,7 +564,7 @@ class Orchestrator:
 
         Args:
             loader: a DataLoader, or an iterable of batches (inputs, targets).
-            criterion, preprocess: used when nothing was trained yet; else those of the run.
+            criterion, preprocess: None takes those of the last run, or CrossEntropyLoss and none.
             metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
                 return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
                 functions that make one.
@@ -572,7 +578,7 @@ class Orchestrator:
         feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
-        ensemble = self._known_ensemble() or self._untrained(criterion, preprocess)
+        ensemble = self._ensemble_for(criterion, preprocess)
         with reporting("validating", progress) as report:
             ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
         return question.result().record()
@@ -605,7 +611,7 @@ class Orchestrator:
             raw: the outputs as they are, for models that give no [rows, classes].
             path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
             resume: go on with what an interrupted call left in `path`, without predicting it again.
-            preprocess: used when nothing was trained yet; else that of the run.
+            preprocess: None takes that of the last run.
             predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
             progress: as for `validate`.
 
@@ -618,39 +624,78 @@ class Orchestrator:
         if predict_step is not None:
             step = Factory(factory_name("predict_step", predict_step, self._shared()))
             wanted = msgspec.structs.replace(wanted, step=step)
-        ensemble = self._known_ensemble() or self._untrained("CrossEntropyLoss", preprocess)
+        ensemble = self._ensemble_for(None, preprocess)
         with reporting("predicting", progress) as report:
             return predict(
                 cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
                 patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
             )  # fmt: skip
 
-    def _known_ensemble(self) -> Ensemble | None:
-        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
-        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
-            self._ensemble = None
-        return self._ensemble
+    def _ensemble_for(self, criterion: Reference | None, preprocess: Reference | None) -> Ensemble:
+        """What is asked: the last run's replicas, or others of the same weights where cells, loss or preprocessing differ.
 
-    def _untrained(self, criterion: Reference, preprocess: Reference | None) -> Ensemble:
-        shared = self._shared()
-        spec = build_spec(
-            self.config, shared, model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
+        A model that was not trained here, or a checkpoint that was loaded and not trained on, has replicas of its own.
+        """
+        self._check_idle()
+        trained = self._known_ensemble()
+        if isinstance(trained, OwnEnsemble):
+            return trained
+        fresh, cells = self._question_spec(criterion or "CrossEntropyLoss", preprocess), self._ledger.cells()
+        if is_own(fresh):
+            run_id = f"untrained-{next(self._untrained_numbers)}"
+            self._ensemble = adopt(run_id, fresh, cells, self._shared(), self._open_cluster())
+            return self._ensemble
+        if trained is None or trained.spec.model != fresh.model or self._resume is not None:
+            return self._standing(fresh, cells, None)
+        spec = trained.spec
+        if criterion is not None:
+            spec = replace(spec, criterion=fresh.criterion, step=None)
+        if preprocess is not None:
+            spec = replace(spec, preprocess=fresh.preprocess)
+        same = spec == trained.spec and cells == trained.cells
+        return self._hold(trained) if same else self._standing(spec, cells, trained)
+
+    def _question_spec(self, criterion: Reference, preprocess: Reference | None) -> RunSpec:
+        return build_spec(
+            self.config, self._shared(), model=self._needed_factory(), criterion=criterion, criterion_args=None, step=None,
             preprocess=preprocess,
             optimizer="SGD", optimizer_args={"lr": 0.0}, scheduler=None, scheduler_args=None, threads=None,
             parallel=parallel_spec(self.config, len(self._open_cluster().roster.ready()), self._tensor_plan),
             cache=cache_spec(self.config),
         )  # fmt: skip
-        run_id, cells = f"untrained-{next(self._untrained_numbers)}", self._ledger.cells()
-        if is_own(spec):
-            self._ensemble = adopt(run_id, spec, cells, shared, self._open_cluster())
-            return self._ensemble
-        ensemble = build_ensemble(run_id, spec, cells, shared, self._instance)
-        if self._resume is not None:
-            path, content = self._resume
-            checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
-            ensemble.master.load_state({"model": content["model"]})
-        self._ensemble = ensemble
+
+    def _standing(self, spec: RunSpec, cells: Sequence[Cell], trained: Ensemble | None) -> Ensemble:
+        """Replicas that are only asked, with the weights of a run, of a checkpoint, or of the beginning."""
+        weights = (self._instance, self._resume and self._resume[0]) if trained is None else (trained, trained.step)
+        made_of = (spec, tuple(cells), weights)
+        if self._asked is None or self._asked[1] != made_of:
+            state = None if trained is None else fetch_between_runs(trained, self._open_cluster(), self._patience_s)
+            start = self._instance if trained is None else None
+            ensemble = build_ensemble(f"asked-{next(self._untrained_numbers)}", spec, cells, self._shared(), start)
+            if state is not None:
+                ensemble.master.load_state({"model": state["model"]})
+            elif self._resume is not None:
+                path, content = self._resume
+                checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
+                ensemble.master.load_state({"model": content["model"]})
+            self._asked = (ensemble, made_of)
+        return self._hold(self._asked[0])
+
+    def _hold(self, ensemble: Ensemble) -> Ensemble:
+        """Workers hold one run at a time: what they hold of others is brought here, and they are known to forget it."""
+        if self._ensemble is not None and self._ensemble is not ensemble and self._ensemble.at:
+            fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
+        for other in (self._ensemble, self._asked and self._asked[0]):
+            if other is not None and other is not ensemble:
+                for rank in list(other.at):
+                    other.drop(rank)
         return ensemble
+
+    def _known_ensemble(self) -> Ensemble | None:
+        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
+        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
+            self._ensemble = None
+        return self._ensemble
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Orchestrator
 from guava_nb.errors import RemoteError, WorkerLost
@@ -240,6 +241,7 @@ def test_an_error_or_an_interrupt_in_mid_pass_costs_no_worker(session: Session, 
 SCRIPT = """
 import os, sys, pathlib
 import torch
+from torch import nn
 from guava_nb import Orchestrator, DistributedConfig
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -314,3 +316,47 @@ def test_metrics_of_a_run_stand_in_its_history(session: Session) -> None:
     assert session.orch.predict([{"x": x}], raw=True, predict_step="doubled")["outputs"] == pytest.approx(
         2 * plain(model, 101).numpy()
     )
+
+
+def test_what_is_asked_with_counts_each_time(session: Session) -> None:
+    """Another loss, preprocessing, cell or model than the call before: before and after a run, whose state stays."""
+    session.ensure(2)
+    orch = session.orch
+    rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    targets = torch.arange(20) % 3
+    loader = DataLoader(TensorDataset(rows, targets), batch_size=8)
+    orch.set_mode("data")
+
+    def loss_of(module: nn.Module, inputs: torch.Tensor) -> float:
+        return float(module(inputs, targets))
+
+    cell = """
+import torch
+from torch import nn
+from torch import nn
+class Scaled(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((3,), factor))
+    def forward(self, x):
+        return x * self.factor
+def minus(batch):
+    return -batch[0], batch[1]
+"""
+    orch.share(cell, "asked")
+    orch.register_model("Scaled")
+    cross, margin = nn.CrossEntropyLoss(), nn.MultiMarginLoss()
+    assert orch.validate(loader)["loss"] == pytest.approx(loss_of(cross, rows), abs=1e-12)
+    assert orch.validate(loader, criterion="MultiMarginLoss")["loss"] == pytest.approx(loss_of(margin, rows), abs=1e-12)
+    assert orch.validate(loader, preprocess="minus")["loss"] == pytest.approx(loss_of(cross, -rows), abs=1e-12)
+    orch.register_model("Scaled", {"factor": 2.0})
+    assert orch.validate(loader)["loss"] == pytest.approx(loss_of(cross, 2 * rows), abs=1e-12)
+    run = orch.start_training(
+        loader, optimizer="SGD", optimizer_args={"lr": 0.5}, progress=False, fresh=True, criterion="CrossEntropyLoss"
+    )
+    factor = run.model().factor.detach()
+    assert orch.validate(loader, preprocess="minus")["loss"] == pytest.approx(loss_of(cross, -rows * factor), abs=1e-12)
+    orch.share("def rows_of(outputs, targets):\n    return float(len(outputs)), 1\n", "a metric that came later")
+    assert orch.validate(loader, metrics=["rows_of"])["rows_of"] == pytest.approx(20 / 3)
+    assert orch.validate(loader)["loss"] == pytest.approx(loss_of(cross, rows * factor), abs=1e-12)
+    assert torch.equal(orch.run.model().factor.detach(), factor)
