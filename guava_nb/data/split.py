@@ -12,7 +12,8 @@ Knows tensors, arrays and Python's containers; knows no worker and no run. What 
 
 A list of `rows` elements is ambiguous when it may as well be a list of fields: `[images, labels]` with two samples. It
 is taken as fields when its tensors all have `rows` entries. `RowSplitter` also remembers: what once had another length
-than the batch had samples was never one per sample, so only the first batch of a loader can be misread.
+than the batch had samples was never one per sample, and what once had elements of unlike lengths always is, so only
+batches before the first such one can be misread.
 """
 
 from __future__ import annotations
@@ -228,9 +229,12 @@ class _Cut:
         if length != self.rows:
             self.per_row[path] = False
             return False
-        if path not in self.per_row:
-            self.per_row[path] = guess()
-        return self.per_row[path]
+        if path in self.per_row:
+            return self.per_row[path]
+        if guess():
+            self.per_row[path] = True
+            return True
+        return False  # it may be either; a later batch decides
 
     def _guess(self, value: Sequence[Any], path: _Path) -> bool:
         """Whether a sequence of `rows` elements has one per sample, and not one per field."""

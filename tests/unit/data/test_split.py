@@ -234,3 +234,16 @@ def test_a_sparse_tensor_is_left_to_be_refused_with_a_sentence() -> None:
     sparse = torch.eye(4).to_sparse()
     parts = split_rows({"x": torch.ones(4, 2), "s": sparse}, [(0, 2), (2, 4)])
     assert all(part["s"] is sparse and part["x"].shape == (2, 2) for part in parts)
+
+
+def test_an_ambiguous_first_batch_decides_nothing() -> None:
+    """Two sequences of two steps may be fields of two samples; three and one steps can only be one per sample."""
+    splitter = RowSplitter()
+    x = torch.zeros(2, 4)
+    ranges = [(0, 1), (1, 2)]
+    splitter.split({"x": x, "s": [torch.zeros(2), torch.zeros(2)]}, ranges, 2)
+    for _ in range(2):
+        first, second = splitter.split({"x": x, "s": [torch.zeros(3), torch.ones(1)]}, ranges, 2)
+        assert [len(t) for t in first["s"]] == [3] and [len(t) for t in second["s"]] == [1]
+    again, _ = splitter.split({"x": x, "s": [torch.zeros(2), torch.zeros(2)]}, ranges, 2)
+    assert len(again["s"]) == 1 and again["s"][0].shape == (2,)
