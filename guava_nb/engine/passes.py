@@ -117,6 +117,7 @@ class Pass(ABC):
                     self._pump(self._has_room)
                     self._deal(group[0])
             self._pump(lambda: not self._asked)
+            self._progress(self._done, self._total)  # whatever was shown last
         finally:
             feeder.close()
 

@@ -12,13 +12,13 @@ from guava_nb.worker import join_code_from
 __all__ = ["Codes", "ShowCode", "given_codes", "show_code"]
 
 Codes = JoinCode | str | list[JoinCode | str]
-#: Gets the join code of this side, which listens, and the other side's call that takes it.
+#: Gets the join code of this side, which listens, and the other side's call up to it.
 ShowCode = Callable[[JoinCode, str], None]
 
 
 def show_code(code: JoinCode, call: str) -> None:
-    """Print a join code and the call that takes it on the other side; like a password, it is for nobody else."""
-    sys.stdout.write(f'Listening on {code.address}. On the other side: {call}(join_code="{code.encode()}")\n')
+    """Print a join code behind the call that takes it on the other side; like a password, it is for nobody else."""
+    sys.stdout.write(f'Listening on {code.address}. On the other side: {call}join_code="{code.encode()}")\n')
     sys.stdout.flush()
 
 

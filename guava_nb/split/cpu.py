@@ -154,11 +154,13 @@ class CPULoader:
         self.close()
 
     @contextlib.contextmanager
-    def _session(self, gpu_host: str | None, gpu_port: int | None, join_code: Codes | None) -> Iterator[Orchestrator]:
+    def _session(
+        self, gpu_host: str | None, gpu_port: int | None, join_code: Codes | None, call: str
+    ) -> Iterator[Orchestrator]:
         if self.orchestrator is None:
             self.orchestrator = Orchestrator(self.config)
         try:
-            self._reach(self.orchestrator, gpu_host, gpu_port, join_code)
+            self._reach(self.orchestrator, gpu_host, gpu_port, join_code, call)
             self.orchestrator.register_model(OWN_MODEL)
             yield self.orchestrator
         finally:
@@ -166,7 +168,12 @@ class CPULoader:
                 self.close()
 
     def _reach(
-        self, orchestrator: Orchestrator, gpu_host: str | None, gpu_port: int | None, join_code: Codes | None
+        self,
+        orchestrator: Orchestrator,
+        gpu_host: str | None,
+        gpu_port: int | None,
+        join_code: Codes | None,
+        call: str,
     ) -> None:
         codes = given_codes(join_code)
         if codes:
@@ -184,7 +191,7 @@ class CPULoader:
                 "it starts to listen: give it as join_code=, or set GUAVA_JOIN_CODE"
             )
         if not any(worker.state == "ready" for worker in orchestrator.status().workers):
-            self._show(orchestrator.open(), "GPUTrainer().start_training")
+            self._show(orchestrator.open(), call)
         orchestrator.wait_for_workers(timeout=self.config.rejoin_timeout_s)
 
     def _own(self, orchestrator: Orchestrator) -> set[str]:
@@ -226,7 +233,7 @@ class CPULoader:
         """
         loader = self._train_loader()
         val_loader = None if self._val_dataset is None else self._ordered_loader(self._val_dataset, {})
-        with self._session(gpu_host, gpu_port, join_code) as orchestrator:
+        with self._session(gpu_host, gpu_port, join_code, "GPUTrainer().start_training(") as orchestrator:
             own = self._own(orchestrator)
             if "service" in own:
                 raise ConfigError("the GPU side serves validation or inference: call start_training() there to train")
@@ -264,7 +271,7 @@ class CPULoader:
         """
         dataset = val_dataset if val_dataset is not None else self._val_dataset
         loader = self._ordered_loader(dataset, options or {})
-        with self._session(gpu_host, gpu_port, join_code) as orchestrator:
+        with self._session(gpu_host, gpu_port, join_code, 'GPUTrainer().start_service("validation", ') as orchestrator:
             given = {
                 name: value for name, value in (("criterion", criterion), ("metrics", metrics)) if value is not None
             }
@@ -301,7 +308,7 @@ class CPULoader:
             GuavaError: as for `start_loading`.
         """
         loader = self._ordered_loader(inference_dataset, options or {})
-        with self._session(gpu_host, gpu_port, join_code) as orchestrator:
+        with self._session(gpu_host, gpu_port, join_code, 'GPUTrainer().start_service("inference", ') as orchestrator:
             own = self._own(orchestrator) - {"criterion"}
             return orchestrator.predict(loader, **_defaults(own, predicting), **predicting)
 

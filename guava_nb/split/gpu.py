@@ -130,7 +130,7 @@ class GPUTrainer:
         Raises:
             GuavaError: the CPU side cannot be reached, or was lost.
         """
-        return self._serve(self._needed(), cpu_host, cpu_port, join_code, once=True, call="CPULoader().start_loading")
+        return self._serve(self._needed(), cpu_host, cpu_port, join_code, once=True, call="CPULoader().start_loading(")
 
     def start_service(
         self,
@@ -158,7 +158,7 @@ class GPUTrainer:
         own = OwnParts(
             parts.model, parts.criterion if mode == "validation" else None, None, parts.preprocess, service=mode
         )
-        call = f"CPULoader().run_{mode}"
+        call = f"CPULoader().run_{mode}("
         return self._serve(own, cpu_host, cpu_port, join_code, once=once, call=call)
 
     def _serve(
