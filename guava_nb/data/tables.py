@@ -11,6 +11,7 @@ import csv
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _SHOWN = 10
 _KEPT = 1000
 #: Rows that decide what a target column holds.
 _LOOKED_AT = 100
+#: Characters of one cell; more are taken for a quotation mark that is not closed.
+_CELL_CHARACTERS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class CsvDataset(Dataset[Any]):
         path: the file, with a header line.
         features: names of the input columns, in the order wanted; None takes all but the target.
         target: name of the column to learn; None has none.
-        delimiter: between cells.
+        delimiter: between cells, one character; None is a tab for .tsv and a comma for all others.
         dtype: of the features, all of which are numbers.
         dtypes: other types by column, to which each cell is checked ("uint8": 300 is a bad cell); features of several types
             become the smallest type that holds them all. For the target also "class": each text is a class.
@@ -105,10 +108,12 @@ class CsvDataset(Dataset[Any]):
         self._encoding, self._missing, self._skip = encoding, missing, on_bad_rows == "skip"
         self.bad_rows: list[BadRow] = []
         self.num_bad_rows = 0
-        header, rows = self._open()
-        columns = choose_columns(self._path, header, features, target, dtype, dtypes or {}, self._delimiter)
-        self.features, self.target = columns.features, columns.target
-        self._read(columns, rows, memory_mb << 20)
+        _check_delimiter(self._delimiter)
+        with _long_cells():
+            header, rows = self._open()
+            columns = choose_columns(self._path, header, features, target, dtype, dtypes or {}, self._delimiter)
+            self.features, self.target = columns.features, columns.target
+            self._read(columns, rows, memory_mb << 20)
         self._tell_bad_rows()
 
     # ------------------------------------------------------------------------------------------------------- samples
@@ -151,7 +156,8 @@ class CsvDataset(Dataset[Any]):
         line = 1
         try:
             with self._path.open(encoding=self._encoding, newline="") as file:
-                reader = csv.reader(file, delimiter=self._delimiter, strict=True)
+                unmarked = itertools.chain([file.readline().removeprefix("\ufeff")], file)
+                reader = csv.reader(unmarked, delimiter=self._delimiter, strict=True)
                 while True:
                     try:
                         cells = next(reader)
@@ -222,8 +228,28 @@ class CsvDataset(Dataset[Any]):
             raise ConfigError(f"{self._path} has no row that can be read below its header")
 
 
+def _check_delimiter(delimiter: Any) -> None:
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '\r\n"':
+        raise ConfigError(
+            f"delimiter is {delimiter!r}; give the one character that stands between cells, like ',', ';' or '\\t' "
+            "(a file with a longer one: replace it by one of these first)"
+        )
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Allow cells beyond the 131,072 characters that the csv module takes; its limit is one for the whole process."""
+    before = csv.field_size_limit(_CELL_CHARACTERS)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
 def _quoting(error: csv.Error) -> str:
     text = str(error)
-    if "unexpected end" in text or "field larger" in text:
+    if "unexpected end" in text:
         return 'a quotation mark (") is opened and not closed'
+    if "field larger" in text:
+        return f'a cell is longer than {_CELL_CHARACTERS} characters, or a quotation mark (") is opened and not closed'
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,33 @@ def test_a_row_with_a_note_over_two_lines_and_another_bad_cell_is_skipped(write)
     with pytest.warns(UserWarning, match=r"lines 3 to 4 \(2 lines\), column 'a': 'oops'"):
         dataset = CsvDataset(path, ["a"], on_bad_rows="skip")
     assert [sample.item() for sample in dataset] == [1.0, 3.0]
+
+
+def test_a_long_cell_is_read_and_the_limit_of_others_stays(write) -> None:
+    path = write('a,text\n1,"' + "x" * 200_000 + '"\n2,y\n')
+    before = csv.field_size_limit()
+    assert len(CsvDataset(path, ["a"])) == 2
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le"])
+def test_a_byte_order_mark_is_left_out_in_every_encoding(write, encoding) -> None:
+    path = write('\ufeff"a",b\n1,2\n'.encode(encoding))
+    assert CsvDataset(path, ["a"], encoding=encoding)[0].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("delimiter", ["||", "\n", '"', 3])
+def test_a_delimiter_is_one_character(write, delimiter) -> None:
+    with pytest.raises(ConfigError, match="delimiter is .*give the one character"):
+        CsvDataset(write("a||b\n1||2\n"), delimiter=delimiter)
+
+
+@pytest.mark.parametrize(("missing", "dtype"), [(300, "uint8"), (-1, "uint8"), (1e300, "float32"), (2**70, "int64")])
+def test_a_number_for_missing_values_fits_the_type(write, missing, dtype) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"line 2, column 'b': .*missing={re.escape(str(missing))} does not fit {dtype}"
+    ):
+        CsvDataset(write("a,b\n1,\n"), missing=missing, dtype=dtype)
 
 
 @pytest.mark.parametrize(
