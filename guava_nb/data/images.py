@@ -33,8 +33,8 @@ class ImageFolder(Dataset[Any]):
     An image is a uint8 tensor [channels, height, width]. Rules, whatever the files hold: an EXIF orientation is applied;
     grey becomes RGB by three equal channels, a palette is looked up, transparency is dropped without blending; of a moving
     image the first frame counts; more than 8 bits per channel is refused. Files that are no images by their suffix, and
-    hidden ones, are left out. Order: classes by
-    name, in each class files by path.
+    hidden ones, are left out. Linked folders are
+    followed, each once per class and none that holds the link. Order: classes by name, in each class files by path.
 
     Args:
         root: the folder.
@@ -146,8 +146,15 @@ def _classes(root: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
 
 def _images(folder: Path) -> Iterator[Path]:
     """Yield the images below a folder in order of their paths; the same on every system."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    seen = {folder.resolve()}
+    for place, folders, files in os.walk(folder, followlinks=True):
+        above = Path(place).resolve().parents
+        names, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for name in names:
+            real = Path(place, name).resolve()
+            if real not in seen and real not in above:  # a link may lead in a circle
+                seen.add(real)
+                folders.append(name)
         for name in sorted(files):
             if not name.startswith(".") and name.lower().endswith(_SUFFIXES):
                 yield Path(place, name)

@@ -137,3 +137,18 @@ def test_a_tiff_of_16_bits_is_refused_and_one_of_8_is_read(tmp_path: Path, pixel
     (tmp_path / "c" / "a.tif").write_bytes(text + struct.pack("<HHH", 16, 16, 16) + b"\x12\xff" * 3)
     with pytest.raises(ConfigError, match=r"a\.tif has more than 8 bits per channel \(16, mode RGB"):
         ImageFolder(tmp_path)
+
+
+def test_linked_folders_are_followed_and_circles_are_not(root: Path, pixels: np.ndarray, tmp_path_factory) -> None:
+    far = tmp_path_factory.mktemp("far")
+    save(far / "x.png", pixels)
+    for link, target in (("more", far), ("again", far), ("self", root / "cat"), ("up", root)):
+        (root / "cat" / link).symlink_to(target)
+    (far / "back").symlink_to(root / "cat")
+    dataset = ImageFolder(root)
+    assert [path.relative_to(root).as_posix() for path in dataset.paths] == [
+        "cat/again/x.png",
+        "cat/deep/z.PNG",
+        "dog/a.png",
+        "dog/b.png",
+    ]
