@@ -62,11 +62,12 @@ class ImageFolder(Dataset[Any]):
         check: bool = True,
     ) -> None:
         self._root = Path(root).expanduser()
-        self._resize = (resize, resize) if isinstance(resize, int) else resize
         if mode not in _MODES:
             raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(_MODES)}")
-        if self._resize is not None and (len(self._resize) != 2 or min(self._resize) < 1):
-            raise ConfigError(f"resize is {resize!r}; give (height, width) in pixels, or one number")
+        if not self._root.is_dir():
+            what = "is a file, not a folder" if self._root.exists() else f"is no folder (looked from {Path.cwd()})"
+            raise ConfigError(f"{self._root} {what}: give the folder that holds one folder of images per class")
+        self._resize = _checked_resize(resize)
         self._mode, self._labelled = mode, labelled
         self.classes, found = _classes(self._root) if labelled else ((), [(path, -1) for path in _images(self._root)])
         if not found:
@@ -125,6 +126,16 @@ class ImageFolder(Dataset[Any]):
                 f"{path} is {size[0]} x {size[1]} pixels (height x width), and {self.paths[0]} is {self._size[0]} x "
                 f"{self._size[1]}: images of one batch need one size; give resize=(height, width)"
             )
+
+
+def _checked_resize(resize: Any) -> tuple[int, int] | None:
+    if resize is None:
+        return None
+    sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
+    whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes)
+    if len(sizes) != 2 or not whole:
+        raise ConfigError(f"resize is {resize!r}; give (height, width) in whole pixels, or one number for both")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _classes(root: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:

@@ -152,3 +152,17 @@ def test_linked_folders_are_followed_and_circles_are_not(root: Path, pixels: np.
         "dog/a.png",
         "dog/b.png",
     ]
+
+
+@pytest.mark.parametrize("resize", [(2.5, 2), "22", (2,), (2, 2, 2), True, 0, [0, 3], 2.0])
+def test_a_resize_that_is_no_size_is_told(root: Path, resize) -> None:
+    with pytest.raises(ConfigError, match=r"resize is .*; give \(height, width\) in whole pixels"):
+        ImageFolder(root, resize=resize)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_folder_that_is_not_there_is_told(root: Path, labelled) -> None:
+    with pytest.raises(ConfigError, match=r"nope is no folder \(looked from "):
+        ImageFolder(root / "nope", labelled=labelled)
+    with pytest.raises(ConfigError, match=r"b\.png is a file, not a folder"):
+        ImageFolder(root / "dog" / "b.png", labelled=labelled)
