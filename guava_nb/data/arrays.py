@@ -100,6 +100,12 @@ class ArrayDataset(Dataset[Any]):
         for name, array in zip(self._names, self._arrays, strict=True):
             if not isinstance(array, np.ndarray | torch.Tensor):
                 raise ConfigError(f"{name} is a {type(array).__name__}: give a numpy.ndarray or a torch.Tensor")
+            if isinstance(array, np.ma.MaskedArray):
+                hidden = int(np.ma.getmaskarray(array).sum())
+                raise ConfigError(
+                    f"{name} is a masked array ({hidden} of {array.size} values masked), and tensors have no mask: fill the "
+                    "gaps with a number, array.filled(0), and give the mask as an array of its own"
+                )
             if array.ndim == 0:
                 raise ConfigError(f"{name} is a single number of shape (): rows are needed")
             if isinstance(array, np.ndarray):

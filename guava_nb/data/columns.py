@@ -149,8 +149,11 @@ def _missing_or(text: str, kind: str, missing: float | None, whole: bool) -> flo
         raise ValueError(f"is no {'whole number' if whole else 'finite number'} ({kind})")
     if missing is None:
         raise ValueError("is a missing value; give missing= to put a number there")
-    if whole and not float(missing).is_integer():
-        raise ValueError(f"is a missing value, and missing={missing} does not fit {kind}")
+    limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
+    low, high = (int(limits.min), int(limits.max)) if whole else (float(limits.min), float(limits.max))
+    usable = float(missing).is_integer() if whole else True
+    if not usable or (math.isfinite(missing) and not low <= missing <= high):
+        raise ValueError(f"is a missing value, and missing={missing} does not fit {kind} ({low} to {high})")
     return int(missing) if whole else float(missing)
 
 

@@ -22,8 +22,9 @@ _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".
 _MODES = {"RGB": 3, "L": 1, "RGBA": 4}
 _ROTATED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 _ORIENTATION = 0x0112
+_TIFF_BITS = 258
 #: Pillow's modes with more than 8 bits: making them RGB would cut values off.
-_DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+_DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 
 
 class ImageFolder(Dataset[Any]):
@@ -32,7 +33,8 @@ class ImageFolder(Dataset[Any]):
     An image is a uint8 tensor [channels, height, width]. Rules, whatever the files hold: an EXIF orientation is applied;
     grey becomes RGB by three equal channels, a palette is looked up, transparency is dropped without blending; of a moving
     image the first frame counts; more than 8 bits per channel is refused. Files that are no images by their suffix, and
-    hidden ones, are left out. Order: classes by name, in each class files by path.
+    hidden ones, are left out. Linked folders are
+    followed, each once per class and none that holds the link. Order: classes by name, in each class files by path.
 
     Args:
         root: the folder.
@@ -60,11 +62,12 @@ class ImageFolder(Dataset[Any]):
         check: bool = True,
     ) -> None:
         self._root = Path(root).expanduser()
-        self._resize = (resize, resize) if isinstance(resize, int) else resize
         if mode not in _MODES:
             raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(_MODES)}")
-        if self._resize is not None and (len(self._resize) != 2 or min(self._resize) < 1):
-            raise ConfigError(f"resize is {resize!r}; give (height, width) in pixels, or one number")
+        if not self._root.is_dir():
+            what = "is a file, not a folder" if self._root.exists() else f"is no folder (looked from {Path.cwd()})"
+            raise ConfigError(f"{self._root} {what}: give the folder that holds one folder of images per class")
+        self._resize = _checked_resize(resize)
         self._mode, self._labelled = mode, labelled
         self.classes, found = _classes(self._root) if labelled else ((), [(path, -1) for path in _images(self._root)])
         if not found:
@@ -102,13 +105,9 @@ class ImageFolder(Dataset[Any]):
 
         with _opened(path) as image:
             try:
+                _refuse_deep(path, image)
                 image.load()
                 turned = ImageOps.exif_transpose(image) or image
-                if turned.mode in _DEEP:
-                    raise ConfigError(
-                        f"{path} has more than 8 bits per channel (mode {turned.mode}), which {self._mode} would cut off; make "
-                        "it 8 bits as you see fit, or read it with a data set of your own"
-                    )
                 ready = turned if turned.mode == self._mode else turned.convert(self._mode)
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
                 if isinstance(error, ConfigError):
@@ -127,6 +126,16 @@ class ImageFolder(Dataset[Any]):
                 f"{path} is {size[0]} x {size[1]} pixels (height x width), and {self.paths[0]} is {self._size[0]} x "
                 f"{self._size[1]}: images of one batch need one size; give resize=(height, width)"
             )
+
+
+def _checked_resize(resize: Any) -> tuple[int, int] | None:
+    if resize is None:
+        return None
+    sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
+    whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size > 0 for size in sizes)
+    if len(sizes) != 2 or not whole:
+        raise ConfigError(f"resize is {resize!r}; give (height, width) in whole pixels, or one number for both")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _classes(root: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
@@ -148,8 +157,15 @@ def _classes(root: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
 
 def _images(folder: Path) -> Iterator[Path]:
     """Yield the images below a folder in order of their paths; the same on every system."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    seen = {folder.resolve()}
+    for place, folders, files in os.walk(folder, followlinks=True):
+        above = Path(place).resolve().parents
+        names, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for name in names:
+            real = Path(place, name).resolve()
+            if real not in seen and real not in above:  # a link may lead in a circle
+                seen.add(real)
+                folders.append(name)
         for name in sorted(files):
             if not name.startswith(".") and name.lower().endswith(_SUFFIXES):
                 yield Path(place, name)
@@ -166,9 +182,25 @@ def _opened(path: Path) -> Image:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
+def _refuse_deep(path: Path, image: Image) -> None:
+    """Refuse an image whose values Pillow would cut to 8 bits, of which its mode says nothing once it is RGB."""
+    bits = 16 if image.mode in _DEEP_MODES else 8
+    if image.format == "PNG":
+        with path.open("rb") as file:
+            bits = file.read(25)[24]  # in the head, after signature, length, name, width and height
+    elif image.format == "TIFF":
+        bits = max(bits, *image.tag_v2.get(_TIFF_BITS, (1,)))  # type: ignore[attr-defined]
+    if bits > 8:
+        raise ConfigError(
+            f"{path} has more than 8 bits per channel ({bits}, mode {image.mode}), which would be cut off; make it 8 bits as "
+            "you see fit, or read it with a data set of your own"
+        )
+
+
 def _head_size(path: Path) -> tuple[int, int]:
     """Height and width as they will be after the EXIF orientation; reads the head of the file only."""
     with _opened(path) as image:
+        _refuse_deep(path, image)
         size = image.height, image.width
         if image.format == "PNG" and "exif" not in image.info:
             return size  # Pillow would decode the whole image to look behind it

@@ -40,6 +40,12 @@ def open_dataset(source: Any, **options: Any) -> Any:
         return _made(ArrayDataset, (source,), options)
     if isinstance(source, tuple) and source and all(isinstance(part, np.ndarray | torch.Tensor) for part in source):
         return _made(ArrayDataset, source, options)
+    if isinstance(source, tuple) and any(isinstance(part, list) or hasattr(part, "to_numpy") for part in source):
+        told = ", ".join(f"{type(part).__name__} of {len(part)}" for part in source[:4] if hasattr(part, "__len__"))
+        raise ConfigError(
+            f"a tuple of {len(source)} parts ({told}) would be a data set of {len(source)} samples: for inputs and targets "
+            "give arrays or tensors, (numpy.array(X), numpy.array(y)); for samples one by one give a list of them"
+        )
     if isinstance(source, Dataset) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         if options:
             raise ConfigError(f"{next(iter(options))}= goes with files and arrays, not with a {type(source).__name__}")

@@ -92,3 +92,17 @@ def test_what_is_no_data_set_is_refused_with_what_is_there(tmp_path: Path) -> No
     ):
         with pytest.raises(ConfigError, match=words):
             open_dataset(source, **options)
+
+
+@pytest.mark.parametrize("inputs", [[[1, 2], [3, 4], [5, 6]], np.zeros((3, 2))])
+def test_lists_of_inputs_and_targets_are_refused_with_advice(inputs) -> None:
+    with pytest.raises(ConfigError, match=r"would be a data set of 2 samples: .*numpy\.array\(X\)"):
+        open_dataset((inputs, [0, 1, 0]))
+    samples = [([1, 2], 0), ([3, 4], 1)]
+    assert open_dataset(samples) is samples
+
+
+def test_a_masked_array_is_refused() -> None:
+    masked = np.ma.masked_array(np.arange(4.0), mask=[0, 1, 0, 0])
+    with pytest.raises(ConfigError, match=r"array 0 is a masked array \(1 of 4 values masked\).*filled"):
+        open_dataset((masked, np.arange(4)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +109,60 @@ def test_folders_without_images_are_told(tmp_path: Path, pixels: np.ndarray) -> 
         ImageFolder(tmp_path, mode="HSV")
     with pytest.raises(ConfigError, match=r"resize is \(0, 3\)"):
         ImageFolder(tmp_path, resize=(0, 3))
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+@pytest.mark.parametrize(("color", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_png_of_16_bits_is_refused_in_every_colour(tmp_path: Path, color, channels, check) -> None:
+    (tmp_path / "c").mkdir()
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 16, color, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(b"\0" + bytes([0x12, 0xFF] * channels)))
+    (tmp_path / "c" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + data + chunk(b"IEND", b""))
+    with pytest.raises(ConfigError, match=r"a\.png has more than 8 bits per channel \(16, .*make it 8 bits"):
+        _ = ImageFolder(tmp_path, check=check)[0]
+
+
+def test_a_tiff_of_16_bits_is_refused_and_one_of_8_is_read(tmp_path: Path, pixels: np.ndarray) -> None:
+    save(tmp_path / "c" / "a.tif", pixels)
+    assert np.array_equal(ImageFolder(tmp_path)[0][0].permute(1, 2, 0).numpy(), pixels)
+    entries = [(256, 3, 1, 1), (257, 3, 1, 1), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2)]
+    entries += [(273, 4, 1, 128), (277, 3, 1, 3), (278, 3, 1, 1), (279, 4, 1, 6)]
+    table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    text = b"II*\0" + struct.pack("<IH", 8, len(entries)) + table + struct.pack("<I", 0)
+    assert len(text) == 122
+    (tmp_path / "c" / "a.tif").write_bytes(text + struct.pack("<HHH", 16, 16, 16) + b"\x12\xff" * 3)
+    with pytest.raises(ConfigError, match=r"a\.tif has more than 8 bits per channel \(16, mode RGB"):
+        ImageFolder(tmp_path)
+
+
+def test_linked_folders_are_followed_and_circles_are_not(root: Path, pixels: np.ndarray, tmp_path_factory) -> None:
+    far = tmp_path_factory.mktemp("far")
+    save(far / "x.png", pixels)
+    for link, target in (("more", far), ("again", far), ("self", root / "cat"), ("up", root)):
+        (root / "cat" / link).symlink_to(target)
+    (far / "back").symlink_to(root / "cat")
+    dataset = ImageFolder(root)
+    assert [path.relative_to(root).as_posix() for path in dataset.paths] == [
+        "cat/again/x.png",
+        "cat/deep/z.PNG",
+        "dog/a.png",
+        "dog/b.png",
+    ]
+
+
+@pytest.mark.parametrize("resize", [(2.5, 2), "22", (2,), (2, 2, 2), True, 0, [0, 3], 2.0])
+def test_a_resize_that_is_no_size_is_told(root: Path, resize) -> None:
+    with pytest.raises(ConfigError, match=r"resize is .*; give \(height, width\) in whole pixels"):
+        ImageFolder(root, resize=resize)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_folder_that_is_not_there_is_told(root: Path, labelled) -> None:
+    with pytest.raises(ConfigError, match=r"nope is no folder \(looked from "):
+        ImageFolder(root / "nope", labelled=labelled)
+    with pytest.raises(ConfigError, match=r"b\.png is a file, not a folder"):
+        ImageFolder(root / "dog" / "b.png", labelled=labelled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,9 +112,61 @@ def test_missing_values(write) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ('"3,4\n' + "5,6\n" * 1000, r"lines 3 to 1003 \(1001 lines\): .*opened and not closed"),
+        ('"3,4\n' + "5,6\n" * 1000 + '7,"8"\n9,9\n', r"lines 3 to 1004 \(1002 lines\): .*cannot be split"),
+        ('"3,4\n' + "5,6\n" * 1000 + '7",8\n9,9\n', r"lines 3 to 1004 \(1002 lines\), column 'a': "),
+        ('"3,4\n5,6\n7"\n9,9\n', r"lines 3 to 5 \(3 lines\): .*has 1 cells"),
+    ],
+)
+def test_a_quotation_mark_that_swallows_rows_is_never_skipped(write, rows, words) -> None:
+    path = write("a,b\n1,2\n" + rows)
+    with pytest.raises(ConfigError, match=words):
+        CsvDataset(path)
+    with pytest.raises(ConfigError, match=words + r".* in line 3$"):
+        CsvDataset(path, on_bad_rows="skip")
+
+
+def test_a_row_with_a_note_over_two_lines_and_another_bad_cell_is_skipped(write) -> None:
+    path = write('a,note\n1,x\noops,"two\nlines"\n3,"y\nz"\n')
+    with pytest.warns(UserWarning, match=r"lines 3 to 4 \(2 lines\), column 'a': 'oops'"):
+        dataset = CsvDataset(path, ["a"], on_bad_rows="skip")
+    assert [sample.item() for sample in dataset] == [1.0, 3.0]
+
+
+def test_a_long_cell_is_read_and_the_limit_of_others_stays(write) -> None:
+    path = write('a,text\n1,"' + "x" * 200_000 + '"\n2,y\n')
+    before = csv.field_size_limit()
+    assert len(CsvDataset(path, ["a"])) == 2
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le"])
+def test_a_byte_order_mark_is_left_out_in_every_encoding(write, encoding) -> None:
+    path = write('\ufeff"a",b\n1,2\n'.encode(encoding))
+    assert CsvDataset(path, ["a"], encoding=encoding)[0].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("delimiter", ["||", "\n", '"', 3])
+def test_a_delimiter_is_one_character(write, delimiter) -> None:
+    with pytest.raises(ConfigError, match="delimiter is .*give the one character"):
+        CsvDataset(write("a||b\n1||2\n"), delimiter=delimiter)
+
+
+@pytest.mark.parametrize(("missing", "dtype"), [(300, "uint8"), (-1, "uint8"), (1e300, "float32"), (2**70, "int64")])
+def test_a_number_for_missing_values_fits_the_type(write, missing, dtype) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"line 2, column 'b': .*missing={re.escape(str(missing))} does not fit {dtype}"
+    ):
+        CsvDataset(write("a,b\n1,\n"), missing=missing, dtype=dtype)
+
+
+@pytest.mark.parametrize(
     ("text", "options", "words"),
     [
         ("", {}, "is empty"),
+        ('"a,b\n1,2\n', {}, r"header cannot be read: lines 1 to 2 "),
         ("a,b\n", {}, "no row that can be read"),
         ("a,b,a\n1,2,3\n", {}, "names 'a' more than once"),
         ("age,size\n1,2\n", {"features": ["aeg"]}, r"no column 'aeg' \(did you mean 'age'\?\); there are: age, size"),
@@ -122,12 +175,12 @@ def test_missing_values(write) -> None:
         ("a\n1\n", {"target": "a"}, "nothing to learn from"),
         ("a,b\n1,2\n", {"dtypes": {"a": "str"}}, "'str' is no type of numbers"),
         ("a,b\n1,2\n", {"on_bad_rows": "ignore"}, "one of: error, skip"),
-        ('a,b\n1,2\n3,"4\n5,6\n', {}, r"line 3: .*opened and not closed"),
+        ('a,b\n1,2\n3,"4\n5,6\n', {}, r"lines 3 to 4 .*opened and not closed"),
         ('a,b\n1,2\n"3"x,4\n', {}, r"line 3: .*cannot be split"),
         ("a,b\n1_000,2\n", {}, "line 2, column 'a': '1_000' is no finite number"),
         ("a,b\ninf,2\n", {}, "'inf' is no finite number"),
         (b"a,b\n1,\xe9\n", {}, "0xe9; say encoding="),
-        ('a,b\n"x\ny",1\n\noops,2\n', {"features": ["a"]}, r"line 2, .*\n.*line 5, "),
+        ('a,b\n"x\ny",1\n\noops,2\n', {"features": ["a"]}, r"lines 2 to 3 .*\n.*line 5, "),
     ],
 )
 def test_what_is_wrong_is_told(write, text, options, words) -> None:
