@@ -59,12 +59,13 @@ def predict(
     if path is not None:
         fetch_between_runs(ensemble, cluster, patience_s)
         results = DiskResults(path, _asked(ensemble, loader, feed.samples_per_epoch, wanted), resume)
-    question = Prediction(wanted, results, feed.samples_per_epoch)
+    question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
     if not (isinstance(results, DiskResults) and results.complete):
         skip = results.batches if isinstance(results, DiskResults) else 0
         complete = False
         try:
             ask(cluster, ensemble, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
+            question.check_skipped()
             complete = True
         finally:
             results.close(complete)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from guava_nb.data.feed import Feed
 from guava_nb.engine.predictions import Prediction, Predictions, in_id_order, least_row_bytes, wanted_of
 from guava_nb.engine.results import HEADER_BYTES, RECORD, DiskResults, MemoryResults, npy_header
 from guava_nb.errors import ConfigError
@@ -106,6 +108,33 @@ def test_the_record_says_what_it_counts(tmp_path: Path) -> None:
     results.close(False)
     record = json.loads((tmp_path / RECORD).read_text())
     assert (record["rows"], record["batches"], record["last_id"], record["asked"]) == (3, 1, 2, ASKED)
+
+
+@pytest.mark.parametrize("sizes", [[10] * 5, [5] * 10, [20, 20, 10], [50]])
+def test_batches_of_other_sizes_are_not_gone_on_with(tmp_path: Path, sizes: list[int]) -> None:
+    """Neither where rows would be lost or doubled, nor where no batch is left."""
+
+    def walk(sizes: list[int]) -> None:
+        results = DiskResults(tmp_path, ASKED, True)
+        feed = Feed([(torch.zeros(size, 1), None) for size in sizes])
+        question = Prediction(Wanted(raw=True), results, None, lambda: feed.skipped_samples)
+        try:
+            for batch in feed.epoch(results.batches):
+                question.check_skipped()
+                results.append(rows(batch.sample_ids[0], batch.rows), batch.index + 1, batch.sample_ids[-1])
+            question.check_skipped()
+        finally:
+            results.close(False)
+
+    walk([8] * 3)
+    skipped = sum(sizes[:3])
+    with pytest.raises(
+        ConfigError, match=rf"holds the first 24 samples .* this loader have {skipped}: .*the same sizes only"
+    ):
+        walk(sizes)
+    walk([8] * 3)
+    walk([8] * 6 + [2])
+    assert np.load(tmp_path / "sample_ids.npy").tolist() == list(range(50))
 
 
 @given(st.integers(0, 10**18), st.lists(st.integers(0, 10**6), max_size=6))
