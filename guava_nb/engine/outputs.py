@@ -110,7 +110,15 @@ def _index_type(classes: int) -> torch.dtype:
 
 
 def _raw(outputs: Any, rows: int) -> Columns:
-    columns = dict(_leaves("outputs", outputs))
+    leaves = _leaves("outputs", outputs)
+    columns = dict(leaves)
+    if len(columns) < len(leaves):
+        names = [name for name, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"{names.count(twice)} outputs of the model would both be named {twice!r}, and one would replace the other; let "
+            "predict_step (--step) return them under names of their own"
+        )
     if not columns:
         raise ConfigError(f"the model returned a {_form(outputs)}, in which there is no tensor")
     for name, column in columns.items():

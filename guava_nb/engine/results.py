@@ -146,7 +146,9 @@ class DiskResults:
             OSError: the disk is full.
         """
         rows = _check_rows(arrays, self._columns, batches)
-        self._columns = self._columns or {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+        if not self._columns:
+            self._check_names(arrays)
+            self._columns = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
         if not self._files:
             self._files = {name: self._open(name) for name in self._columns}
         for name, array in arrays.items():
@@ -195,6 +197,17 @@ class DiskResults:
         """Return all rows as memory maps that can be read."""
         mode = "r" if self.rows else None  # nothing cannot be mapped
         return {name: np.load(self._path(name), mmap_mode=mode) for name in self._columns}  # type: ignore[arg-type]
+
+    def _check_names(self, arrays: Arrays) -> None:
+        """Refuse two columns in one file, also where a disk takes large and small letters for the same."""
+        names: dict[str, str] = {}
+        for name in arrays:
+            other = names.setdefault(self._path(name).name.casefold(), name)
+            if other != name:
+                raise ConfigError(
+                    f"{other!r} and {name!r} would both be written to {self._path(name)}, and one would replace the other: let "
+                    "predict_step (--step) return them under other names, or leave path= out"
+                )
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name.replace('/', '_')}.npy"

@@ -152,3 +152,12 @@ def test_targets_stay_at_home_and_only_forms_that_tell_are_taken() -> None:
         assert without_targets(batch) is batch
         with pytest.raises(ConfigError, match=f"a batch is a {form}.*predict_step"):
             inputs_of(batch)
+
+
+@pytest.mark.parametrize("outputs", [{"x": {"y": 0}, "x.y": 1}, {1: 0, "1": 1}])
+def test_two_outputs_of_one_name_are_refused(outputs: dict[Any, Any]) -> None:
+    def tensors(value: Any) -> Any:
+        return {k: tensors(v) for k, v in value.items()} if isinstance(value, dict) else torch.full((2, 1), value)
+
+    with pytest.raises(ConfigError, match=r"2 outputs of the model would both be named 'outputs\.[x1].*predict_step"):
+        columns_of(tensors(outputs), 2, Wanted(raw=True))

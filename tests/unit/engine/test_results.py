@@ -137,6 +137,14 @@ def test_batches_of_other_sizes_are_not_gone_on_with(tmp_path: Path, sizes: list
     assert np.load(tmp_path / "sample_ids.npy").tolist() == list(range(50))
 
 
+@pytest.mark.parametrize(("one", "other"), [("outputs.a/b", "outputs.a_b"), ("outputs.A", "outputs.a")])
+def test_two_outputs_are_not_written_to_one_file(tmp_path: Path, one: str, other: str) -> None:
+    arrays = {one: np.zeros((2, 1)), other: np.ones((2, 1))}
+    with pytest.raises(ConfigError, match=rf"'{one}' and '{other}' would both be written to .*{other}.npy"):
+        DiskResults(tmp_path, ASKED, False).append(arrays, 1, 1)
+    assert not list(tmp_path.iterdir())
+
+
 @given(st.integers(0, 10**18), st.lists(st.integers(0, 10**6), max_size=6))
 def test_a_header_is_always_of_the_same_length(count: int, shape: list[int]) -> None:
     header = npy_header(count, np.dtype(np.float32), tuple(shape))
