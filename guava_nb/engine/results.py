@@ -99,7 +99,15 @@ class DiskResults:
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
         self._written_at = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{RECORD}.partial").touch()
+            (folder / f"{RECORD}.partial").unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"path= needs a folder that can be written to, and {folder} cannot be one ({error.strerror or error}): give "
+                "another folder, or leave path= out to keep the results in memory"
+            ) from error
         if (folder / RECORD).exists():
             self._go_on(resume)
 

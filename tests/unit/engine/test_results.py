@@ -145,6 +145,14 @@ def test_two_outputs_are_not_written_to_one_file(tmp_path: Path, one: str, other
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("below", ["file", "file/folder"])
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"needs a folder that can be written to, and .*{below} cannot be one"):
+        DiskResults(tmp_path / below, ASKED, False)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @given(st.integers(0, 10**18), st.lists(st.integers(0, 10**6), max_size=6))
 def test_a_header_is_always_of_the_same_length(count: int, shape: list[int]) -> None:
     header = npy_header(count, np.dtype(np.float32), tuple(shape))
