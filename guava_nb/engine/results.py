@@ -101,8 +101,9 @@ class DiskResults:
         self._written_at = 0.0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{RECORD}.partial").touch()
-            (folder / f"{RECORD}.partial").unlink()
+            if not (folder / RECORD).exists():
+                (folder / f"{RECORD}.partial").touch()
+                (folder / f"{RECORD}.partial").unlink()
         except OSError as error:
             raise ConfigError(
                 f"path= needs a folder that can be written to, and {folder} cannot be one ({error.strerror or error}): give "
