@@ -153,6 +153,19 @@ def test_a_path_that_can_be_no_folder_is_refused(tmp_path: Path, below: str) -> 
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = DiskResults(tmp_path, ASKED, False)
+    results.append(rows(0, 3), 1, 2)  # the first rows are recorded at once
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(
+            ConfigError, match=r"cannot take more results \(No space.*\); 3 rows in it are kept: .*resume=True"
+        ):
+            results.append(rows(3, 2), 2, 4)
+            results.close(False)
+    assert DiskResults(tmp_path, ASKED, True).rows == 3
+
+
 @given(st.integers(0, 10**18), st.lists(st.integers(0, 10**6), max_size=6))
 def test_a_header_is_always_of_the_same_length(count: int, shape: list[int]) -> None:
     header = npy_header(count, np.dtype(np.float32), tuple(shape))
