@@ -88,6 +88,11 @@ class Feed:
         """Samples that an epoch draws; None where the loader cannot tell."""
         return self._source.num_samples()
 
+    @property
+    def skipped_samples(self) -> int | None:
+        """Samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them."""
+        return self._source.skipped
+
     def epoch(self, skip_batches: int | None = None) -> Iterator[LoadedBatch]:
         """The batches of the next epoch, or the rest of the one that `restore` pointed into.
 

@@ -60,6 +60,8 @@ class Source(Protocol):
 
     #: Whether batches are loaded in this process, so that its random state is part of a position.
     in_process: bool
+    #: Samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
+    skipped: int | None
 
     def __len__(self) -> int:
         """Batches per epoch; TypeError when it is unknown."""
@@ -126,6 +128,8 @@ def make_source(loader: Any) -> Source:
 class _MapSource:
     """A loader over a data set with indices: ids are the indices that its sampler draws."""
 
+    skipped = None
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._theirs = loader
         self._batched = loader.batch_sampler is not None
@@ -159,7 +163,7 @@ class _MapSource:
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         self._recorder.skip, self._recorder.when_skipped = skip_batches, when_skipped
-        ordinal = 0
+        ordinal = self.skipped = 0
 
         def failing() -> tuple[int, ...]:
             return _int_ids(self._recorder.drawn[0][0]) if self._recorder.drawn else ()
@@ -219,6 +223,8 @@ class _MapSource:
 class _IterableSource:
     """A loader over a stream: ids are ordinals within the epoch."""
 
+    skipped: int | None = 0
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._theirs = loader
         self._batched = loader.batch_size is not None
@@ -236,7 +242,7 @@ class _IterableSource:
         return None  # a stream's length is a promise at best
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
-        ordinal = 0
+        ordinal = self.skipped = 0
 
         def failing() -> tuple[int, ...]:
             return (ordinal,)
@@ -248,6 +254,8 @@ class _IterableSource:
             ordinal += len(ids)
             if index >= skip_batches:
                 yield _own(batch, self._theirs), ids, rows
+            else:
+                self.skipped = ordinal
 
     def leave_out(self, wanted: LeaveOut) -> None:
         raise _not_static(self._theirs)
@@ -269,6 +277,7 @@ class _PlainSource:
     """Any iterable of batches: ids are ordinals within the epoch."""
 
     in_process = True
+    skipped: int | None = 0
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -280,7 +289,7 @@ class _PlainSource:
         return None
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
-        ordinal = 0
+        ordinal = self.skipped = 0
 
         def failing() -> tuple[int, ...]:
             return (ordinal,)
@@ -291,6 +300,8 @@ class _PlainSource:
             if index >= skip_batches:
                 kept = isinstance(self._batches, (list, tuple))  # the batches of a list lie there anyway
                 yield batch if kept else snapshot(batch), tuple(range(ordinal - rows, ordinal)), rows
+            else:
+                self.skipped = ordinal
 
     def leave_out(self, wanted: LeaveOut) -> None:
         raise _not_static(self._batches)

@@ -134,9 +134,10 @@ class _CriterionObjective:
             )
         inputs, targets = batch
         outputs = model(inputs)
-        if look is not None:
+        loss = (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
+        if look is not None:  # last: a metric may write into outputs
             look(outputs, targets, rows)
-        return (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
+        return loss
 
 
 def _correct(outputs: Any, targets: Any) -> Tensor | None:

@@ -44,10 +44,12 @@ def build_metric(spec: MetricSpec, resolve: Resolve) -> Metric:
     """
     name, args = spec.factory.name, spec.factory.args
     found: Any = find("metric", name, {}, "", resolve)
+    _check_travels(spec.name, found)
     if is_torchmetric(found):  # one that a shared cell made
         return copy.deepcopy(found)
     if isinstance(found, type) or _takes_nothing(found, args):
         made = build("metric", name, found, from_torch=False, args=args)
+        _check_travels(spec.name, made)
         if not is_torchmetric(made):
             raise ConfigError(
                 f"metric {name!r} made a {type(made).__name__}; give a function of (outputs, targets), or something that makes "
@@ -55,6 +57,26 @@ def build_metric(spec: MetricSpec, resolve: Resolve) -> Metric:
             )
         return made
     return functools.partial(found, **args) if args else found
+
+
+def _check_travels(name: str, metric: Any) -> None:
+    """Refuse what holds other metrics: only a metric's own states travel."""
+    if isinstance(metric, type):
+        return
+    if hasattr(metric, "items") and hasattr(metric, "compute_groups"):
+        raise ConfigError(
+            f"metric {name!r} is a {type(metric).__name__} of {', '.join(map(repr, metric.keys()))}: name its parts one by one, "
+            "metrics={'NAME': (class, {arguments}), ...}, or give the collection itself as metrics="
+        )
+    parts = [m for m in metric.modules() if m is not metric and is_torchmetric(m)] if hasattr(metric, "modules") else []
+    if is_torchmetric(metric) and (parts or not metric._reductions):
+        inside = (
+            f"holds other metrics ({', '.join(type(part).__name__ for part in parts)})" if parts else "has no states"
+        )
+        raise ConfigError(
+            f"metric {name!r} is a {type(metric).__name__}, which {inside}, and only a metric's own states come back from "
+            "workers: give the metrics inside it one by one and put their results together afterwards"
+        )
 
 
 def _takes_nothing(function: Callable[..., Any], args: Mapping[str, Any]) -> bool:

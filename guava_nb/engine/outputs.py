@@ -11,6 +11,7 @@ Pure. On the wire stand named columns, each a tensor with one row per sample:
 | raw outputs | `outputs`, `outputs.NAME` | as the model gave them |
 
 Classes are ranked by the outputs, not by their probabilities: in float32 many of these are exactly 0 or 1.
+Outputs in float64 are ranked in float64, all others in float32.
 """
 
 from __future__ import annotations
@@ -92,16 +93,16 @@ def _classes(outputs: Any, rows: int, wanted: Wanted) -> Columns:
     classes = outputs.shape[1]
     if not 1 <= wanted.top_k <= classes:
         raise ConfigError(f"top_k is {wanted.top_k} and the model has {classes} classes; give 1 to {classes}")
-    scores = outputs.float()
+    scores = outputs if outputs.dtype == torch.float64 else outputs.float()
     probabilities = torch.softmax(scores, dim=1)
     # A maximum gives the first of equal scores; what topk gives of them depends on the device.
     best = scores.argmax(dim=1, keepdim=True) if wanted.top_k == 1 else scores.topk(wanted.top_k, dim=1).indices
-    columns = {"predictions": best.to(_index_type(classes)), "confidences": probabilities.gather(1, best)}
+    columns = {"predictions": best.to(_index_type(classes)), "confidences": probabilities.gather(1, best).float()}
     if wanted.threshold is not None:
         kept = columns["confidences"][:, 0] >= wanted.threshold
         columns = {"kept": kept, **{name: column[kept] for name, column in columns.items()}}
     if wanted.full:
-        columns["probabilities"] = probabilities
+        columns["probabilities"] = probabilities.float()
     return columns
 
 
@@ -110,7 +111,15 @@ def _index_type(classes: int) -> torch.dtype:
 
 
 def _raw(outputs: Any, rows: int) -> Columns:
-    columns = dict(_leaves("outputs", outputs))
+    leaves = _leaves("outputs", outputs)
+    columns = dict(leaves)
+    if len(columns) < len(leaves):
+        names = [name for name, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            f"{names.count(twice)} outputs of the model would both be named {twice!r}, and one would replace the other; let "
+            "predict_step (--step) return them under names of their own"
+        )
     if not columns:
         raise ConfigError(f"the model returned a {_form(outputs)}, in which there is no tensor")
     for name, column in columns.items():

@@ -17,7 +17,7 @@ from guava_nb.engine.predictions import Prediction, Predictions, in_id_order
 from guava_nb.engine.results import DiskResults, MemoryResults
 from guava_nb.engine.snapshot import parameter_hash
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import Wanted
+from guava_nb.protocol.messages import Factory, Wanted
 
 __all__ = ["predict"]
 
@@ -59,12 +59,13 @@ def predict(
     if path is not None:
         fetch_between_runs(ensemble, cluster, patience_s)
         results = DiskResults(path, _asked(ensemble, loader, feed.samples_per_epoch, wanted), resume)
-    question = Prediction(wanted, results, feed.samples_per_epoch)
+    question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
     if not (isinstance(results, DiskResults) and results.complete):
         skip = results.batches if isinstance(results, DiskResults) else 0
         complete = False
         try:
             ask(cluster, ensemble, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
+            question.check_skipped()
             complete = True
         finally:
             results.close(complete)
@@ -87,5 +88,12 @@ def _asked(ensemble: Ensemble, loader: Any, total: int | None, wanted: Wanted) -
         "confidence_threshold": wanted.threshold,
         "full probabilities": wanted.full,
         "raw": wanted.raw,
-        "predict_step": None if wanted.step is None else wanted.step.name,
+        "predict_step": _named(wanted.step),
+        "preprocess": _named(spec.preprocess),
     }
+
+
+def _named(function: Factory | None) -> str | None:
+    if function is None or not function.args:
+        return None if function is None else function.name
+    return f"{function.name} with {function.args!r}"

@@ -9,7 +9,7 @@ collate function dropped or added rows nothing tells rows apart: then all result
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class Prediction:
         wanted: what is asked for.
         results: where rows go.
         expected_rows: of the whole loader; None where nobody knows.
+        skipped: samples that the loader skipped because the results have them; None where nobody counts them.
 
     Attributes:
         estimated_bytes: of all results; None while nobody can tell.
@@ -119,8 +120,16 @@ class Prediction:
 
     verb = "predicting"
 
-    def __init__(self, wanted: Wanted, results: MemoryResults | DiskResults, expected_rows: int | None) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        results: MemoryResults | DiskResults,
+        expected_rows: int | None,
+        skipped: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """Estimate what can be told before the first outputs."""
+        self._skipped = skipped
+        self._had = results.last_id if isinstance(results, DiskResults) else None
         self._wanted, self._results, self._expected = wanted, results, expected_rows
         self.estimated_bytes: int | None = None
         self._estimated = False
@@ -159,8 +168,19 @@ class Prediction:
         arrays["sample_ids"] = np.array(batch.sample_ids, np.int64) if known else np.full(batch.rows, -1, np.int64)
         if not self._estimated:
             self._estimate_from(arrays, batch.rows)
+        self.check_skipped()
         self._check_order(batch)
         self._results.append(arrays, batch.index + 1, batch.sample_ids[-1] if batch.sample_ids else None)
+
+    def check_skipped(self) -> None:
+        """Refuse to go on where the loader's skipped batches are not the samples that the folder holds."""
+        skipped, last = self._skipped(), self._had
+        if not isinstance(self._results, DiskResults) or skipped is None or last is None or skipped == last + 1:
+            return
+        raise ConfigError(
+            f"{self._results.folder} holds the first {last + 1} samples of an earlier prediction, and as many batches of this "
+            f"loader have {skipped}: resume=True goes on with the same sizes only. Give the loader of then, or another folder"
+        )
 
     def _check_order(self, batch: LoadedBatch) -> None:
         """Files only grow, so what comes must come in the order of the data set."""

@@ -7,10 +7,11 @@ disk. So whoever dies leaves files that `np.load` reads, and the record tells ho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,7 +100,17 @@ class DiskResults:
         self._columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
         self._written_at = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
+        self._recorded = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / RECORD).exists():
+                (folder / f"{RECORD}.partial").touch()
+                (folder / f"{RECORD}.partial").unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"path= needs a folder that can be written to, and {folder} cannot be one ({error.strerror or error}): give "
+                "another folder, or leave path= out to keep the results in memory"
+            ) from error
         if (folder / RECORD).exists():
             self._go_on(resume)
 
@@ -123,7 +134,7 @@ class DiskResults:
                 "resume=True goes on with the same only. Give another folder"
             )
         self.rows, self.batches, self.last_id = record["rows"], record["batches"], record["last_id"]
-        self.complete = record["complete"]
+        self.complete, self._recorded = record["complete"], self.rows
         self._columns = {n: (np.dtype(kind), tuple(shape)) for n, (kind, shape) in record["columns"].items()}
         self._check_sizes()
 
@@ -143,10 +154,26 @@ class DiskResults:
 
         Raises:
             ConfigError: a row has another shape or type than those before.
-            OSError: the disk is full.
+            ConfigError: the disk is full.
         """
+        with self._told():
+            self._append(arrays, batches, last_id)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder} cannot take more results ({error.strerror or error}); {self._recorded} rows in it are kept: "
+                "make room and predict again with resume=True (--resume), or give a path on a larger disk"
+            ) from error
+
+    def _append(self, arrays: Arrays, batches: int, last_id: int | None) -> None:
         rows = _check_rows(arrays, self._columns, batches)
-        self._columns = self._columns or {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
+        if not self._columns:
+            self._check_names(arrays)
+            self._columns = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
         if not self._files:
             self._files = {name: self._open(name) for name in self._columns}
         for name, array in arrays.items():
@@ -180,13 +207,14 @@ class DiskResults:
         partial = self.folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
         os.replace(partial, self.folder / RECORD)
-        self._written_at = time.monotonic()
+        self._written_at, self._recorded = time.monotonic(), self.rows
 
     def close(self, complete: bool) -> None:
         """Write what is not on the disk yet and let go of the files; after an error too."""
         self.complete = self.complete or complete
-        if self._files:
-            self._flush()
+        with self._told():
+            if self._files:
+                self._flush()
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -195,6 +223,17 @@ class DiskResults:
         """Return all rows as memory maps that can be read."""
         mode = "r" if self.rows else None  # nothing cannot be mapped
         return {name: np.load(self._path(name), mmap_mode=mode) for name in self._columns}  # type: ignore[arg-type]
+
+    def _check_names(self, arrays: Arrays) -> None:
+        """Refuse two columns in one file, also where a disk takes large and small letters for the same."""
+        names: dict[str, str] = {}
+        for name in arrays:
+            other = names.setdefault(self._path(name).name.casefold(), name)
+            if other != name:
+                raise ConfigError(
+                    f"{other!r} and {name!r} would both be written to {self._path(name)}, and one would replace the other: let "
+                    "predict_step (--step) return them under other names, or leave path= out"
+                )
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name.replace('/', '_')}.npy"

@@ -173,3 +173,13 @@ def test_all_labels_ignored_counts_nothing() -> None:
     outputs = torch.randn(3, 2, requires_grad=True)
     loss = objective("CrossEntropyLoss")(identity(), (outputs, torch.full((3,), -100)), 3)
     assert float(loss.value.detach()) == 0.0 and float(loss.count) == 0.0
+
+
+def test_a_metric_that_writes_into_outputs_changes_no_loss() -> None:
+    outputs, labels = data("CrossEntropyLoss")
+    measure, plain = objective("CrossEntropyLoss"), functional.cross_entropy(outputs, labels)
+    right = int((outputs.argmax(1) == labels).sum())
+    loss = measure(
+        identity(), (outputs.clone(), labels), 6, judge=True, look=lambda outputs, targets, rows: outputs.zero_()
+    )
+    assert mean(loss) == pytest.approx(float(plain)) and loss.correct is not None and int(loss.correct) == right

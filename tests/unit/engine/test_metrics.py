@@ -162,6 +162,25 @@ def test_factories_collections_and_names_are_taken_too() -> None:
     assert [spec.name for spec in metric_specs(both, module)] == ["p", "r"]
 
 
+def test_metrics_that_hold_other_metrics_are_refused_with_the_way_out() -> None:
+    metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is part of the extra test")
+    accuracy = metrics.classification.MulticlassAccuracy(num_classes=4)
+    collection = metrics.MetricCollection({"a": accuracy})
+    module = shared(composed=accuracy + 1.0, wrapped=metrics.MinMaxMetric(accuracy), both=collection)
+    module.make = lambda: collection
+    for name, sentence in (
+        (
+            "composed",
+            r"'composed' is a CompositionalMetric, which holds other metrics \(MulticlassAccuracy\).*one by one",
+        ),
+        ("wrapped", r"'wrapped' is a MinMaxMetric, which holds other metrics"),
+        ("both", r"'both' is a MetricCollection of 'a': name its parts"),
+        ("make", r"'make' is a MetricCollection of 'a': name its parts"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            metric_specs([name], module)
+
+
 def test_what_cannot_be_measured_is_refused_before_a_worker_is_asked() -> None:
     module = shared(error_rate=error_rate, nothing=lambda: 3)
     for metrics, kind, sentence in (

@@ -35,8 +35,9 @@ def test_classes_and_probabilities_equal_plain_pytorch(
     k = data.draw(st.integers(1, classes))
     outputs = outputs_of(rows, classes, seed, dtype)
     found = travelled(outputs, rows, Wanted(k, full=True))
-    probabilities = torch.softmax(outputs.float(), dim=1)
-    best = outputs.float().topk(k, dim=1).indices if k > 1 else outputs.float().argmax(dim=1, keepdim=True)
+    scores = outputs if dtype == torch.float64 else outputs.float()
+    probabilities = torch.softmax(scores, dim=1).float()
+    best = scores.topk(k, dim=1).indices if k > 1 else scores.argmax(dim=1, keepdim=True)
     shape = (rows,) if k == 1 else (rows, k)
     assert found["predictions"].dtype == np.int64 and found["predictions"].shape == shape
     assert found["confidences"].dtype == np.float32
@@ -152,3 +153,21 @@ def test_targets_stay_at_home_and_only_forms_that_tell_are_taken() -> None:
         assert without_targets(batch) is batch
         with pytest.raises(ConfigError, match=f"a batch is a {form}.*predict_step"):
             inputs_of(batch)
+
+
+@pytest.mark.parametrize("outputs", [{"x": {"y": 0}, "x.y": 1}, {1: 0, "1": 1}])
+def test_two_outputs_of_one_name_are_refused(outputs: dict[Any, Any]) -> None:
+    def tensors(value: Any) -> Any:
+        return {k: tensors(v) for k, v in value.items()} if isinstance(value, dict) else torch.full((2, 1), value)
+
+    with pytest.raises(ConfigError, match=r"2 outputs of the model would both be named 'outputs\.[x1].*predict_step"):
+        columns_of(tensors(outputs), 2, Wanted(raw=True))
+
+
+@pytest.mark.parametrize("row", [[1.0, 1.0 + 1e-10, 0.0], [1e300, 2e300, 0.0]])
+def test_classes_of_double_outputs_are_ranked_in_double(row: list[float]) -> None:
+    outputs = torch.tensor([row], dtype=torch.float64)
+    found = travelled(outputs, 1, Wanted(full=True))
+    expected = torch.softmax(outputs, dim=1).float().numpy()
+    assert found["predictions"].tolist() == [1] and np.array_equal(found["probabilities"], expected)
+    assert found["confidences"].dtype == np.float32 and found["confidences"][0] == expected[0, 1]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from guava_nb.data.feed import Feed
 from guava_nb.engine.predictions import Prediction, Predictions, in_id_order, least_row_bytes, wanted_of
 from guava_nb.engine.results import HEADER_BYTES, RECORD, DiskResults, MemoryResults, npy_header
 from guava_nb.errors import ConfigError
@@ -106,6 +108,62 @@ def test_the_record_says_what_it_counts(tmp_path: Path) -> None:
     results.close(False)
     record = json.loads((tmp_path / RECORD).read_text())
     assert (record["rows"], record["batches"], record["last_id"], record["asked"]) == (3, 1, 2, ASKED)
+
+
+@pytest.mark.parametrize("sizes", [[10] * 5, [5] * 10, [20, 20, 10], [50]])
+def test_batches_of_other_sizes_are_not_gone_on_with(tmp_path: Path, sizes: list[int]) -> None:
+    """Neither where rows would be lost or doubled, nor where no batch is left."""
+
+    def walk(sizes: list[int]) -> None:
+        results = DiskResults(tmp_path, ASKED, True)
+        feed = Feed([(torch.zeros(size, 1), None) for size in sizes])
+        question = Prediction(Wanted(raw=True), results, None, lambda: feed.skipped_samples)
+        try:
+            for batch in feed.epoch(results.batches):
+                question.check_skipped()
+                results.append(rows(batch.sample_ids[0], batch.rows), batch.index + 1, batch.sample_ids[-1])
+            question.check_skipped()
+        finally:
+            results.close(False)
+
+    walk([8] * 3)
+    skipped = sum(sizes[:3])
+    with pytest.raises(
+        ConfigError, match=rf"holds the first 24 samples .* this loader have {skipped}: .*the same sizes only"
+    ):
+        walk(sizes)
+    walk([8] * 3)
+    walk([8] * 6 + [2])
+    assert np.load(tmp_path / "sample_ids.npy").tolist() == list(range(50))
+
+
+@pytest.mark.parametrize(("one", "other"), [("outputs.a/b", "outputs.a_b"), ("outputs.A", "outputs.a")])
+def test_two_outputs_are_not_written_to_one_file(tmp_path: Path, one: str, other: str) -> None:
+    arrays = {one: np.zeros((2, 1)), other: np.ones((2, 1))}
+    with pytest.raises(ConfigError, match=rf"'{one}' and '{other}' would both be written to .*{other}.npy"):
+        DiskResults(tmp_path, ASKED, False).append(arrays, 1, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("below", ["file", "file/folder"])
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"needs a folder that can be written to, and .*{below} cannot be one"):
+        DiskResults(tmp_path / below, ASKED, False)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = DiskResults(tmp_path, ASKED, False)
+    results.append(rows(0, 3), 1, 2)  # the first rows are recorded at once
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(
+            ConfigError, match=r"cannot take more results \(No space.*\); 3 rows in it are kept: .*resume=True"
+        ):
+            results.append(rows(3, 2), 2, 4)
+            results.close(False)
+    assert DiskResults(tmp_path, ASKED, True).rows == 3
 
 
 @given(st.integers(0, 10**18), st.lists(st.integers(0, 10**6), max_size=6))
