@@ -607,7 +607,7 @@ class Orchestrator:
                 ids, see `guava_nb.engine.predictions`.
             top_k: the best classes of each sample.
             confidence_threshold: samples whose best class is less probable get class -1 and confidence NaN.
-            return_full_probabilities: the probabilities of all classes too (softmax in float32).
+            return_full_probabilities: the probabilities of all classes too (softmax in float32, in float64 of float64 outputs).
             raw: the outputs as they are, for models that give no [rows, classes].
             path: a folder for memory maps, for results that are larger than memory; needs a loader without shuffling.
             resume: go on with what an interrupted call left in `path`, without predicting it again.

@@ -163,7 +163,7 @@ class _MapSource:
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         self._recorder.skip, self._recorder.when_skipped = skip_batches, when_skipped
-        ordinal = self.skipped = 0
+        ordinal = 0
 
         def failing() -> tuple[int, ...]:
             return _int_ids(self._recorder.drawn[0][0]) if self._recorder.drawn else ()

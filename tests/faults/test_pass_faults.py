@@ -85,8 +85,8 @@ def plain_outputs(ensemble: Ensemble, loader: Any) -> torch.Tensor:
 
 def assert_right(found: Predictions, outputs: torch.Tensor, top_k: int = 1) -> None:
     """Equal to the last bit."""
-    best = outputs.float().topk(top_k, dim=1).indices
-    probabilities = torch.softmax(outputs.float(), dim=1)
+    best = outputs.topk(top_k, dim=1).indices
+    probabilities = torch.softmax(outputs, dim=1).float()
     shape = (len(outputs),) if top_k == 1 else (len(outputs), top_k)
     assert found["total_samples"] == len(outputs)
     assert np.array_equal(found["predictions"], best.numpy().reshape(shape))
@@ -110,7 +110,7 @@ def test_validation_and_prediction_equal_plain_pytorch_bit_by_bit(
     for top_k in (1, 3):
         assert_right(predict(cluster, ensemble, loader, wanted_of(top_k, None, False, False)), outputs, top_k)
     both = predict(cluster, ensemble, loader, wanted_of(1, 0.4, True, False))
-    assert np.array_equal(both["probabilities"], torch.softmax(outputs.float(), 1).numpy())
+    assert np.array_equal(both["probabilities"], torch.softmax(outputs, 1).float().numpy())
     assert np.array_equal(both["kept"], both["probabilities"].max(1) >= np.float32(0.4))
     raw = predict(cluster, ensemble, loader, Wanted(raw=True))["outputs"]
     assert raw.dtype == np.float64 and np.array_equal(raw, outputs.numpy())

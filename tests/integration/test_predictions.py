@@ -101,7 +101,7 @@ def plain(model: torch.nn.Module, batch: int) -> torch.Tensor:
 
 def assert_right(found: Any, outputs: torch.Tensor, exactly: bool = True) -> None:
     assert found["total_samples"] == len(outputs)
-    best, probabilities = outputs.float().argmax(1), torch.softmax(outputs.float(), 1)
+    best, probabilities = outputs.argmax(1), torch.softmax(outputs, 1).float()
     assert np.array_equal(found["predictions"], best.numpy())
     if exactly:
         assert np.array_equal(found["confidences"], probabilities.gather(1, best[:, None])[:, 0].numpy())
