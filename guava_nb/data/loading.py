@@ -128,7 +128,7 @@ def make_source(loader: Any) -> Source:
 class _MapSource:
     """A loader over a data set with indices: ids are the indices that its sampler draws."""
 
-    skipped = None
+    skipped: int | None = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._theirs = loader
