@@ -66,8 +66,8 @@ class MeshAxes:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         inside = axes_inside(sizes, machines)
         # Where an axis takes all ranks, torch's own mesh takes the default group for it. gloo's sends and receives keep the
-        # timeout that their group was met with, and that of the default group is a short one: for the meeting.
-        if inside or dist.get_backend() == "gloo":
+        # timeout that their group was met with, and that of the default group is a short one, for the meeting: stages need more.
+        if inside or (sizes.stages > 1 and dist.get_backend() == "gloo"):
             devices = _mixed(sizes, device, inside, inner)
         else:
             devices = init_device_mesh(device.type, (sizes.data, sizes.stages, sizes.tensor), mesh_dim_names=AXES)
