@@ -264,7 +264,7 @@ def test_what_cannot_be_spread_is_refused_with_its_sizes(pool: GroupPool) -> Non
 
     assert "dp 2 x pp 2 x tp 1 needs 4 workers, 2 are here" in said(ParallelSpec(mode="hybrid", dp=2, pp=2), (2, 2, 1))
     assert "no axis tp" in said(ParallelSpec(tp=2), (1, 1, 2))
-    assert "zero_stage 1" in said(ParallelSpec(mode="hybrid", pp=2, zero_stage=3), (1, 2, 1))
+    assert "zero_stage=1" in said(ParallelSpec(mode="hybrid", pp=2, zero_stage=3), (1, 2, 1))
     assert "micro-batches, whose statistics" in said(SPECS["pipeline"], (1, 2, 1), sync=True)
     assert "'second': OwnNorm has a forward of its own" in said(SPECS["data"], (2, 1, 1), sync=True, model="own norm")
     rprop = said(SPECS["zero 2"], (2, 1, 1), optimizer="Rprop")
