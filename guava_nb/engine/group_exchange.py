@@ -13,11 +13,11 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.engine.credit import Credit
+from guava_nb.engine.exchanging import Exchange, OnApplied, OnCommit
 from guava_nb.engine.flight import NO_BATCH, Flight
 from guava_nb.engine.group_ensemble import GroupEnsemble
 from guava_nb.engine.job import Job
 from guava_nb.engine.row_writer import Parcel, RowWriter, taken_apart
-from guava_nb.engine.star import OnApplied, OnCommit
 from guava_nb.engine.step import Decided, Halt, ShardTask, StepMachine
 from guava_nb.engine.treatment import pair_of
 from guava_nb.errors import ConfigError, NotFinite
@@ -26,32 +26,18 @@ from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Sh
 __all__ = ["GroupExchange", "parts_for", "shares_of"]
 
 
-class GroupExchange:
-    """All steps in flight of one run.
-
-    Args:
-        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
-        on_applied: called when a worker reports that it applied a step.
-        credit: is told what is sent and what is worked on.
-
-    Attributes:
-        flights: issued and not committed, by step.
-        next_step: number of the next step to issue.
-    """
+class GroupExchange(Exchange):
+    """Parts of one model: every rank gets its share, they sum among themselves and vote here. See `Exchange`."""
 
     def __init__(
         self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
         """Handle the exchange's messages in that job."""
-        self.flights: dict[int, Flight] = {}
-        self.next_step = ensemble.step + 1
-        self._job, self._ensemble = job, ensemble
-        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
+        super().__init__(job, ensemble, on_commit, on_applied, credit)
+        self._ensemble = ensemble
         self._looked = False
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
-        self._writer = ensemble.writer
-        self._writer.on_shard_wanted = self._send_again
 
     def issue(
         self,
@@ -99,17 +85,6 @@ class GroupExchange:
             )
         self._looked = True
 
-    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
-        message, parcel = flight.shards[shard]
-        self._credit.sent(message.step, shard, rank, parcel.nbytes)
-        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
-
-    def _send_again(self, rank: int, step: int, shard: int) -> None:
-        """A worker lacks rows of its part that it was thought to hold."""
-        flight = self.flights.get(step)
-        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
-            self._send_shard(flight, shard, rank)
-
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""
         mesh = self._ensemble.mesh
@@ -130,13 +105,11 @@ class GroupExchange:
 
     def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Ready)
-        member = self._job.cluster.roster.members[rank]
-        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
-        member.waits.reported(time.monotonic(), message.wait_s)
+        self._note_times(rank, message)
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:
             return
-        member.samples += sum(flight.shards[message.shard][0].part_rows)
+        self._job.cluster.roster.members[rank].samples += sum(flight.shards[message.shard][0].part_rows)
         self._credit.worked(message.step, message.shard)
         for instruction in flight.machine.on_ready(rank, message):
             match instruction:

@@ -6,7 +6,7 @@ Carries out what the step machines decide. Knows the flights; what a commit mean
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from guava_nb.data.tree import tensor_bytes, tensor_from
 from guava_nb.engine.buckets import BUFFERS
 from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.exchanging import Exchange, OnApplied, OnCommit
 from guava_nb.engine.flight import Flight, plan_step
 from guava_nb.engine.job import Job
 from guava_nb.engine.step import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
@@ -36,34 +37,17 @@ from guava_nb.protocol.messages import (
 
 __all__ = ["StarExchange"]
 
-OnCommit = Callable[[Flight, Commit, float, float], None]
-OnApplied = Callable[[int, Committed], None]
 
-
-class StarExchange:
-    """All steps in flight of one run.
-
-    Args:
-        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
-        on_applied: called when a worker reports that it applied a step.
-        credit: is told what is sent and what is worked on.
-
-    Attributes:
-        flights: issued and not committed, by step.
-        next_step: number of the next step to issue.
-    """
+class StarExchange(Exchange):
+    """Whole replicas: shards go out, buckets come in and are summed here. See `Exchange`."""
 
     def __init__(
         self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
         """Handle the exchange's messages in that job."""
-        self.flights: dict[int, Flight] = {}
-        self.next_step = ensemble.step + 1
-        self._job, self._ensemble = job, ensemble
-        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
+        super().__init__(job, ensemble, on_commit, on_applied, credit)
+        self._ensemble = ensemble
         self._at_orchestrator = ensemble.spec.optimizer_site == "orchestrator"
-        self._writer = ensemble.writer
-        self._writer.on_shard_wanted = self._send_again
         job.on(GradientBucket, self._on_bucket)
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
@@ -100,17 +84,6 @@ class StarExchange:
         """Return which part of a step's bytes each member of a team with these weights is sent."""
         total = sum(weights)
         return [weight / total for weight in weights]
-
-    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
-        message, parcel = flight.shards[shard]
-        self._credit.sent(message.step, shard, rank, parcel.nbytes)
-        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
-
-    def _send_again(self, rank: int, step: int, shard: int) -> None:
-        """A worker lacks rows of a shard that it was thought to hold."""
-        flight = self.flights.get(step)
-        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
-            self._send_shard(flight, shard, rank)
 
     def adopt(self, available: Collection[int]) -> None:
         """Give the unfinished shards of members that are not available to those that are."""
@@ -150,10 +123,8 @@ class StarExchange:
 
     def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Ready)
-        member = self._job.cluster.roster.members[rank]
-        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
-        member.waits.reported(time.monotonic(), message.wait_s)
-        member.samples += message.rows
+        self._note_times(rank, message)
+        self._job.cluster.roster.members[rank].samples += message.rows
         flight = self._flight(message)
         if flight is not None:
             self._credit.worked(message.step, message.shard)

@@ -172,11 +172,6 @@ class StepMachine:
                 out.append(Reissue(task.index, task.owner))
         return out
 
-    def orphans(self, alive: Iterable[int]) -> list[int]:
-        """Unfinished shards whose owner is not among `alive`."""
-        living = set(alive)
-        return [t.index for t in self.tasks if t.owner not in living and not self._shard_done(t.index)]
-
     def _known(self, shard: int, bucket: int) -> bool:
         return 0 <= shard < len(self.tasks) and bucket in self.buckets
 

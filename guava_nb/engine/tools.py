@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.exchanging import OnApplied, OnCommit
 from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
 from guava_nb.engine.group_exchange import GroupExchange
 from guava_nb.engine.group_passes import GroupPass
 from guava_nb.engine.passes import Pass, StarPass
-from guava_nb.engine.star import OnApplied, OnCommit, StarExchange
+from guava_nb.engine.star import StarExchange
 
 if TYPE_CHECKING:
     from guava_nb.engine.job import Job

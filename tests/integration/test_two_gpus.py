@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import Orchestrator
-from guava_nb.cli.demo_model import DigitNet
-from guava_nb.data.digits import split_digits
+from tests.support.on_gpus import Plain, assert_equal, batches, train_plainly
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and this machine has fewer"),
@@ -29,26 +27,9 @@ def orchestrator() -> Iterator[Orchestrator]:
         yield made
 
 
-def batches() -> DataLoader[Any]:
-    images, labels = split_digits(0)[0]
-    return DataLoader(TensorDataset(images[:330], labels[:330]), batch_size=32)
-
-
 @pytest.fixture(scope="module")
-def plain() -> tuple[torch.nn.Module, list[float]]:
-    torch.manual_seed(0)
-    model = DigitNet().double().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(2):
-        for images, labels in batches():
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images.cuda()), labels.cuda())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            losses.append(loss.item())
-    return model.cpu(), losses
+def plain() -> Plain:
+    return train_plainly()
 
 
 MODES = [
@@ -66,7 +47,7 @@ MODES = [
 @pytest.mark.parametrize(("mode", "settings"), MODES, ids=str)
 def test_a_mode_on_two_gpus_equals_one(
     orchestrator: Orchestrator,
-    plain: tuple[torch.nn.Module, list[float]],
+    plain: Plain,
     mode: str,
     settings: dict[str, Any],
     path: str,
@@ -76,15 +57,7 @@ def test_a_mode_on_two_gpus_equals_one(
         batches(), num_epochs=2, optimizer="AdamW", optimizer_args={"lr": 1e-3}, max_grad_norm=0.5, fresh=True,
         progress=False,
     )  # fmt: skip
-    model, losses = plain
-    gap = max(abs(record["loss"] - loss) for record, loss in zip(run.history, losses, strict=True))
-    ours = run.model().state_dict()
-    weights = max(float((ours[name] - value).abs().max()) for name, value in model.state_dict().items())
-    print(
-        f"{mode} {settings} {path}: {run.report()['path']} losses {gap:.1e} weights {weights:.1e}",
-        run.report()["step_s"],
-    )
-    assert gap <= 1e-9 and weights <= 1e-9
+    assert_equal(run, plain)
     expected = {"relay": "relay", "direct": "direct"}[path]
     if not (mode == "data" and path == "relay"):
         assert run.report()["path"]["path"] == expected
