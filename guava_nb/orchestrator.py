@@ -8,12 +8,9 @@ Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar
 from __future__ import annotations
 
 import itertools
-import secrets
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -36,16 +33,12 @@ from guava_nb.engine.compose import (
     parallel_spec,
     plain_arguments,
 )
-from guava_nb.engine.dialled import DialledWorkers
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
-from guava_nb.engine.interrupts import interrupts_remembered, interrupts_wait
-from guava_nb.engine.launcher import WorkerHandle, close_all, launch
-from guava_nb.engine.notices import Notices
-from guava_nb.engine.options import link_options
+from guava_nb.engine.hosting import Host
+from guava_nb.engine.interrupts import interrupts_remembered
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
-from guava_nb.engine.output import OutputLog
-from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, common_parts, is_own
+from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, is_own
 from guava_nb.engine.passes import Progress
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.predicting import predict
@@ -57,15 +50,13 @@ from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, wire_meter
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, GuavaError
-from guava_nb.link.listener import Listener
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
 
 
-class Orchestrator:
+class Orchestrator(Host):
     """One training session on the side that has the data. A context manager.
 
     Args:
@@ -73,7 +64,6 @@ class Orchestrator:
 
     Attributes:
         run: the newest run, None before the first.
-        log_folder: where everything goes that workers print; made with the first line.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -81,109 +71,21 @@ class Orchestrator:
 
     def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
         """Check the settings; nothing is started before `open`."""
-        self.config = self._given = (config or DistributedConfig()).replace(**overrides)
-        self.config.validate()
+        super().__init__(config, **overrides)
+        self._given = self.config  # what a mode falls back to
         self.run: Run | None = None
         self._ledger = source.SourceLedger()
         self._module: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
         self._ensemble: Ensemble | None = None
-        self._asked: tuple[Ensemble, object] | None = (
-            None  # replicas that were never trained, and what they were made of
-        )
+        # Replicas that are asked and not trained, and what they were made of.
+        self._asked: tuple[Ensemble, object] | None = None
+        self._asked_numbers = itertools.count(1)
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
-        self._local: list[WorkerHandle] = []
-        self._dialled = DialledWorkers()
         self._runs = 0
         self._tensor_plan: dict[str, str] = {}
-        self._untrained_numbers = itertools.count(1)
-        self._notices = Notices()
-        self._listener: Listener | None = None
-        self._cluster: Cluster | None = None
-        self._code: JoinCode | None = None
-        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        self.log_folder = Path(tempfile.gettempdir()) / name
-
-    # ---------------------------------------------------------------------------------------------------- life cycle
-
-    def open(self) -> JoinCode:
-        """Start listening and return the join code; an open session just returns its code again.
-
-        Raises:
-            ConfigError: the address cannot be listened on; the message names it.
-        """
-        if self._code is None:
-            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
-            listener = Listener(
-                link_options(self.config),
-                cluster.on_event,
-                self.config.master_ip,
-                self.config.master_port,
-                tls=self.config.tls,
-            )
-            try:
-                listener.start()
-            except GuavaError:
-                if self._cluster is None:
-                    cluster.close()
-                raise
-            self._notices.listen()
-            self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
-        return self._code
-
-    @classmethod
-    def dialling(
-        cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any
-    ) -> Orchestrator:
-        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
-        made = cls(config, **overrides)
-        try:
-            made.connect(*join_codes)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def connect(self, *join_codes: JoinCode | str) -> list[str]:
-        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
-
-        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
-        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
-
-        Raises:
-            JoinCodeError: a code is damaged; nothing was dialled.
-            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
-                in the list stay connected.
-        """
-        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
-        if self._cluster is None:
-            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
-            self._notices.listen()
-        return self._dialled.join(codes, self._cluster, link_options(self.config))
-
-    @property
-    def join_code(self) -> JoinCode:
-        """The code that workers join with.
-
-        Raises:
-            ClusterError: the session is not open, or only dials.
-        """
-        self._open_cluster()
-        if self._code is None:
-            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
-        return self._code
-
-    @property
-    def expected_workers(self) -> int:
-        """How many workers the configuration speaks of."""
-        return self.config.num_workers
-
-    def close(self) -> None:
-        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
-        with interrupts_wait():
-            self._close()
 
     def _close(self) -> None:
         if self._job is not None and not self._job.run.done:
@@ -191,69 +93,10 @@ class Orchestrator:
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
-        self._dialled.close("the orchestrator closed the session")
-        if self._listener is not None:
-            self._listener.close("the orchestrator closed the session")
-        if self._cluster is not None:
-            self._cluster.close()
-        self._notices.stop()
-        close_all(self._local)
-        self._local.clear()
-        self._cluster = self._listener = self._code = self._ensemble = self._asked = None
+        super()._close()
+        self._ensemble = self._asked = None
 
-    def __enter__(self) -> Orchestrator:
-        """Open the session, unless it has dialled its workers."""
-        if self._cluster is None:
-            self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the session."""
-        self.close()
-
-    def _open_cluster(self) -> Cluster:
-        if self._cluster is None:
-            raise ClusterError("the session is not open: call open(), or run %guava_up")
-        return self._cluster
-
-    # -------------------------------------------------------------------------------------------------------- workers
-
-    def wait_for_workers(
-        self, count: int | None = None, timeout: float | None = None, on_wait: Callable[[int], None] | None = None
-    ) -> list[str]:
-        """Wait until `count` (default: the configuration's `num_workers`) are there; returns their names.
-
-        Args:
-            timeout: seconds; None waits until they come or the wait is interrupted.
-            on_wait: called a few times a second with the number that is there.
-
-        Raises:
-            RendezvousTimeout: too few came in time.
-        """
-        cluster = self._open_cluster()
-        return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
-
-    def own_parts(self) -> set[str]:
-        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
-        return common_parts(self._open_cluster())
-
-    def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
-        """Start worker processes on this machine; they join by themselves.
-
-        Args:
-            threads: torch's threads in each.
-        """
-        code = self.join_code
-        if code.host in ("0.0.0.0", "::"):
-            code = code.with_address("127.0.0.1", code.port)
-        started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
-            for k in range(count)
-        ]
-        self._local.extend(started)
-        return started
+    # ------------------------------------------------------------------------------------------------- source and status
 
     def share(self, text: str, name: str | None = None) -> str:
         """Share source text with the workers: sent at the start of the next run; returns its name.
@@ -266,18 +109,6 @@ class Orchestrator:
         chosen = name or f"cell-{len(self._ledger.cells()) + 1}"
         self._ledger.add(chosen, text)
         return chosen
-
-    def log(self, worker: str | None = None, n: int = 50) -> list[str]:
-        """Return the last lines that a worker printed; of all workers with their names in front.
-
-        Raises:
-            ConfigError: no worker of this name.
-        """
-        cluster = self._open_cluster()
-        names = [m.name for m in cluster.members()]
-        if worker is not None and worker not in names:
-            raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
-        return cluster.output.tail(worker, n)
 
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
@@ -642,7 +473,7 @@ class Orchestrator:
             return trained
         fresh, cells = self._question_spec(criterion or "CrossEntropyLoss", preprocess), self._ledger.cells()
         if is_own(fresh):
-            run_id = f"untrained-{next(self._untrained_numbers)}"
+            run_id = f"asked-{next(self._asked_numbers)}"
             self._ensemble = adopt(run_id, fresh, cells, self._shared(), self._open_cluster())
             return self._ensemble
         if trained is None or trained.spec.model != fresh.model or self._resume is not None:
@@ -671,7 +502,7 @@ class Orchestrator:
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else fetch_between_runs(trained, self._open_cluster(), self._patience_s)
             start = self._instance if trained is None else None
-            ensemble = build_ensemble(f"asked-{next(self._untrained_numbers)}", spec, cells, self._shared(), start)
+            ensemble = build_ensemble(f"asked-{next(self._asked_numbers)}", spec, cells, self._shared(), start)
             if state is not None:
                 ensemble.master.load_state({"model": state["model"]})
             elif self._resume is not None:

@@ -1,0 +1,211 @@
+"""The session that an orchestrator holds open: who listens, who is dialled, which workers are here. Knows no runs."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.config import DistributedConfig
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.dialled import DialledWorkers
+from guava_nb.engine.interrupts import interrupts_wait
+from guava_nb.engine.launcher import WorkerHandle, close_all, launch
+from guava_nb.engine.notices import Notices
+from guava_nb.engine.options import link_options
+from guava_nb.engine.output import OutputLog
+from guava_nb.engine.own_ensemble import common_parts
+from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.link.listener import Listener
+from guava_nb.protocol.joincode import JoinCode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
+
+__all__ = ["Host"]
+
+
+class Host:
+    """The life cycle of a session, and its workers. A context manager.
+
+    Args:
+        config: settings; `overrides` replace single fields of it.
+
+    Attributes:
+        config: of the session.
+        log_folder: where everything goes that workers print; made with the first line.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
+        """Check the settings; nothing is started before `open`."""
+        self.config = (config or DistributedConfig()).replace(**overrides)
+        self.config.validate()
+        self._local: list[WorkerHandle] = []
+        self._dialled = DialledWorkers()
+        self._notices = Notices()
+        self._listener: Listener | None = None
+        self._cluster: Cluster | None = None
+        self._code: JoinCode | None = None
+        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / name
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    def open(self) -> JoinCode:
+        """Start listening and return the join code; an open session just returns its code again.
+
+        Raises:
+            ConfigError: the address cannot be listened on; the message names it.
+        """
+        if self._code is None:
+            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
+            listener = Listener(
+                link_options(self.config),
+                cluster.on_event,
+                self.config.master_ip,
+                self.config.master_port,
+                tls=self.config.tls,
+            )
+            try:
+                listener.start()
+            except GuavaError:
+                if self._cluster is None:
+                    cluster.close()
+                raise
+            self._notices.listen()
+            self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
+        return self._code
+
+    @classmethod
+    def dialling(cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any) -> Self:
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        made = cls(config, **overrides)
+        try:
+            made.connect(*join_codes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def connect(self, *join_codes: JoinCode | str) -> list[str]:
+        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
+
+        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
+
+        Raises:
+            JoinCodeError: a code is damaged; nothing was dialled.
+            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+                in the list stay connected.
+        """
+        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
+        if self._cluster is None:
+            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            self._notices.listen()
+        return self._dialled.join(codes, self._cluster, link_options(self.config))
+
+    @property
+    def join_code(self) -> JoinCode:
+        """The code that workers join with.
+
+        Raises:
+            ClusterError: the session is not open, or only dials.
+        """
+        self._open_cluster()
+        if self._code is None:
+            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
+        return self._code
+
+    @property
+    def expected_workers(self) -> int:
+        """How many workers the configuration speaks of."""
+        return self.config.num_workers
+
+    def close(self) -> None:
+        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
+        with interrupts_wait():
+            self._close()
+
+    def _close(self) -> None:
+        self._dialled.close("the orchestrator closed the session")
+        if self._listener is not None:
+            self._listener.close("the orchestrator closed the session")
+        if self._cluster is not None:
+            self._cluster.close()
+        self._notices.stop()
+        close_all(self._local)
+        self._local.clear()
+        self._cluster = self._listener = self._code = None
+
+    def __enter__(self) -> Self:
+        """Open the session, unless it has dialled its workers."""
+        if self._cluster is None:
+            self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    def _open_cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise ClusterError("the session is not open: call open(), or run %guava_up")
+        return self._cluster
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def wait_for_workers(
+        self, count: int | None = None, timeout: float | None = None, on_wait: Callable[[int], None] | None = None
+    ) -> list[str]:
+        """Wait until `count` (default: the configuration's `num_workers`) are there; returns their names.
+
+        Args:
+            timeout: seconds; None waits until they come or the wait is interrupted.
+            on_wait: called a few times a second with the number that is there.
+
+        Raises:
+            RendezvousTimeout: too few came in time.
+        """
+        cluster = self._open_cluster()
+        return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
+
+    def own_parts(self) -> set[str]:
+        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
+        return common_parts(self._open_cluster())
+
+    def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
+        """Start worker processes on this machine; they join by themselves.
+
+        Args:
+            threads: torch's threads in each.
+        """
+        code = self.join_code
+        if code.host in ("0.0.0.0", "::"):
+            code = code.with_address("127.0.0.1", code.port)
+        started = [
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
+            for k in range(count)
+        ]
+        self._local.extend(started)
+        return started
+
+    def log(self, worker: str | None = None, n: int = 50) -> list[str]:
+        """Return the last lines that a worker printed; of all workers with their names in front.
+
+        Raises:
+            ConfigError: no worker of this name.
+        """
+        cluster = self._open_cluster()
+        names = [m.name for m in cluster.members()]
+        if worker is not None and worker not in names:
+            raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
+        return cluster.output.tail(worker, n)
