@@ -15,7 +15,7 @@ from guava_nb.engine.own import OwnParts
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.split.codes import ShowCode, given_codes, show_code
-from guava_nb.transport.tunnels import NgrokTunnel, Tunnel
+from guava_nb.tunnels import Address, NgrokTunnel, Tunnel
 from guava_nb.worker import ListeningWorker, NetworkWorker
 
 __all__ = ["ColabGPUTrainer", "GPUTrainer"]
@@ -221,13 +221,13 @@ class ColabGPUTrainer(GPUTrainer):
     Free Colab runtimes do not allow distributed workers and may be ended; paid plans with compute units do allow them.
     """
 
-    _tunnelled: tuple[str, int] | None = None
+    _tunnelled: Address | None = None
 
     def start_training_with_tunnel(self, tunnel: Tunnel | None = None, authtoken: str | None = None) -> str:
         """As `start_training`, listening behind a tunnel; the code that is shown leads through it.
 
         Args:
-            tunnel: see `guava_nb.transport.tunnels`; None opens one of ngrok.
+            tunnel: see `guava_nb.tunnels`; None opens one of ngrok.
             authtoken: of ngrok; None takes NGROK_AUTHTOKEN.
 
         Raises:
@@ -259,4 +259,4 @@ class ColabGPUTrainer(GPUTrainer):
             way.stop()
 
     def _address(self, code: JoinCode) -> JoinCode:
-        return code if self._tunnelled is None else code.with_address(*self._tunnelled)
+        return code if self._tunnelled is None else code.with_address(self._tunnelled.host, self._tunnelled.port)

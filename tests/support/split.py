@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from guava_nb.tunnels import Address, Tunnel
 from tests.support.relay import Relay
 
 
@@ -26,15 +27,15 @@ class Rows(Dataset[Any]):
         return self.x[index], self.y[index]
 
 
-class StandIn:
+class StandIn(Tunnel):
     """A tunnel of the tests' own: a relay to the port."""
 
     def __init__(self) -> None:
         self.relay: Relay | None = None
 
-    def start(self, port: int) -> tuple[str, int]:
+    def start(self, port: int) -> Address:
         self.relay = Relay(port)
-        return "127.0.0.1", self.relay.port
+        return Address("127.0.0.1", self.relay.port)
 
     def stop(self) -> None:
         if self.relay is not None:

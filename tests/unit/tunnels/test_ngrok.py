@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from guava_nb.errors import ConfigError
-from guava_nb.transport.tunnels import DirectTunnel, LocalTunnel, NgrokTunnel
+from guava_nb.tunnels import DirectTunnel, LocalTunnel, NgrokTunnel
 
 pyngrok = pytest.importorskip("pyngrok")
 
@@ -51,7 +51,7 @@ def test_the_address_comes_out_of_the_url_and_the_tunnel_is_closed_once(monkeypa
     monkeypatch.setattr("pyngrok.ngrok.disconnect", asked.append)
     monkeypatch.setenv("NGROK_AUTHTOKEN", "from-the-environment")
     tunnel = NgrokTunnel()
-    assert tunnel.start(4242) == ("0.tcp.eu.ngrok.io", 12345)
+    assert tunnel.start(4242) == ("0.tcp.eu.ngrok.io", 12345, "tcp")
     tunnel.stop()
     tunnel.stop()
     assert asked == [("127.0.0.1:4242", "tcp", "from-the-environment"), "tcp://0.tcp.eu.ngrok.io:12345"]
@@ -59,6 +59,6 @@ def test_the_address_comes_out_of_the_url_and_the_tunnel_is_closed_once(monkeypa
 
 
 def test_no_tunnel() -> None:
-    assert LocalTunnel().start(5) == ("127.0.0.1", 5)
-    assert DirectTunnel("lab.example", 80).start(5) == ("lab.example", 80)
+    assert LocalTunnel().start(5) == ("127.0.0.1", 5, "tcp")
+    assert DirectTunnel("lab.example", 80).start(5) == ("lab.example", 80, "tcp")
     assert DirectTunnel().start(5)[1] == 5

@@ -1,21 +1,16 @@
-"""Ways to make a listening port reachable from outside: each gives the address that a join code then carries.
-
-What passes is TLS between the two ends, so whoever runs a tunnel sees no more than who talks and how much.
-"""
+"""A tunnel of ngrok, whose agent pyngrok runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
+from guava_nb.tunnels.tunnel import Address, Tunnel
 
-__all__ = ["Address", "DirectTunnel", "LocalTunnel", "NgrokTunnel", "Tunnel"]
-
-Address = tuple[str, int]
+__all__ = ["NgrokTunnel"]
 
 #: What ngrok's refusals mean, by the number in its message.
 _NGROK_ADVICE = {
@@ -27,59 +22,15 @@ _NGROK_ADVICE = {
 }
 
 
-class Tunnel(Protocol):
-    """Something that forwards connections from an address others can reach to a port of this machine."""
-
-    def start(self, port: int) -> Address:
-        """Forward to a port of the loopback; returns host and port for others.
-
-        Raises:
-            ConfigError: it cannot; the message says what to do.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Forward no more. Safe to call twice."""
-        ...
-
-
-class LocalTunnel:
-    """No tunnel: both sides run on this machine."""
-
-    def start(self, port: int) -> Address:
-        """Return the loopback's address."""
-        return "127.0.0.1", port
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-class DirectTunnel:
-    """No tunnel: others reach this machine by itself, as in one network or behind a forwarded port.
-
-    Args:
-        host: name or address by which they do; None takes this machine's name.
-        port: where they knock, when a router forwards another number; None is the port that is listened on.
-    """
-
-    def __init__(self, host: str | None = None, port: int | None = None) -> None:
-        self._host, self._port = host or socket.gethostname(), port
-
-    def start(self, port: int) -> Address:
-        """Return that address; the listener must be bound beyond the loopback (`host="0.0.0.0"`)."""
-        return self._host, self._port or port
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-class NgrokTunnel:
+class NgrokTunnel(Tunnel):
     """A TCP tunnel of ngrok, whose agent pyngrok runs (and fetches, the first time).
 
     Args:
         authtoken: of an ngrok account; None takes NGROK_AUTHTOKEN or what `ngrok config add-authtoken` stored.
         region: where the tunnel ends; None lets ngrok choose.
     """
+
+    name = "ngrok"
 
     def __init__(self, authtoken: str | None = None, region: str | None = None) -> None:
         self._authtoken, self._region = authtoken, region
@@ -101,7 +52,7 @@ class NgrokTunnel:
         parts = urlsplit(self._url)
         if not parts.hostname or not parts.port:
             raise ConfigError(f"ngrok gave {self._url!r}, which is no address of host and port")
-        return parts.hostname, parts.port
+        return Address(parts.hostname, parts.port)
 
     def _token(self, conf: Any) -> str:
         token = self._authtoken or os.environ.get("NGROK_AUTHTOKEN", "") or conf.get_default().auth_token or ""

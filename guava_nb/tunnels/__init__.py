@@ -1,0 +1,7 @@
+"""Ways to make a listening port reachable from outside: each gives the address that a join code then carries."""
+
+from guava_nb.tunnels.direct import DirectTunnel, LocalTunnel
+from guava_nb.tunnels.ngrok import NgrokTunnel
+from guava_nb.tunnels.tunnel import Address, Tunnel
+
+__all__ = ["Address", "DirectTunnel", "LocalTunnel", "NgrokTunnel", "Tunnel"]

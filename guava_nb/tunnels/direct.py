@@ -1,0 +1,68 @@
+"""No tunnel at all: both sides on one machine, or a machine that others reach by itself."""
+
+from __future__ import annotations
+
+import socket
+
+from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
+
+__all__ = ["DirectTunnel", "LocalTunnel"]
+
+
+class LocalTunnel(Tunnel):
+    """Both sides run on this machine."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self._at: Address | None = None
+
+    def start(self, port: int) -> Address:
+        """Return the loopback's address."""
+        self._at = Address(LOOPBACK, port)
+        return self._at
+
+    def stop(self) -> None:
+        """Nothing runs."""
+        self._at = None
+
+    def alive(self) -> bool:
+        """Whether it was started."""
+        return self._at is not None
+
+    def address(self) -> Address | None:
+        """Where others connect."""
+        return self._at
+
+
+class DirectTunnel(Tunnel):
+    """Others reach this machine by itself, as in one network, over a VPN, or behind a forwarded port.
+
+    Args:
+        host: name or address by which they do; None takes this machine's name.
+        port: where they knock, when a router forwards another number; None is the port that is listened on.
+    """
+
+    name = "direct"
+    bind = "0.0.0.0"
+
+    def __init__(self, host: str | None = None, port: int | None = None) -> None:
+        self._host, self._port = host or socket.gethostname(), port
+        self._at: Address | None = None
+
+    def start(self, port: int) -> Address:
+        """Return that address; the listener must be bound beyond the loopback, as `bind` says."""
+        self._at = Address(self._host, self._port or port)
+        return self._at
+
+    def stop(self) -> None:
+        """Nothing runs."""
+        self._at = None
+
+    def alive(self) -> bool:
+        """Whether it was started."""
+        return self._at is not None
+
+    def address(self) -> Address | None:
+        """Where others connect."""
+        return self._at
