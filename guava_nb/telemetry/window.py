@@ -1,0 +1,104 @@
+"""What was measured between a begin and an end, as plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from guava_nb.telemetry.sensor import NOT_MEASURED
+
+__all__ = ["BoardEnergy", "EnergyWindow", "once_each"]
+
+_J_PER_WH = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class BoardEnergy:
+    """One board's part of a window.
+
+    Attributes:
+        key: of the hardware; the same board measured by two processes has the same one.
+        joules: None when nothing was read.
+        readings: how many the figure rests on.
+        uncovered_s: seconds without a figure inside the window.
+        too_short: the window is not much longer than the sensor's own pace: the figure says little.
+        problem: of the last reading; "" when there was none.
+    """
+
+    key: str
+    name: str
+    method: str
+    joules: float | None
+    readings: int = 0
+    uncovered_s: float = 0.0
+    too_short: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyWindow:
+    """A stretch of time and the energy in it.
+
+    Attributes:
+        boards: each piece of hardware once.
+        unmeasured: (device, why) of what has no sensor.
+    """
+
+    name: str
+    seconds: float
+    boards: tuple[BoardEnergy, ...] = ()
+    unmeasured: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def joules(self) -> float | None:
+        """All boards together; None when none was measured."""
+        known = [board.joules for board in self.boards if board.joules is not None]
+        return sum(known) if known else None
+
+    @property
+    def watts(self) -> float | None:
+        """On average; None when not measured, or over no time."""
+        return None if self.joules is None or self.seconds <= 0 else self.joules / self.seconds
+
+    @property
+    def watt_hours(self) -> float | None:
+        """1 Wh is 3600 J."""
+        return None if self.joules is None else self.joules / _J_PER_WH
+
+    def per(self, count: float) -> float | None:
+        """Joules per step, sample or token, of which there were `count`; None when not measured or none."""
+        return None if self.joules is None or count <= 0 else self.joules / count
+
+    def co2e_g(self, grams_per_kwh: float) -> float | None:
+        """Grams of CO2 equivalent by a factor that the caller answers for: it depends on grid and hour."""
+        return None if self.watt_hours is None else self.watt_hours / 1000 * grams_per_kwh
+
+    def cost(self, price_per_kwh: float) -> float | None:
+        """In the currency of the price."""
+        return None if self.watt_hours is None else self.watt_hours / 1000 * price_per_kwh
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON or a table."""
+        return {**asdict(self), "joules": self.joules, "watts": self.watts}
+
+    def __repr__(self) -> str:
+        """One line, as measured or not."""
+        if self.joules is None:
+            why = "; ".join(reason for _, reason in self.unmeasured) or "no sensor here"
+            return f"EnergyWindow({self.name!r}: {self.seconds:.3g} s, {NOT_MEASURED} ({why}))"
+        marks = " (too short to say much)" if any(board.too_short for board in self.boards) else ""
+        return f"EnergyWindow({self.name!r}: {self.joules:.3g} J in {self.seconds:.3g} s{marks})"
+
+
+def once_each(boards: Iterable[BoardEnergy]) -> list[BoardEnergy]:
+    """Take each piece of hardware once, the reading with most behind it: two workers on one board must not be added up."""
+    best: dict[str, BoardEnergy] = {}
+    for board in boards:
+        known = best.get(board.key)
+        if known is None or (board.joules is not None, board.joules or 0.0) > (
+            known.joules is not None,
+            known.joules or 0.0,
+        ):
+            best[board.key] = board
+    return list(best.values())

@@ -1,0 +1,178 @@
+"""Windows over scripted sensors and a clock that passes when told."""
+
+from __future__ import annotations
+
+import pytest
+
+from guava_nb.errors import ConfigError
+from guava_nb.telemetry import BoardEnergy, EnergyMeter, once_each
+from guava_nb.telemetry.nvml import NvmlBoard, open_board
+from guava_nb.telemetry.rapl import RaplSensor, open_rapl
+from tests.support.sensors import Clock, FakeNvml, Scripted
+
+
+def meter_of(*sensors: Scripted, clock: Clock) -> EnergyMeter:
+    return EnergyMeter(sensors=sensors, clock=clock, background=False)
+
+
+def pass_time(meter: EnergyMeter, clock: Clock, seconds: float, pace_s: float = 0.1) -> None:
+    for _ in range(round(seconds / pace_s)):
+        clock.wait(pace_s)
+        meter.poll()
+
+
+def test_200_watts_for_10_seconds_are_2000_joules() -> None:
+    clock = Clock()
+    power, counter = Scripted(lambda s: 200.0, clock), Scripted(lambda s: 7 + 200 * s, clock, counts=True, key="b")
+    meter = meter_of(power, counter, clock=clock)
+    meter.begin()
+    pass_time(meter, clock, 10.0)
+    window = meter.end()
+    assert [board.joules for board in window.boards] == [pytest.approx(2000, rel=0.01)] * 2
+    assert window.watts == pytest.approx(400, rel=0.01)
+    assert window.watt_hours == pytest.approx(4000 / 3600, rel=0.01)
+    assert window.per(100) == pytest.approx(40, rel=0.01)
+    assert window.co2e_g(475) == pytest.approx(4000 / 3.6e6 * 475, rel=0.01)
+    meter.close()
+    assert power.closed and counter.closed
+
+
+def test_two_sensors_of_one_board_count_once() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 200.0, clock), Scripted(lambda s: 200.0, clock), clock=clock)
+    with meter:
+        pass_time(meter, clock, 10.0)
+    assert meter.window is not None and meter.window.joules == pytest.approx(2000, rel=0.01)
+    assert len(meter.window.boards) == 1
+
+
+def test_boards_that_two_workers_measured_count_once() -> None:
+    mine, theirs = BoardEnergy("h/GPU-1", "a", "m", 2000.0, 100), BoardEnergy("h/GPU-1", "a", "m", 1990.0, 99)
+    other, blind = BoardEnergy("h/GPU-2", "a", "m", 5.0, 9), BoardEnergy("h/GPU-2", "a", "m", None)
+    assert once_each([theirs, blind, mine, other]) == [mine, other]
+
+
+def test_windows_overlap_and_restart() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
+    meter.begin("run")
+    pass_time(meter, clock, 1.0)
+    meter.begin("epoch")
+    with pytest.raises(ConfigError, match="restart=True"):
+        meter.begin("epoch")
+    pass_time(meter, clock, 1.0)
+    meter.begin("epoch", restart=True)
+    pass_time(meter, clock, 1.0)
+    assert meter.so_far("run").joules == pytest.approx(300)
+    assert meter.end("epoch").joules == pytest.approx(100)
+    assert meter.end("run").joules == pytest.approx(300)
+    with pytest.raises(ConfigError, match="no window 'run' is open"):
+        meter.end("run")
+
+
+def test_a_window_shorter_than_the_sensor_s_pace_says_so() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
+    meter.begin()
+    clock.wait(0.05)
+    window = meter.end()
+    assert window.boards[0].too_short and "too short" in repr(window)
+
+
+def test_a_sensor_that_dies_leaves_a_gap_and_raises_nothing() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100.0 if s < 5 else None, clock), clock=clock)
+    meter.begin()
+    pass_time(meter, clock, 10.0)
+    window = meter.end()
+    assert window.joules == pytest.approx(490, rel=0.03)
+    assert "the script says no" in window.boards[0].problem
+
+
+def test_a_sensor_that_never_spoke_is_not_measured() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: None, clock), clock=clock)
+    meter.begin()
+    pass_time(meter, clock, 1.0)
+    window = meter.end()
+    assert window.joules is None and window.watts is None and window.per(3) is None
+    assert "not measured" in repr(window)
+
+
+def test_the_thread_reads_and_ends() -> None:
+    import threading
+
+    clock = Clock()
+    read = threading.Event()
+
+    def at(seconds: float) -> float:
+        if threading.current_thread().name == "guava-energy":
+            read.set()
+        return 1.0
+
+    with EnergyMeter(sensors=[Scripted(at, clock)], interval_s=0.001):
+        assert read.wait(30)
+    assert all(thread.name != "guava-energy" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("refuses", "method"),
+    [
+        ((), "NVML energy counter"),
+        (("nvmlDeviceGetTotalEnergyConsumption",), "NVML power, integrated"),
+        (("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage"), None),
+    ],
+)
+def test_the_best_that_a_board_has(refuses: tuple[str, ...], method: str | None) -> None:
+    board = open_board("1234", "host", FakeNvml(refuses))
+    assert isinstance(board, NvmlBoard) and board.board.key == "host/GPU-1234"
+    assert (board.sensor.method if board.sensor else None) == method
+    if method is None:
+        assert "Not Supported" in board.why
+    assert board.gauges().busy == 0.75
+    assert board.gauges().power_w == (None if "nvmlDeviceGetPowerUsage" in refuses else 200.0)
+
+
+def test_thousandths_become_joules_and_watts() -> None:
+    counter = open_board("GPU-1", "host", FakeNvml())
+    power = open_board("GPU-1", "host", FakeNvml(("nvmlDeviceGetTotalEnergyConsumption",)))
+    assert isinstance(counter, NvmlBoard) and counter.sensor is not None and counter.sensor.read() == 5000.0
+    assert isinstance(power, NvmlBoard) and power.sensor is not None and power.sensor.read() == 200.0
+
+
+def test_no_driver_no_uuid_no_slice() -> None:
+    api = FakeNvml(("nvmlInit",))
+    assert "does not start" in str(open_board("1", "host", api))
+    unknown = FakeNvml(("nvmlDeviceGetHandleByUUID",))
+    assert "does not know" in str(open_board("1", "host", unknown)) and unknown.opened == 0
+    assert "UUID" in str(open_board("", "host", FakeNvml()))
+    assert "MIG" in str(open_board("MIG-1", "host", FakeNvml()))
+    split = open_board("1", "host", FakeNvml(mig=True))
+    assert isinstance(split, NvmlBoard) and split.sensor is None and "MIG" in split.why
+
+
+def packages(root, *values: int, readable: bool = True) -> None:
+    for index, microjoules in enumerate(values):
+        folder = root / f"intel-rapl:{index}"
+        folder.mkdir(exist_ok=True)
+        (folder / "name").write_text(f"package-{index}\n")
+        (folder / "energy_uj").write_text(f"{microjoules}\n")
+        (folder / "max_energy_range_uj").write_text("1000000000\n")
+
+
+def test_rapl_adds_packages_and_bridges_wraps(tmp_path) -> None:
+    packages(tmp_path, 999_000_000, 1_000_000)
+    part = tmp_path / "intel-rapl:0:0"
+    part.mkdir()
+    (part / "name").write_text("core\n")
+    sensor = open_rapl("host", tmp_path)
+    assert isinstance(sensor, RaplSensor) and sensor.read() == 0
+    packages(tmp_path, 4_000_000, 3_000_000)
+    assert sensor.read() == pytest.approx(5.0 + 2.0)
+
+
+def test_rapl_says_why_it_is_not_there(tmp_path) -> None:
+    assert "no RAPL" in str(open_rapl("host", tmp_path))
+    packages(tmp_path, 1)
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("nonsense")
+    assert "cannot be read" in str(open_rapl("host", tmp_path))
