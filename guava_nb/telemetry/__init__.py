@@ -1,7 +1,33 @@
 """Joules, watts and what they bought: sensors, windows, sums. A fault here never reaches training."""
 
+from guava_nb.telemetry.devices import open_device
+from guava_nb.telemetry.machine import MachineLoad, MachineMeter
 from guava_nb.telemetry.meter import EnergyMeter
+from guava_nb.telemetry.nvml import Gauges, NvmlBoard
+from guava_nb.telemetry.phases import BACKWARD, EXCHANGE, FORWARD, OTHER, PHASES, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.sensor import NOT_MEASURED, Board, Sensor, SensorError
 from guava_nb.telemetry.window import BoardEnergy, EnergyWindow, once_each
 
-__all__ = ["NOT_MEASURED", "Board", "BoardEnergy", "EnergyMeter", "EnergyWindow", "Sensor", "SensorError", "once_each"]
+__all__ = [
+    "BACKWARD",
+    "EXCHANGE",
+    "FORWARD",
+    "NOT_MEASURED",
+    "OTHER",
+    "PHASES",
+    "UPDATE",
+    "WAITING",
+    "Board",
+    "BoardEnergy",
+    "EnergyMeter",
+    "EnergyWindow",
+    "Gauges",
+    "MachineLoad",
+    "MachineMeter",
+    "NvmlBoard",
+    "PhaseBook",
+    "Sensor",
+    "SensorError",
+    "once_each",
+    "open_device",
+]

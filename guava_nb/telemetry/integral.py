@@ -81,9 +81,11 @@ class Integral:
         """Return (time, watts), thinned."""
         return list(self._curve)
 
-    def increments(self) -> list[tuple[float, float, float]]:
-        """Return (from, to, joules) of the newest stretches between two readings."""
-        return list(self._increments)
+    def take_increments(self) -> list[tuple[float, float, float]]:
+        """Return (from, to, joules) of the stretches between two readings since the last call, and forget them."""
+        found = list(self._increments)
+        self._increments.clear()
+        return found
 
     def _grown(self, before: float, now: float) -> float | None:
         """Joules between two readings of a counter; None when it was reset and nobody knows."""

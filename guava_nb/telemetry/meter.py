@@ -165,10 +165,10 @@ class EnergyMeter:
         with self._lock:
             return {one.sensor.board.key: one.integral.curve() for one in self._followed}
 
-    def increments(self) -> list[tuple[float, float, float]]:
-        """Return (from, to, joules) of the newest stretches between readings, of all boards, in order of their ends."""
+    def take_increments(self) -> list[tuple[float, float, float]]:
+        """Return (from, to, joules) of the stretches between readings since the last call, in order of their ends."""
         with self._lock:
-            found = [part for one in self._followed for part in one.integral.increments()]
+            found = [part for one in self._followed for part in one.integral.take_increments()]
         return sorted(found, key=lambda part: part[1])
 
     def close(self) -> None:

@@ -1,0 +1,76 @@
+"""How busy a machine is, by psutil: processor, memory, disk and network, as rates between two looks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+__all__ = ["MachineLoad", "MachineMeter"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLoad:
+    """One look at a machine; None where the system does not tell, or before the second look.
+
+    Attributes:
+        cpu_busy: part of all cores' time, 0 to 1.
+    """
+
+    cpu_busy: float | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    disk_read_bytes_s: float | None = None
+    disk_write_bytes_s: float | None = None
+    network_out_bytes_s: float | None = None
+    network_in_bytes_s: float | None = None
+
+
+class MachineMeter:
+    """Gives the rates since its last look."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, source: Any = psutil) -> None:
+        self._clock, self._source = clock, source
+        self._last: tuple[float, dict[str, float]] | None = None
+        self._ask(lambda: source.cpu_percent(None))  # its first answer means nothing
+
+    def look(self) -> MachineLoad:
+        """Return the load since the last look."""
+        now, counters = self._clock(), self._counters()
+        rates: dict[str, float] = {}
+        if self._last is not None and now > self._last[0]:
+            before = self._last[1]
+            seconds = now - self._last[0]
+            rates = {k: max(0.0, v - before[k]) / seconds for k, v in counters.items() if k in before}
+        busy = None if self._last is None else self._ask(lambda: self._source.cpu_percent(None) / 100.0)
+        self._last = (now, counters)
+        memory = self._ask(self._source.virtual_memory)
+        return MachineLoad(
+            cpu_busy=busy,
+            memory_used_bytes=None if memory is None else int(memory.total - memory.available),
+            memory_bytes=None if memory is None else int(memory.total),
+            **{f"{name}_bytes_s": rates.get(name) for name in _NAMES},
+        )
+
+    def _counters(self) -> dict[str, float]:
+        disk = self._ask(self._source.disk_io_counters)
+        network = self._ask(self._source.net_io_counters)
+        found: dict[str, float] = {}
+        if disk is not None:
+            found |= {"disk_read": disk.read_bytes, "disk_write": disk.write_bytes}
+        if network is not None:
+            found |= {"network_out": network.bytes_sent, "network_in": network.bytes_recv}
+        return found
+
+    @staticmethod
+    def _ask(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception:  # a container may hide any of them
+            return None
+
+
+_NAMES = ("disk_read", "disk_write", "network_out", "network_in")
