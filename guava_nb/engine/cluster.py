@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from guava_nb.engine.energy import EnergyBook
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
 from guava_nb.engine.output import OutputLog, telling_line
 from guava_nb.engine.programs import Programs
@@ -33,13 +34,26 @@ from guava_nb.link.events import (
     VisitArrived,
 )
 from guava_nb.link.session import Session
-from guava_nb.protocol.messages import Accept, CrashReport, Goodbye, Hello, Leave, Log, Message, Refused, channel_of
+from guava_nb.protocol.messages import (
+    Accept,
+    CrashReport,
+    Energy,
+    Goodbye,
+    Hello,
+    Leave,
+    Log,
+    Message,
+    Refused,
+    channel_of,
+)
 
 __all__ = ["Cluster", "Mailbox"]
 
 log = logging.getLogger(__name__)
 
 Buffers = Sequence[memoryview]
+
+_NOT_FOR_JOBS = (Hello, Log, Leave, Goodbye, Refused, Energy)
 
 
 class Mailbox(Protocol):
@@ -64,6 +78,7 @@ class Cluster:
         self.relay = Relay()
         self.routes = Routes()
         self.caches = Caches()
+        self.energy = EnergyBook()
         self.output = output
         self.notice = on_notice
         self._programs = Programs(on_notice)
@@ -84,7 +99,7 @@ class Cluster:
             self._programs.on_message(event.session, event.message)
         if self.relay.on_event(event):
             return
-        if isinstance(event, MessageArrived) and not isinstance(event.message, (Hello, Log, Leave, Goodbye, Refused)):
+        if isinstance(event, MessageArrived) and not isinstance(event.message, _NOT_FOR_JOBS):
             rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
             if rank is None or mailbox is None:
                 event.done()  # from a run that is over, or before the worker said hello
@@ -119,6 +134,8 @@ class Cluster:
             self._seat(event.session, message)
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
+        elif isinstance(message, Energy) and rank is not None:
+            self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
             self._end(rank, self.roster.leave, message.reason, f"left: {message.reason}")
 

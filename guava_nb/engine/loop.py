@@ -23,6 +23,7 @@ from guava_nb.engine import source
 from guava_nb.engine.ahead import Ahead, copier_for
 from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
+from guava_nb.engine.energy_reporter import EnergyReporter
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
 from guava_nb.engine.own_data import OwnData
@@ -67,6 +68,7 @@ from guava_nb.protocol.messages import (
     TensorInfo,
     Tick,
 )
+from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 
 if TYPE_CHECKING:  # loading torch's parallel libraries costs a second, and the star needs none of them
     from guava_nb.engine.group_replica import GroupReplica
@@ -118,6 +120,7 @@ class WorkerLoop:
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         accept_source: run the orchestrator's cells; False refuses runs that need them.
         seat: takes this worker's place in process groups; None refuses runs that need one.
+        energy: gets told what this loop does when; None tells nobody.
     """
 
     def __init__(
@@ -129,8 +132,10 @@ class WorkerLoop:
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
         seat: GroupSeat | None = None,
+        energy: EnergyReporter | None = None,
     ) -> None:
         """Make a loop that has no run yet."""
+        self._phases = PhaseBook() if energy is None else energy.phases
         self._seat = seat
         self._send = send
         self._device = device
@@ -406,6 +411,7 @@ class WorkerLoop:
         replica.load_state(unpack(message.state, payload))
         self._steps.reset(message.step)
         self._generation = message.generation
+        self._idle_since = time.monotonic()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
         self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
@@ -497,7 +503,9 @@ class WorkerLoop:
                 self._work(replica, step, message, load)
 
     def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, load: Load) -> None:
-        wait_s = time.monotonic() - self._idle_since
+        started = time.monotonic()
+        wait_s = started - self._idle_since
+        self._phases.add(WAITING, self._idle_since, started)
         self._show("working")
         try:
             parts = self._ahead.take(_key(message), load)
@@ -508,6 +516,9 @@ class WorkerLoop:
             self._fail(error, message.run_id, message.step, message.shard)
             return
         step.done.add(message.shard)
+        forward_ended = started + result.forward_s
+        self._phases.add(FORWARD, started, forward_ended)
+        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
         ready = Ready(
             message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
             result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
@@ -562,6 +573,7 @@ class WorkerLoop:
     def _apply(self, replica: AnyReplica, step: LocalStep[Mean]) -> None:
         assert step.commit is not None and self._prepare is not None
         started = time.monotonic()
+        self._phases.add(EXCHANGE, self._idle_since, started)
         if isinstance(replica, Replica) and step.means and not step.commit.skip and self._at_orchestrator:
             replica.take_parameters(step.means)
         elif self._seat is not None and not isinstance(replica, Replica):
@@ -579,6 +591,7 @@ class WorkerLoop:
             (),
         )  # fmt: skip
         self._idle_since = time.monotonic()
+        self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit_done(self._generation, self._steps.committed)
 
     def _give_up_run(self, error: BaseException) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from guava_nb.backend import Endpoint
+from guava_nb.engine.energy_reporter import EnergyReporter
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
@@ -72,6 +73,7 @@ class Membership:
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
         self._prober = Prober(self._send)
+        self._energy = EnergyReporter(device, self._send)
         self.loop = WorkerLoop(
             self._send,
             device,
@@ -79,6 +81,7 @@ class Membership:
             self._on_state,
             self._on_commit,
             seat=self._seat if own is None else None,
+            energy=self._energy,
         )
 
     def run(self) -> str:
@@ -108,6 +111,7 @@ class Membership:
             self.loop.run()
         finally:
             self._prober.close()
+            self._energy.close()
             closed = self._closed  # before our own close, which is one more end of the session
             self._session.close("the worker left")
         if closed is None:
@@ -132,7 +136,7 @@ class Membership:
         if isinstance(event, MessageArrived):
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return
-            if self._prober.post(event.message):
+            if self._prober.post(event.message) or self._energy.post(event.message):
                 event.done()
                 return
             if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from guava_nb.engine.energy import RunEnergy
 from guava_nb.engine.route import Route
 from guava_nb.engine.status import RunStatus, WireBytes
 from guava_nb.engine.waits import Feeding
@@ -30,7 +31,6 @@ class Run:
         history: one dict per committed step: step, epoch, loss, count, samples, learning_rate, seconds.
         validations: one dict per validation: step, loss, accuracy, samples.
         wire: bytes by kind so far.
-        energy: list of worker, device, joules or None, method.
     """
 
     def __init__(self, run_id: str, mode: str, num_epochs: int, total_steps: int | None) -> None:
@@ -41,7 +41,6 @@ class Run:
         self.total_steps = total_steps
         self.history: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
-        self.energy: list[dict[str, Any]] = []
         self.generations = 1
         self.lost_samples = 0
         self.duplicated_samples = 0
@@ -51,6 +50,7 @@ class Run:
         self._feeding: Callable[[], Feeding] = _nothing_fed
         self._waits: Callable[[], list[dict[str, Any]]] = list
         self._layout: Callable[[], str] = lambda: ""
+        self._energy: RunEnergy | None = None
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -87,6 +87,16 @@ class Run:
         wire, route = self._wire(), self._route()
         direct = route is not None and route.path == "direct"
         return replace(wire, gradient_bytes=None, activation_bytes=None) if direct else wire
+
+    @property
+    def energy(self) -> list[dict[str, Any]]:
+        """One dict per worker: worker, device, joules (None: not measured), method, boards, phases, joules of epochs."""
+        return [] if self._energy is None else self._energy.records()
+
+    @property
+    def joules(self) -> float | None:
+        """Of all workers so far, each board counted once; None when nothing was measured."""
+        return None if self._energy is None else self._energy.joules()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
@@ -189,6 +199,7 @@ class Run:
             "step_s": step_s,
             "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
             "energy": self.energy,
+            "energy_j": self.joules,
             "waits": self._waits(),
             "parity": self.parity,
             "lost_samples": self.lost_samples,
@@ -221,6 +232,10 @@ class Run:
     def fed_by(self, feeding: Callable[[], Feeding], waits: Callable[[], list[dict[str, Any]]]) -> None:
         """Tell how to ask what is on its way and who waits for whom; called once by its job."""
         self._feeding, self._waits = feeding, waits
+
+    def powered_by(self, energy: RunEnergy) -> None:
+        """Tell who knows of its energy; called once by its job."""
+        self._energy = energy
 
     def feeding(self) -> Feeding:
         """Return what is on its way to the workers at this moment."""

@@ -144,4 +144,3 @@ def note_workers(run: Run, members: Iterable[Member]) -> None:
             continue
         device = member.hello.device_name
         run.workers.append({"worker": member.name, "device": device, "state": member.state, "samples": member.samples})
-        run.energy.append({"worker": member.name, "device": device, "joules": None, "method": "not measured"})

@@ -24,6 +24,7 @@ from guava_nb.engine.blame import Blame
 from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.credit import Credit
+from guava_nb.engine.energy import RunEnergy
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.events import Interrupted, Wake
 from guava_nb.engine.feeder import Feeder
@@ -81,6 +82,11 @@ class TrainingJob(TeamJob):
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
+        self._energy = RunEnergy(
+            cluster.energy, ensemble.run_id, cluster.send, cluster.name,
+            lambda rank: cluster.roster.members[rank].hello.device_name,
+        )  # fmt: skip
+        run.powered_by(self._energy)
         self._splitter = RowSplitter(plan.split_fn)
         self._calls = BoundaryCalls()
         self._blame = Blame()
@@ -125,6 +131,7 @@ class TrainingJob(TeamJob):
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())
+        self._energy.end(self.ready)
         self.run.end(state, error)
         self._refuse_calls()
 
@@ -203,6 +210,7 @@ class TrainingJob(TeamJob):
         loss = sum(record["loss"] * record["samples"] for record in records) / samples if samples else float("nan")
         if self._spec.scheduler is not None and self._spec.scheduler_interval == "epoch":
             self._tick(self.run.validations[-1]["loss"] if self.run.validations else loss)
+        self._energy.end_epoch(self.ready)
         self._call("on_epoch", {"epoch": epoch + 1, "loss": loss, "samples": self.ledger.committed_in(epoch)})
         alone = len(self._team) == 1 or not self.ensemble.elastic  # what one holds, or a part of it, nobody else does
         if self.plan.snapshot_every_steps is None and alone and epoch + 1 < self.plan.num_epochs:
@@ -399,6 +407,7 @@ class TrainingJob(TeamJob):
         self._mark_due(flight.machine.step + 1 - self._first_step)
 
     def _note_team(self, team: tuple[int, ...]) -> None:
+        self._energy.takes_part(team)
         if self._team and team != self._team:
             self.run.generations += 1
         self._team = team

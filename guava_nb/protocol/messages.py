@@ -1014,6 +1014,72 @@ class CrashReport(Message, frozen=True):
     tail: tuple[str, ...]
 
 
+class BoardReport(msgspec.Struct, frozen=True, array_like=True):
+    """Energy of one board since this worker prepared its run; `joules` None: not measured.
+
+    Attributes:
+        key: of the hardware; two workers on one board tell the same one.
+        method: how it was measured.
+        readings: how many the figure rests on.
+        uncovered_s: seconds without a figure.
+        problem: of the last reading; "" when there was none.
+    """
+
+    key: str
+    name: str
+    method: str
+    joules: float | None
+    readings: int = 0
+    uncovered_s: float = 0.0
+    too_short: bool = False
+    problem: str = ""
+
+
+class PhaseReport(msgspec.Struct, frozen=True, array_like=True):
+    """Time and energy of one phase of the steps since this worker prepared its run."""
+
+    phase: str
+    seconds: float
+    joules: float | None
+
+
+class Energy(Message, frozen=True):
+    """Worker to orchestrator (METRICS), about once a second during a run, and as the answer to `AskEnergy`.
+
+    Attributes:
+        mark: of the question that this answers; 0 when nobody asked.
+        seconds: since this worker prepared the run.
+        why: what has no sensor, and why, in one sentence; "" when everything has.
+        busy, memory_used_bytes, memory_bytes, power_w: of the device, at this moment; None where it does not tell.
+        cpu_busy, host_memory_used_bytes, host_memory_bytes: of the machine.
+        rates: bytes a second of the machine: disk read, disk written, network out, network in; None where unknown.
+        flops: floating point operations of one sample, forward and backward; None when not counted.
+    """
+
+    run_id: str
+    mark: int
+    seconds: float
+    boards: tuple[BoardReport, ...] = ()
+    phases: tuple[PhaseReport, ...] = ()
+    why: str = ""
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    power_w: float | None = None
+    cpu_busy: float | None = None
+    host_memory_used_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    rates: tuple[float | None, ...] = ()
+    flops: float | None = None
+
+
+class AskEnergy(Message, frozen=True):
+    """Orchestrator to worker: tell your energy now; the answer carries the mark."""
+
+    run_id: str
+    mark: int
+
+
 class Leave(Message, frozen=True):
     """Worker to orchestrator: I leave after the last committed step; give my shards to others."""
 
@@ -1078,6 +1144,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     95: RowsWanted,
     96: AskData,
     97: DataFacts,
+    112: Energy,
+    113: AskEnergy,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
 
@@ -1097,6 +1165,8 @@ _CHANNELS: dict[type[Message], Channel] = {
     State: Channel.CHECKPOINT,
     RowList: Channel.CHECKPOINT,
     Log: Channel.METRICS,
+    Energy: Channel.METRICS,
+    AskEnergy: Channel.METRICS,
     **dict.fromkeys(
         (OpenGroup, LeaveGroup, Piece, Parcel, Taken, Expire, OperationFailed, GroupEnded), Channel.COLLECTIVE
     ),

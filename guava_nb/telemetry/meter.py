@@ -143,8 +143,11 @@ class EnergyMeter:
             self._halt()
         return window
 
-    def so_far(self, name: str = "window") -> EnergyWindow:
-        """Return an open window as it stands, without waiting for the device.
+    def so_far(self, name: str = "window", synchronise: bool = False) -> EnergyWindow:
+        """Return an open window as it stands.
+
+        Args:
+            synchronise: wait for what is queued on the device, as `end` does; without it nothing waits.
 
         Raises:
             ConfigError: no window of this name is open.
@@ -152,6 +155,8 @@ class EnergyMeter:
         with self._lock:
             if name not in self._open:
                 raise ConfigError(f"no window {name!r} is open; open are: {', '.join(self._open) or 'none'}")
+            if synchronise:
+                self._synchronise()
             return self._read(name, *self._open[name])
 
     def poll(self) -> None:

@@ -65,9 +65,10 @@ class PhaseBook:
                 for name in names
             }
 
-    def clear(self) -> None:
-        """Begin anew."""
+    def clear(self, at_s: float = float("-inf")) -> None:
+        """Begin anew; what lies before a time does not count."""
         with self._lock:
+            self._until = at_s
             self._intervals.clear()
             self._pending.clear()
             self._seconds.clear()

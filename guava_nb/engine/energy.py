@@ -1,0 +1,201 @@
+"""What the workers tell of their energy, as the orchestrator adds it up: per worker, run, epoch, phase; each board once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from guava_nb.protocol.messages import AskEnergy, BoardReport, Energy, Message
+from guava_nb.telemetry import NOT_MEASURED
+
+__all__ = ["EnergyBook", "RunEnergy"]
+
+Tell = Callable[[int, Message], bool]
+
+#: Seconds that the end of a run waits for the workers' last figures.
+LAST_WORD_S = 1.0
+
+
+class EnergyBook:
+    """The newest report of each member, and the answers to questions. From any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: dict[int, Energy] = {}
+        self._answers: dict[tuple[int, int], Energy] = {}
+        self._marks = itertools.count(1)
+        self._listeners: list[RunEnergy] = []
+
+    def take(self, rank: int, message: Energy) -> None:
+        """A member reported."""
+        with self._changed:
+            self._newest[rank] = message
+            for run in self._listeners:
+                run.heard(rank, message)
+            self._changed.notify_all()
+
+    def newest(self, rank: int) -> Energy | None:
+        """Return a member's last report."""
+        return self._newest.get(rank)
+
+    def ask(self, run_id: str, ranks: Iterable[int], tell: Tell) -> tuple[int, list[int]]:
+        """Ask members for their figures as of now; returns the mark, and those who were asked."""
+        mark = next(self._marks)
+        return mark, [rank for rank in ranks if tell(rank, AskEnergy(run_id, mark))]
+
+    def follow(self, run: RunEnergy) -> None:
+        """Have a run hear all reports from now on."""
+        with self._changed:
+            self._listeners = [run]
+
+    def leave(self, run: RunEnergy) -> None:
+        """Let a run hear nothing more."""
+        with self._changed:
+            self._listeners = [other for other in self._listeners if other is not run]
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until reports have made a condition true."""
+        with self._changed:
+            return self._changed.wait_for(ready, timeout_s)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What one member told in a run: its last word, and what it said at marks."""
+
+    last: Energy
+    marks: dict[int, Energy] = field(default_factory=dict)
+
+
+class RunEnergy:
+    """One run's energy.
+
+    Args:
+        book: of the session.
+        run_id: of the run.
+        tell: sends a message to a member; False when it is gone.
+        name: of a member.
+        device: name of a member's device.
+    """
+
+    def __init__(
+        self, book: EnergyBook, run_id: str, tell: Tell, name: Callable[[int], str], device: Callable[[int], str]
+    ) -> None:
+        self._book, self._run_id, self._tell, self._name, self._device = book, run_id, tell, name, device
+        self._heard: dict[int, _Heard] = {}
+        self._epochs: list[int] = []  # marks at the end of each epoch
+        self._members: set[int] = set()
+        book.follow(self)
+
+    def heard(self, rank: int, message: Energy) -> None:
+        """A member reported; the book's lock is held."""
+        if message.run_id != self._run_id:
+            return
+        known = self._heard.setdefault(rank, _Heard(message))
+        known.last = message
+        if message.mark:
+            known.marks[message.mark] = message
+
+    def takes_part(self, ranks: Iterable[int]) -> None:
+        """Note who works in this run."""
+        self._members.update(ranks)
+
+    def end_epoch(self, ranks: Iterable[int]) -> None:
+        """An epoch ended: ask for figures, and wait for nothing."""
+        mark, _ = self._book.ask(self._run_id, ranks, self._tell)
+        self._epochs.append(mark)
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """The run ended: take everybody's last word, waiting a moment for it."""
+        mark, asked = self._book.ask(self._run_id, ranks, self._tell)
+        self._book.wait(lambda: all(mark in self._marks_of(rank) for rank in asked), LAST_WORD_S)
+        self._book.leave(self)
+
+    def _marks_of(self, rank: int) -> dict[int, Energy]:
+        known = self._heard.get(rank)
+        return {} if known is None else known.marks
+
+    # -------------------------------------------------------------------------------------------------------- figures
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one dict per worker: worker, device, joules or None, method, and what else is known.
+
+        A board that several workers share stands with the first of them; the others say with whom.
+        """
+        owners: dict[str, str] = {}
+        return [self._record(rank, owners) for rank in sorted(self._members | set(self._heard))]
+
+    def joules(self) -> float | None:
+        """Return the run's joules, each board counted once; None when nothing was measured."""
+        known = [record["joules"] for record in self.records() if record["joules"] is not None]
+        return sum(known) if known else None
+
+    def _record(self, rank: int, owners: dict[str, str]) -> dict[str, Any]:
+        name = self._name(rank)
+        record: dict[str, Any] = {"worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED}
+        known = self._heard.get(rank)
+        if known is None:
+            return {**record, "why": "no report came"}
+        last = known.last
+        mine, shared = _apart(last.boards, name, owners)
+        joules = [board.joules for board in mine if board.joules is not None]
+        measured = [board for board in mine if board.joules is not None]
+        if joules:
+            record |= {"joules": sum(joules), "method": " + ".join(dict.fromkeys(board.method for board in measured))}
+        elif shared:
+            record["method"] = f"in the figure of {', '.join(sorted(set(shared.values())))}: the same board"
+        return {
+            **record,
+            "seconds": last.seconds,
+            "boards": [_board(board, shared.get(board.key)) for board in last.boards],
+            "phases": {part.phase: {"seconds": part.seconds, "joules": part.joules} for part in last.phases},
+            "epochs": self._epochs_of(known, [board.key for board in mine]),
+            "flops_per_sample": last.flops,
+            "why": last.why,
+        }
+
+    def _epochs_of(self, known: _Heard, keys: list[str]) -> list[float | None]:
+        """Joules of each epoch, those of boards that count for this worker."""
+        found: list[float | None] = []
+        before: float | None = 0.0
+        for mark in self._epochs:
+            then = known.marks.get(mark)
+            total = None if then is None else _sum(board for board in then.boards if board.key in keys)
+            found.append(None if total is None or before is None else total - before)
+            before = total
+        return found
+
+
+def _apart(
+    boards: Iterable[BoardReport], name: str, owners: dict[str, str]
+) -> tuple[list[BoardReport], dict[str, str]]:
+    """Split boards into those that count here and those that count elsewhere, with where."""
+    mine, shared = [], {}
+    for board in boards:
+        owner = owners.setdefault(board.key, name) if board.joules is not None else name
+        if owner == name:
+            mine.append(board)
+        else:
+            shared[board.key] = owner
+    return mine, shared
+
+
+def _board(board: BoardReport, counted_at: str | None) -> dict[str, Any]:
+    return {
+        "name": board.name,
+        "method": board.method if board.joules is not None else NOT_MEASURED,
+        "joules": board.joules,
+        "readings": board.readings,
+        "uncovered_s": board.uncovered_s,
+        "too_short": board.too_short,
+        "counted_at": counted_at,
+        "problem": board.problem,
+    }
+
+
+def _sum(boards: Iterable[BoardReport]) -> float | None:
+    known = [board.joules for board in boards if board.joules is not None]
+    return sum(known) if known else None
