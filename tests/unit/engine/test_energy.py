@@ -11,9 +11,21 @@ import torch
 
 from guava_nb.engine.energy import EnergyBook, RunEnergy
 from guava_nb.engine.energy_reporter import EnergyReporter
-from guava_nb.protocol.messages import AskEnergy, BoardReport, EndRun, Energy, Message, PhaseReport, Prepare, RunSpec
+from guava_nb.protocol.messages import (
+    AskEnergy,
+    BoardReport,
+    EndRun,
+    Energy,
+    Factory,
+    Message,
+    PhaseReport,
+    Prepare,
+    RunSpec,
+)
 from guava_nb.telemetry import FORWARD, SensorError
 from tests.support.sensors import Clock, Scripted
+
+SPEC = RunSpec(model=Factory("m", {}))
 
 
 class Told:
@@ -42,7 +54,7 @@ def reporter(told: Told, at: Any) -> EnergyReporter:
 def test_a_worker_answers_with_its_joules_and_phases() -> None:
     told, watts = Told(), iter(range(10**6))
     made = reporter(told, lambda s: float(next(watts)))
-    assert made.post(Prepare("r1", (), RunSpec())) is False
+    assert made.post(Prepare("r1", (), SPEC)) is False
     made.phases.add(FORWARD, 0.0, 1e12)  # everything that is measured falls into it
     assert made.post(AskEnergy("r1", 1)) and made.post(AskEnergy("r1", 2))
     first, second = told.answer(1), told.answer(2)
@@ -53,7 +65,7 @@ def test_a_worker_answers_with_its_joules_and_phases() -> None:
     assert second.phases[0].joules == pytest.approx(second.boards[0].joules)
     made.post(AskEnergy("another run", 3))
     made.post(EndRun("r1"))
-    made.post(Prepare("r2", (), RunSpec()))
+    made.post(Prepare("r2", (), SPEC))
     made.post(AskEnergy("r2", 4))
     again = told.answer(4)
     assert again.run_id == "r2" and all(m.mark != 3 for m in told.messages)
@@ -69,7 +81,7 @@ def test_a_sensor_that_fails_costs_its_figure_only(fault: Exception) -> None:
 
     told = Told()
     made = reporter(told, at)
-    made.post(Prepare("r", (), RunSpec()))
+    made.post(Prepare("r", (), SPEC))
     made.post(AskEnergy("r", 7))
     answer = told.answer(7)
     assert answer.boards[0].joules is None and answer.boards[0].problem
