@@ -7,7 +7,7 @@ The rooms, from the top; imports only point down:
     split                    CPULoader, GPUTrainer: the two-sided form of the two below
     orchestrator | worker    the two objects a user holds
     engine                   membership, step schedule, commit, snapshots, launcher
-    data                     batches as bytes, batch splitting, feeding from a DataLoader
+    data | telemetry         batches as bytes, splitting, feeding from a DataLoader | joules and rates
     hub                      accept, relay, reduce
     link                     one session: connections that break and come back
     protocol | transport     messages and states without I/O | byte streams: memory, TCP, TLS
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
+    from guava_nb.telemetry import EnergyMeter
     from guava_nb.worker import NetworkWorker
 
     __version__: str
@@ -44,6 +45,7 @@ __all__ = [
     "CPULoader",
     "ColabGPUTrainer",
     "DistributedConfig",
+    "EnergyMeter",
     "GPUTrainer",
     "JoinCode",
     "NetworkWorker",
@@ -58,6 +60,7 @@ _HOMES = {
     "ColabGPUTrainer": "guava_nb.split",
     "GPUTrainer": "guava_nb.split",
     "DistributedConfig": "guava_nb.config",
+    "EnergyMeter": "guava_nb.telemetry",
     "JoinCode": "guava_nb.protocol.joincode",
     "NetworkWorker": "guava_nb.worker",
     "Orchestrator": "guava_nb.orchestrator",

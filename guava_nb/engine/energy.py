@@ -17,6 +17,8 @@ Tell = Callable[[int, Message], bool]
 
 #: Seconds that the end of a run waits for the workers' last figures.
 LAST_WORD_S = 1.0
+#: Shortest stretch that becomes a point of the watt curve, and how many are kept.
+_CURVE_S, _CURVE_POINTS = 0.5, 2000
 
 
 class EnergyBook:
@@ -68,6 +70,7 @@ class _Heard:
 
     last: Energy
     marks: dict[int, Energy] = field(default_factory=dict)
+    curve: list[tuple[float, float]] = field(default_factory=list)
 
 
 class RunEnergy:
@@ -95,6 +98,7 @@ class RunEnergy:
         if message.run_id != self._run_id:
             return
         known = self._heard.setdefault(rank, _Heard(message))
+        _draw(known.curve, known.last, message)
         known.last = message
         if message.mark:
             known.marks[message.mark] = message
@@ -133,6 +137,10 @@ class RunEnergy:
         known = [record["joules"] for record in self.records() if record["joules"] is not None]
         return sum(known) if known else None
 
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Return (seconds since it prepared the run, watts of all its boards) per worker, thinned; of those measured only."""
+        return {self._name(rank): list(known.curve) for rank, known in sorted(self._heard.items()) if known.curve}
+
     def _record(self, rank: int, owners: dict[str, str]) -> dict[str, Any]:
         name = self._name(rank)
         record: dict[str, Any] = {"worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED}
@@ -167,6 +175,16 @@ class RunEnergy:
             found.append(None if total is None or before is None else total - before)
             before = total
         return found
+
+
+def _draw(curve: list[tuple[float, float]], before: Energy, now: Energy) -> None:
+    """Add the average power between two reports; those close together say nothing new."""
+    then, joules = _sum(before.boards), _sum(now.boards)
+    if then is None or joules is None or now.seconds < before.seconds + _CURVE_S:
+        return
+    curve.append((now.seconds, (joules - then) / (now.seconds - before.seconds)))
+    if len(curve) > _CURVE_POINTS:
+        del curve[1::2]
 
 
 def _apart(

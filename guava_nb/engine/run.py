@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from guava_nb.engine.energy import RunEnergy
+from guava_nb.engine.energy_record import EnergyRecord, energy_record
 from guava_nb.engine.route import Route
 from guava_nb.engine.status import RunStatus, WireBytes
 from guava_nb.engine.waits import Feeding
@@ -51,6 +52,7 @@ class Run:
         self._waits: Callable[[], list[dict[str, Any]]] = list
         self._layout: Callable[[], str] = lambda: ""
         self._energy: RunEnergy | None = None
+        self.precision = "fp32"
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -97,6 +99,19 @@ class Run:
     def joules(self) -> float | None:
         """Of all workers so far, each board counted once; None when nothing was measured."""
         return None if self._energy is None else self._energy.joules()
+
+    def energy_record(self, grams_per_kwh: float | None = None, price_per_kwh: float | None = None) -> EnergyRecord:
+        """Return joules per worker, sample, step, epoch and phase, so far; see `EnergyRecord`.
+
+        Args:
+            grams_per_kwh: CO2 equivalent where the machines stand; without it none is told.
+            price_per_kwh: in any currency.
+
+        Raises:
+            ConfigError: a factor is negative.
+        """
+        curves = {} if self._energy is None else self._energy.curves()
+        return energy_record(self.report(), curves, self.precision, grams_per_kwh, price_per_kwh)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
@@ -175,6 +190,7 @@ class Run:
                 path=_path_text(self._route()),
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
+                joules=self.joules,
                 steps_before=history[0]["step"] - 1 if history else 0,
             )
 
@@ -233,9 +249,9 @@ class Run:
         """Tell how to ask what is on its way and who waits for whom; called once by its job."""
         self._feeding, self._waits = feeding, waits
 
-    def powered_by(self, energy: RunEnergy) -> None:
-        """Tell who knows of its energy; called once by its job."""
-        self._energy = energy
+    def powered_by(self, energy: RunEnergy, precision: str) -> None:
+        """Tell who knows of its energy, and in which arithmetic it computes; called once by its job."""
+        self._energy, self.precision = energy, precision
 
     def feeding(self) -> Feeding:
         """Return what is on its way to the workers at this moment."""

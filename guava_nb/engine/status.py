@@ -42,6 +42,8 @@ class WorkerStatus:
         queued_batches, queued_bytes: that it was sent and has not worked on.
         rate_out_bytes_s, rate_in_bytes_s: measured on the line to it and from it.
         worker_waits, data_waits: part of the time in which it waited for data, and data for it, 0 to 1.
+        power_w, busy: of its device lately; joules: of its boards in this run, also where others share them.
+        memory_used_bytes, memory_bytes: of its GPU; of its machine where it has none.
     """
 
     name: str
@@ -64,6 +66,11 @@ class WorkerStatus:
     rate_in_bytes_s: float | None = None
     worker_waits: float | None = None
     data_waits: float | None = None
+    power_w: float | None = None
+    joules: float | None = None
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ class RunStatus:
     path: str = ""  # how the workers reach each other, and why
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
     loaded_bytes: int = 0
+    joules: float | None = None  # of all workers, each board once
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
 
 

@@ -73,7 +73,23 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
         rate_in_bytes_s=rates[1],
         worker_waits=member.waits.worker_waits,
         data_waits=member.waits.data_waits,
+        **_device_now(cluster, member),
     )
+
+
+def _device_now(cluster: Cluster, member: Member) -> dict[str, Any]:
+    told = cluster.energy.newest(member.rank)
+    if told is None:
+        return {}
+    joules = [board.joules for board in told.boards if board.joules is not None]
+    of_gpu = told.memory_bytes is not None
+    return {
+        "power_w": told.power_w,
+        "joules": sum(joules) if joules else None,
+        "busy": told.cpu_busy if told.busy is None and member.hello.device == "cpu" else told.busy,
+        "memory_used_bytes": told.memory_used_bytes if of_gpu else told.host_memory_used_bytes,
+        "memory_bytes": told.memory_bytes if of_gpu else told.host_memory_bytes,
+    }
 
 
 def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool, collectives: str = "gradient") -> WireBytes:

@@ -86,7 +86,7 @@ class TrainingJob(TeamJob):
             cluster.energy, ensemble.run_id, cluster.send, cluster.name,
             lambda rank: cluster.roster.members[rank].hello.device_name,
         )  # fmt: skip
-        run.powered_by(self._energy)
+        run.powered_by(self._energy, ensemble.spec.precision)
         self._splitter = RowSplitter(plan.split_fn)
         self._calls = BoundaryCalls()
         self._blame = Blame()

@@ -245,6 +245,15 @@ PREDICT = Command(
     "%guava_predict --data test --top-k 3 --into results",
 )
 STATUS = Command("guava_status", "Who is there, what runs, how far it is.")
+ENERGY = Command(
+    "guava_energy",
+    "Joules of the newest run per worker, sample, step, epoch and phase; returns the record (pandas.DataFrame(record.rows)).",
+    (
+        option("--grams-per-kwh", metavar="G", type=number, help="CO2 equivalent of a kWh where the machines stand"),
+        option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),
+    ),
+    "%guava_energy --grams-per-kwh 380",
+)
 LOG = Command(
     "guava_log",
     "Last lines that workers printed.",
@@ -271,4 +280,4 @@ STOP = Command(
 )
 DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
 
-COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, LOG, SAVE, RESUME, STOP, DOWN)
+COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN)

@@ -19,10 +19,10 @@ from guava_nb.notebook.completion import install_completion, remove_completion
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import make_panel
-from guava_nb.notebook.screen import choose_ui, say, show, show_bundle
+from guava_nb.notebook.screen import choose_ui, say, show, show_bundle, show_png
 from guava_nb.notebook.session import NotebookSession
 from guava_nb.notebook.watching import Interrupted
-from guava_nb.render import View
+from guava_nb.render import View, energy_view
 
 __all__ = ["GuavaMagics", "load", "unload"]
 
@@ -125,6 +125,18 @@ class GuavaMagics(Magics):
         if not views:
             say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")
         self._show(*views)
+
+    @line_magic
+    @_command(commands.ENERGY)
+    def guava_energy(self, args: argparse.Namespace) -> Any:
+        """Show the newest run's energy and return its record."""
+        record = self.session.energy(args)
+        self._show(energy_view(record))
+        if record.curves and choose_ui(self.shell) not in ("text", "none"):
+            from guava_nb.notebook.plots import watts_png  # matplotlib takes a second
+
+            show_png(watts_png(record.curves), "watts over seconds")
+        return record
 
     @line_magic
     @_command(commands.LOG)

@@ -18,7 +18,7 @@ from IPython.display import display
 from guava_nb.notebook.tokens import near
 from guava_nb.render import View, redact, to_html, to_text
 
-__all__ = ["UI_NAMES", "choose_ui", "say", "show", "show_bundle"]
+__all__ = ["UI_NAMES", "choose_ui", "say", "show", "show_bundle", "show_png"]
 
 UI_NAMES = ("widget", "html", "text", "none")
 
@@ -59,3 +59,11 @@ def show_bundle(text: str, html: str, *, secret: bool = False) -> None:
         display(cast(Any, {"text/plain": text, "text/html": html}), raw=True)
     except Exception as fault:  # a broken display must not hide the answer
         say(f"{text}\n(shown as text: {type(fault).__name__}: {fault})", secret=secret)
+
+
+def show_png(png: bytes, text: str) -> None:
+    """Show a picture; `text` stands in for it where pictures cannot be shown."""
+    try:
+        display(cast(Any, {"image/png": png, "text/plain": text}), raw=True)
+    except Exception:  # a picture that cannot be shown must not hide the figures beside it
+        say(f"({text}: this page shows no pictures)")

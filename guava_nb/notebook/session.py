@@ -196,6 +196,19 @@ class NotebookSession:
         """Results of a prediction on a loader of the notebook."""
         return predict(self._need_session(), args, self._shell.user_ns, panel)
 
+    def energy(self, args: argparse.Namespace) -> Any:
+        """Energy record of the newest run, also while it goes on.
+
+        Raises:
+            UsageError: nothing was trained in this session.
+        """
+        run = self._need_session().run
+        if run is None:
+            raise UsageError(
+                "no run was started in this session yet: %guava_train starts one, and its energy is measured"
+            )
+        return run.energy_record(args.grams_per_kwh, args.price_per_kwh)
+
     def save(self, path: str) -> Path:
         """Write a checkpoint; returns where it lies."""
         return Path(self._need_session().save_checkpoint(Path(path).expanduser()))

@@ -1,5 +1,6 @@
 """Status, tables and errors as plain text and HTML. Knows no IPython, no sockets and no torch."""
 
+from guava_nb.render.energy import energy_view
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.html import to_html
 from guava_nb.render.predictions import predictions_view
@@ -20,6 +21,7 @@ __all__ = [
     "Table",
     "View",
     "WorkerSelf",
+    "energy_view",
     "error_html",
     "error_text",
     "predictions_view",

@@ -12,9 +12,11 @@ from guava_nb.render.values import (
     short_bytes,
     show_bytes,
     show_float,
+    show_joules,
     show_percent,
     show_rate,
     show_seconds,
+    show_watts,
 )
 from guava_nb.render.view import Progress, Table, View
 
@@ -54,16 +56,18 @@ def session_view(status: Status) -> View:
     facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run), *_loaded(run)] if run is not None else []
     notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
-    tables = (Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers))
+    tables = (
+        Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers), _devices(status.workers),
+    )  # fmt: skip
     return View("session", headline, None, tables, notes)
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    facts = (("wire", _wire(run)), *_path(run), *_loaded(run))
+    facts = (("wire", _wire(run)), *_path(run), *_loaded(run), *_energy(run))
     there = _taking_part(workers)
-    tables = (Table((), facts), _workers(there), _feeding(there))
+    tables = (Table((), facts), _workers(there), _feeding(there), _devices(there))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
 
 
@@ -76,7 +80,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts += [("wire", _wire(run)), *_path(run)]
+    facts += [("wire", _wire(run)), *_path(run), *_energy(run)]
     tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
     return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
@@ -145,6 +149,31 @@ def _loaded(run: RunStatus) -> list[tuple[str, str]]:
     if not run.loaded_batches:
         return []
     return [("loaded", f"{run.loaded_batches} batches, {show_bytes(run.loaded_bytes)}, ready to be sent")]
+
+
+def _energy(run: RunStatus) -> list[tuple[str, str]]:
+    """Nothing where nothing is measured: %guava_energy says why."""
+    if run.joules is None:
+        return []
+    each = f", {show_joules(run.joules / run.samples)} per sample" if run.samples else ""
+    return [("energy", f"{show_joules(run.joules)}{each}")]
+
+
+def _devices(workers: Sequence[WorkerStatus]) -> Table:
+    """How busy each device is and what it draws; only those that tell something."""
+    columns = ("device", "busy", "memory", "power", "energy")
+    return Table(columns, tuple(_device_row(worker) for worker in workers if worker.memory_bytes is not None))
+
+
+def _device_row(worker: WorkerStatus) -> tuple[str, ...]:
+    used = worker.memory_used_bytes
+    return (
+        worker.name,
+        "-" if worker.busy is None else show_percent(worker.busy),
+        "-" if used is None else f"{show_bytes(used)} of {show_bytes(worker.memory_bytes)}",
+        "-" if worker.power_w is None else show_watts(worker.power_w),
+        "-" if worker.joules is None else show_joules(worker.joules),
+    )
 
 
 def _feeding(workers: Sequence[WorkerStatus]) -> Table:

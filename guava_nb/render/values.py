@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NOT_MEASURED", "show_bytes", "show_float", "show_percent", "show_rate", "show_seconds", "short_bytes"]
+__all__ = [
+    "NOT_MEASURED",
+    "short_bytes",
+    "show_bytes",
+    "show_float",
+    "show_joules",
+    "show_percent",
+    "show_rate",
+    "show_seconds",
+    "show_watts",
+]
 
 NOT_MEASURED = "not measured"
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -39,6 +49,21 @@ def show_seconds(duration_s: float | None) -> str:
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def show_joules(energy_j: float | None) -> str:
+    """An energy with three digits, the most that sensors are good for: "0.340 J", "1.20 kJ", "3.05 MJ"."""
+    if energy_j is None:
+        return NOT_MEASURED
+    for limit, factor, unit in ((999.5, 1.0, "J"), (999_500.0, 1e-3, "kJ"), (float("inf"), 1e-6, "MJ")):
+        if abs(energy_j) < limit:
+            return f"{energy_j * factor:.3g} {unit}"
+    return f"{energy_j:.3g} J"
+
+
+def show_watts(power_w: float | None) -> str:
+    """A power: "71.3 W"."""
+    return NOT_MEASURED if power_w is None else f"{power_w:.3g} W" if power_w < 1000 else f"{power_w:,.0f} W"
 
 
 def show_rate(per_s: float | None, what: str) -> str:

@@ -16,7 +16,7 @@ FORWARD, BACKWARD, EXCHANGE, UPDATE, WAITING, OTHER = "forward", "backward", "ex
 #: In the order of a step; `WAITING` is for data, `OTHER` what nobody told a phase of.
 PHASES = (FORWARD, BACKWARD, EXCHANGE, UPDATE, WAITING, OTHER)
 
-_MOST = 100_000  # intervals that wait for their joules; a sensor that stopped must not fill memory
+_MOST = 20_000  # intervals that wait for their joules; a sensor that stopped must not fill memory
 
 
 class PhaseBook:
@@ -26,7 +26,7 @@ class PhaseBook:
         self._lock = threading.Lock()
         self._intervals: deque[tuple[float, float, str]] = deque(maxlen=_MOST)
         self._pending: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
-        self._until = float("-inf")
+        self._until = self._seen = float("-inf")
         self._seconds: dict[str, float] = {}
         self._joules: dict[str, float] = {}
 
@@ -44,6 +44,7 @@ class PhaseBook:
         """Take (from, to, joules); those of a phase that is not over yet are kept until it is."""
         with self._lock:
             self._pending.extend(increments)
+            self._seen = max((part[1] for part in self._pending), default=self._seen)
             keep: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
             for part in self._pending:
                 if part[1] <= self._until:
@@ -51,7 +52,8 @@ class PhaseBook:
                 else:
                     keep.append(part)
             self._pending = keep
-            oldest = min((part[0] for part in keep), default=self._until)
+            # The next stretch begins where the newest one ended, and may reach back into a phase that is over.
+            oldest = min((part[0] for part in keep), default=self._seen)
             while self._intervals and self._intervals[0][1] <= oldest:
                 self._intervals.popleft()
 

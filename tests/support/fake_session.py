@@ -15,6 +15,7 @@ from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
+from tests.support.energy import record
 
 SECRET_CODE = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"secret of 16 b..").encode()
 
@@ -69,6 +70,9 @@ class FakeRun:
             "run-1", self.state, "data", 1, 1, self.step, self.num_steps, self.step * 32, 0.5 * self.step, 64.0,
             losses[-1][1] if losses else None, losses, ((self.step, 0.5, 0.9),) if self.done else (),
         )  # fmt: skip
+
+    def energy_record(self, grams_per_kwh: float | None = None, price_per_kwh: float | None = None) -> Any:
+        return record(grams_per_kwh=grams_per_kwh, price_per_kwh=price_per_kwh)
 
     def result(self) -> FakeRun:
         if self.error:

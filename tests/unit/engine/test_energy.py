@@ -25,7 +25,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.telemetry import FORWARD, SensorError
 from tests.support.sensors import Clock, Scripted
 
-SPEC = RunSpec(model=Factory("m", {}))
+SPEC = RunSpec(model=Factory("m"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
 
 
 class Told:

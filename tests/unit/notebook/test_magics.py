@@ -568,6 +568,15 @@ def test_log(notebook: Any) -> None:
     assert "did you mean worker-" in shown.text
 
 
+def test_energy(notebook: Any) -> None:
+    assert "run %guava_up first" in notebook.run("%guava_energy").text
+    notebook.run("%guava_up --local 2\nloader = []")
+    assert "no run was started" in notebook.run("%guava_energy").text
+    notebook.run(TRAIN)
+    shown = notebook.run("%guava_energy --grams-per-kwh 360")
+    assert "2 kJ" in shown.text and "0.2 g" in shown.text and "w2: no sensor" in shown.text
+
+
 def test_down_twice(notebook: Any) -> None:
     notebook.run("%guava_up")
     assert "Closed" in notebook.run("%guava_down").text

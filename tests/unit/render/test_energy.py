@@ -1,0 +1,30 @@
+"""Energy as a view, in text and HTML."""
+
+from __future__ import annotations
+
+from guava_nb.engine.energy_record import energy_record
+from guava_nb.notebook.plots import watts_png
+from guava_nb.render import energy_view, to_html, to_text
+from tests.support.energy import CURVES, record, report
+
+
+def test_figures_with_units_and_methods() -> None:
+    text = to_text(energy_view(record(grams_per_kwh=360.0)))
+    for words in ("2 kJ", "2 J", "0.556 Wh", "900 J, 1.1 kJ", "0.2 g", "200 W", "NVML energy counter", "w2: no sensor"):
+        assert words in text, text
+    assert "same board" in text and "8 s, 1.6 kJ" in text and "FLOP/J" in text
+    assert "<table" in to_html(energy_view(record()))
+
+
+def test_nothing_measured_says_so_and_shows_no_zero() -> None:
+    blind = {**report(), "energy_j": None, "energy": report()["energy"][2:]}
+    text = to_text(energy_view(energy_record(blind, {}, "fp32")))
+    assert "not measured" in text and "no sensor" in text and " 0 " not in text
+
+
+def test_the_picture_is_a_png_made_without_pyplot() -> None:
+    import sys
+
+    before = "matplotlib.pyplot" in sys.modules
+    assert watts_png(CURVES).startswith(b"\x89PNG")
+    assert ("matplotlib.pyplot" in sys.modules) == before
