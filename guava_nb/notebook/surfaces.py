@@ -18,6 +18,7 @@ from weakref import WeakSet
 from IPython.display import DisplayHandle
 from tqdm import tqdm
 
+from guava_nb.notebook.picture import Picture, close_widget
 from guava_nb.notebook.screen import say
 from guava_nb.render import View, redact, to_html, to_text
 
@@ -137,7 +138,8 @@ class DisplaySurface:
 
     def __init__(self, widget: bool) -> None:
         """Try ipywidgets if `widget`; else, and where they are missing, the output itself is replaced."""
-        self.interval_s = 0.25
+        self.interval_s = 0.34  # with a picture a second: at most four messages a second
+        self._picture = Picture(widget)
         self._want_widget = widget
         self._widget: Any = None
         self._handle: DisplayHandle | None = None
@@ -153,6 +155,7 @@ class DisplaySurface:
         elif html != self._html:
             self._change(html, to_text(view))
         self._html = html
+        self._picture.draw(view.curve)
 
     def finish(self, view: View, lines: Sequence[str]) -> None:
         """Replace whatever lives by static HTML and text."""
@@ -163,14 +166,14 @@ class DisplaySurface:
             self._handle.display(cast(Any, _bundle(html, text)), raw=True)
         else:
             self._handle.update(cast(Any, _bundle(html, text)), raw=True)
+        self._picture.finish(view.curve)
 
     def close(self) -> None:
-        """Close the widget's model, so that the notebook file keeps none."""
+        """Close the widgets' models, so that the notebook file keeps none."""
         widget, self._widget = self._widget, None
+        self._picture.close()
         if widget is not None:
-            for model in (widget, widget.layout, getattr(widget, "style", None)):  # closing a widget leaves its parts
-                if model is not None:
-                    model.close()
+            close_widget(widget)
 
     def _open(self, html: str, text: str) -> None:
         self._widget = _html_widget(html) if self._want_widget else None

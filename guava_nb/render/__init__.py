@@ -14,9 +14,10 @@ from guava_nb.render.status import (
     worker_view,
 )
 from guava_nb.render.text import to_text
-from guava_nb.render.view import Progress, Table, View
+from guava_nb.render.view import Curve, Progress, Table, View
 
 __all__ = [
+    "Curve",
     "Progress",
     "Table",
     "View",

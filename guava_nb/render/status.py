@@ -18,7 +18,7 @@ from guava_nb.render.values import (
     show_seconds,
     show_watts,
 )
-from guava_nb.render.view import Progress, Table, View
+from guava_nb.render.view import Curve, Progress, Table, View
 
 __all__ = ["WorkerSelf", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
 
@@ -68,7 +68,7 @@ def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequ
     facts = (("wire", _wire(run)), *_path(run), *_loaded(run), *_energy(run))
     there = _taking_part(workers)
     tables = (Table((), facts), _workers(there), _feeding(there), _devices(there))
-    return View(run.state, _headline(run), progress, tables, _notes(run, notices))
+    return View(run.state, _headline(run), progress, tables, _notes(run, notices), _curve(run))
 
 
 def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
@@ -83,7 +83,14 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     facts += [("wire", _wire(run)), *_path(run), *_energy(run)]
     tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
-    return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
+    return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told), _curve(run))
+
+
+def _curve(run: RunStatus) -> Curve | None:
+    """Two points make a line; fewer say no more than the number beside them."""
+    if len(run.losses) < 2:
+        return None
+    return Curve(run.losses, tuple((step, loss) for step, loss, _ in run.val))
 
 
 def worker_view(worker: WorkerSelf) -> View:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Progress", "Table", "View"]
+__all__ = ["Curve", "Progress", "Table", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """What a picture shows where pictures can be shown: (step, loss) in training and in validation."""
+
+    losses: tuple[tuple[int, float], ...]
+    val: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """One thing to show.
 
@@ -43,6 +51,7 @@ class View:
         progress: what a bar shows; None draws no bar.
         tables: shown in order; tables without rows are left out.
         notes: one sentence each.
+        curve: for a picture; text and tables tell the same without it.
     """
 
     title: str
@@ -50,3 +59,4 @@ class View:
     progress: Progress | None = None
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
+    curve: Curve | None = None

@@ -11,6 +11,9 @@ import psutil
 
 __all__ = ["MachineLoad", "MachineMeter"]
 
+#: Looks that follow each other faster than this give the same figures again.
+SHORTEST_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class MachineLoad:
@@ -35,11 +38,15 @@ class MachineMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic, source: Any = psutil) -> None:
         self._clock, self._source = clock, source
         self._last: tuple[float, dict[str, float]] | None = None
+        self._load = MachineLoad()
         self._ask(lambda: source.cpu_percent(None))  # its first answer means nothing
 
     def look(self) -> MachineLoad:
         """Return the load since the last look."""
-        now, counters = self._clock(), self._counters()
+        now = self._clock()
+        if self._last is not None and now < self._last[0] + SHORTEST_S:
+            return self._load  # too short for rates to mean anything
+        counters = self._counters()
         rates: dict[str, float] = {}
         if self._last is not None and now > self._last[0]:
             before = self._last[1]
@@ -48,12 +55,13 @@ class MachineMeter:
         busy = None if self._last is None else self._ask(lambda: self._source.cpu_percent(None) / 100.0)
         self._last = (now, counters)
         memory = self._ask(self._source.virtual_memory)
-        return MachineLoad(
+        self._load = MachineLoad(
             cpu_busy=busy,
             memory_used_bytes=None if memory is None else int(memory.total - memory.available),
             memory_bytes=None if memory is None else int(memory.total),
             **{f"{name}_bytes_s": rates.get(name) for name in _NAMES},
         )
+        return self._load
 
     def _counters(self) -> dict[str, float]:
         disk = self._ask(self._source.disk_io_counters)

@@ -1,0 +1,220 @@
+"""JupyterLab in a real browser: a server of our own, Chromium without a window, and what a person would click."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.processes import ROOT, eventually
+
+TOKEN = "only-for-this-test"
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+]  # fmt: skip
+#: Jupyter asks at its first start whether to show news, and offers tours: neither is part of what a test looks at.
+_SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight stay in the page
+}
+
+
+def needs_a_browser() -> None:
+    """Skip where there is no Chromium, no driver for it, or no JupyterLab."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    pytest.importorskip("jupyterlab", reason="needs JupyterLab")
+
+
+@contextlib.contextmanager
+def jupyter_lab(folder: Path, **environment: str) -> Iterator[str]:
+    """Run JupyterLab over a folder; gives its address."""
+    settings = folder / ".settings"
+    for name, values in _SETTINGS.items():
+        package, _, plugin = name.rpartition("/")
+        (settings / package).mkdir(parents=True, exist_ok=True)
+        (settings / package / f"{plugin}.jupyterlab-settings").write_text(json.dumps(values))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GUAVA_") and name != "CI"}
+    runtime = folder / ".runtime"
+    env = {
+        **kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JUPYTERLAB_SETTINGS_DIR": str(settings),
+        "JUPYTER_RUNTIME_DIR": str(runtime), "JUPYTER_CONFIG_DIR": str(folder / ".config"), **environment,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
+            "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0",
+            f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={folder}",
+        ],
+        env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        info = eventually(lambda: next(iter(runtime.glob("jpserver-*.json")), None), 60, "JupyterLab starts")
+        yield str(json.loads(eventually(lambda: info.read_text(), 10, "its address"))["url"])
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the server and its kernels."""
+    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(15)
+    for left in [*below, psutil.Process(process.pid)] if process.poll() is None else below:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+    process.wait(10)
+
+
+class Lab:
+    """A page with one notebook open.
+
+    Attributes:
+        errors: what the browser's console called an error, and exceptions of the page.
+    """
+
+    def __init__(self, page: Any, url: str, notebook: str) -> None:
+        self.page, self.errors = page, []
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(f"{url}lab/tree/{notebook}?token={TOKEN}&reset")
+        self.wait_for_notebook()
+        self.hide_sidebar()
+
+    def _console(self, message: Any) -> None:
+        # What the page tries to load from elsewhere fails here by design; a missing icon is no fault of a notebook's.
+        text = message.text
+        if message.type == "error" and not any(
+            harmless in text for harmless in ("Failed to load resource", "net::ERR_")
+        ):
+            self.errors.append(text)
+
+    def wait_for_notebook(self, idle: bool = True) -> None:
+        """Wait until the notebook is there and connected to its kernel, and that is idle."""
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        states = ("idle",) if idle else ("idle", "busy")
+        wanted = ", ".join(f'.jp-NotebookPanel-toolbar [data-status="{state}"]' for state in states)
+        self.page.wait_for_selector(wanted, timeout=90_000)
+
+    def run_cell(self, number: int) -> None:
+        """Run a cell as a person does: click into it, Ctrl+Enter; again where the page was not ready to take it."""
+        cell = self._cell(number)
+        before = cell.locator(".jp-InputPrompt").inner_text()
+
+        def taken() -> bool:
+            cell.scroll_into_view_if_needed()
+            cell.locator(".cm-content").click()
+            self.page.keyboard.press("Control+Enter")
+            until = time.monotonic() + 3
+            while time.monotonic() < until:
+                if cell.locator(".jp-InputPrompt").inner_text() != before:
+                    return True
+                self.page.wait_for_timeout(20)
+            return False
+
+        eventually(taken, 60, f"cell {number} is run")
+
+    def _cell(self, number: int) -> Any:
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+
+    def run_all(self) -> None:
+        """Run all cells, from the menu."""
+        self.page.locator(".jp-Notebook .jp-CodeCell").first.locator(".cm-content").click()
+        self.page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
+        self.page.locator('.lm-Menu-itemLabel:text-is("Run All Cells")').click()
+
+    def interrupt(self) -> None:
+        """Press the toolbar's square."""
+        self.page.locator('.jp-NotebookPanel-toolbar [data-command="notebook:interrupt-kernel"]').first.click()
+
+    def output(self, number: int) -> str:
+        """What stands below a cell."""
+        return str(self._cell(number).locator(".jp-Cell-outputArea").inner_text())
+
+    def wait_output(self, number: int, words: str, timeout_s: float = 60) -> str:
+        """Wait until a cell's output has these words."""
+        try:
+            return str(eventually(lambda: self._with(number, words), timeout_s, f"{words!r} in cell {number}"))
+        except AssertionError as missing:
+            raise AssertionError(
+                f"{missing}; it shows {self.output(number)!r}, see {self.shot('failed', number)}"
+            ) from None
+
+    def _with(self, number: int, words: str) -> str:
+        self.page.wait_for_timeout(50)  # the page needs its turns
+        text = self.output(number)
+        return text if words in text else ""
+
+    def has_picture(self, number: int) -> bool:
+        """Whether a picture stands below a cell."""
+        return bool(self._cell(number).locator(".jp-Cell-outputArea img").count())
+
+    def answer(self, number: int, text: str) -> None:
+        """Type into the prompt that a cell shows."""
+        field = self._cell(number).locator(".jp-Stdin-input")
+        field.wait_for(timeout=30_000)
+        field.fill(text)
+        field.press("Enter")
+
+    def save(self) -> None:
+        """Save the notebook, and wait until the page says that it is."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    def theme(self, name: str) -> None:
+        """Change the page's theme: "JupyterLab Dark" or "JupyterLab Light"."""
+        self.page.evaluate(
+            "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})",
+            name,
+        )
+        kind = "true" if "Light" in name else "false"
+        self.page.wait_for_selector(f'body[data-jp-theme-light="{kind}"]', state="attached")
+
+    def shot(self, name: str, number: int) -> Path:
+        """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
+        self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
+        folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.png"
+        self.page.screenshot(path=str(path))
+        return path
+
+    def reload(self) -> None:
+        """Load the page anew; the kernel goes on."""
+        self.page.reload()
+        self.wait_for_notebook(idle=False)
+
+    def hide_sidebar(self) -> None:
+        """Give the notebook the whole page."""
+        self.page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+
+
+@contextlib.contextmanager
+def browser_page(width: int = 1280, height: int = 1000) -> Iterator[Any]:
+    """A page of a fresh Chromium without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_FLAGS, headless=True)
+        try:
+            yield browser.new_context(viewport={"width": width, "height": height}).new_page()
+        finally:
+            browser.close()
