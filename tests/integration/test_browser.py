@@ -113,7 +113,7 @@ def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab
     lab.run_cell(STATUS)  # behind the training cell: it runs when that has ended
     shown = lab.wait_output(STATUS, "session", 60)
     assert "stopped" in shown and "3 ready of 3" in shown
-    lab.shot("status-after-reload", STATUS)
+    lab.shot("status-after-reload", LONG)
     assert lab.errors == []
 
 

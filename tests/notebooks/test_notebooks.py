@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from guava_nb import Orchestrator
+from tests.support.processes import loader
+from tests.support.training import SmallNet
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIMIT_S = 240
+#: The notebook of a worker, which needs another side to join.
+WORKER = "01_colab_worker"
 
 
 def test_there_are_notebooks() -> None:
-    lessons = {"00_quickstart", "02_pipeline_parallel", "03_tensor_parallel", "04_zero_and_hybrid"}
+    lessons = {"00_quickstart", WORKER, "02_pipeline_parallel", "03_tensor_parallel", "04_zero_and_hybrid"}
     lessons.add("05_stream_validate_predict")
     assert lessons <= {path.stem for path in NOTEBOOKS}
 
@@ -26,7 +35,35 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path: Path) -> None:
     """In a process of its own, as a reader would run it; text instead of widgets is the only difference."""
-    environment = {**os.environ, "GUAVA_UI": "text", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)}
+    if path.stem == WORKER:
+        with other_side() as code:
+            run_notebook(path, tmp_path, GUAVA_JOIN_CODE=code)
+    else:
+        run_notebook(path, tmp_path)
+
+
+@contextlib.contextmanager
+def other_side() -> Iterator[str]:
+    """What the orchestrator's notebook does meanwhile: wait for the worker, train on it, close."""
+    trained: list[int] = []
+    with Orchestrator(num_workers=1) as orchestrator:
+
+        def train() -> None:
+            orchestrator.wait_for_workers(timeout=LIMIT_S / 2)
+            orchestrator.register_model(SmallNet)
+            run = orchestrator.start_training(loader(rows=64), precision="fp64", progress=False)
+            trained.append(run.report()["samples"])
+            orchestrator.close()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        yield orchestrator.join_code.encode()
+        thread.join(LIMIT_S)
+    assert trained == [64]
+
+
+def run_notebook(path: Path, tmp_path: Path, **more: str) -> None:
+    environment = {**os.environ, "GUAVA_UI": "text", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path), **more}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     options = [
         "--nbval-lax",

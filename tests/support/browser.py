@@ -109,11 +109,15 @@ class Lab:
             self.errors.append(text)
 
     def wait_for_notebook(self, idle: bool = True) -> None:
-        """Wait until the notebook is there and connected to its kernel, and that is idle."""
+        """Wait until the notebook is there with its kernel.
+
+        Args:
+            idle: and until that is idle; a busy one answers a page that was just loaded only when its cell has ended.
+        """
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        states = ("idle",) if idle else ("idle", "busy")
-        wanted = ", ".join(f'.jp-NotebookPanel-toolbar [data-status="{state}"]' for state in states)
-        self.page.wait_for_selector(wanted, timeout=90_000)
+        self.page.wait_for_selector('.jp-KernelName:has-text("Python 3")', timeout=60_000)
+        if idle:
+            self.page.wait_for_selector('.jp-NotebookPanel-toolbar [data-status="idle"]', timeout=90_000)
 
     def run_cell(self, number: int) -> None:
         """Run a cell as a person does: click into it, Ctrl+Enter; again where the page was not ready to take it."""
