@@ -36,7 +36,7 @@ def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: ob
         return wanted
     stream = type(sys.stdout if stdout is None else stdout).__module__
     in_kernel = getattr(shell, "kernel", None) is not None and stream.startswith("ipykernel")
-    return "widget" if in_kernel and not environ.get("CI") else "text"
+    return "html" if in_kernel and not environ.get("CI") else "text"
 
 
 def say(text: str, *, secret: bool = False) -> None:

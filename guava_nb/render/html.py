@@ -15,6 +15,7 @@ __all__ = ["lines_html", "table_html", "to_html"]
 
 _LINE = "rgba(128,128,128,.35)"
 _CELL = f"padding:2px 12px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
+_LONG_CELL = 40  # characters
 _BAR = "rgba(70,140,90,.85)"
 
 
@@ -39,7 +40,12 @@ def table_html(table: Table) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in cells) + "</tr>"
+    return "<tr>" + "".join(f'<td style="{_CELL}{_wrapping(cell)}">{_safe(cell)}</td>' for cell in cells) + "</tr>"
+
+
+def _wrapping(cell: str) -> str:
+    """A sentence may take several lines; a number and its unit stay together."""
+    return "" if len(cell) > _LONG_CELL else ";white-space:nowrap"
 
 
 def lines_html(lines: Sequence[str]) -> str:

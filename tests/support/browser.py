@@ -102,11 +102,9 @@ class Lab:
 
     def _console(self, message: Any) -> None:
         # What the page tries to load from elsewhere fails here by design; a missing icon is no fault of a notebook's.
-        text = message.text
-        if message.type == "error" and not any(
-            harmless in text for harmless in ("Failed to load resource", "net::ERR_")
-        ):
-            self.errors.append(text)
+        harmless = ("Failed to load resource", "net::ERR_")
+        if message.type == "error" and not any(words in message.text for words in harmless):
+            self.errors.append(message.text)
 
     def wait_for_notebook(self, idle: bool = True) -> None:
         """Wait until the notebook is there with its kernel.

@@ -40,11 +40,11 @@ def test_the_rule_is_told_in_colab_only() -> None:
 @pytest.mark.parametrize(
     ("in_kernel", "environ", "ui"),
     [
-        (True, {}, "widget"),
+        (True, {}, "html"),
         (True, {"CI": "true"}, "text"),
         (True, {"GUAVA_UI": "html", "CI": "true"}, "html"),
         (True, {"GUAVA_UI": " NONE "}, "none"),
-        (True, {"GUAVA_UI": ""}, "widget"),
+        (True, {"GUAVA_UI": ""}, "html"),
         (False, {}, "text"),
         (False, {"GUAVA_UI": "widget"}, "widget"),
     ],
