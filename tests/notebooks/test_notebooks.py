@@ -27,7 +27,7 @@ WORKER = "01_colab_worker"
 
 def test_there_are_notebooks() -> None:
     lessons = {"00_quickstart", WORKER, "02_pipeline_parallel", "03_tensor_parallel", "04_zero_and_hybrid"}
-    lessons.add("05_stream_validate_predict")
+    lessons |= {"05_stream_validate_predict", "08_energy"}
     assert lessons <= {path.stem for path in NOTEBOOKS}
 
 
