@@ -1,7 +1,8 @@
 """What measuring energy costs a training step.
 
 Prints one JSON line. `ratio` is the median time of a step with the meter's thread running over the median without it, the two
-measured in turn, block by block, in one process; reach: <= 1.01. `readings` says that the meter did read meanwhile, `methods` what.
+measured in turn, block by block, in one process; reach: <= 1.01. `readings` says that the meter did read meanwhile,
+`methods` what.
 
     python -m tests.benchmarks.energy_cost [--device cuda] [--rounds 20] [--steps 100]
 """
