@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
-__all__ = ["NgrokTunnel"]
+__all__ = ["NgrokHttpTunnel", "NgrokTunnel"]
 
 #: What ngrok's refusals mean, by the number in its message.
 _NGROK_ADVICE = {
@@ -27,13 +28,12 @@ class NgrokTunnel(Tunnel):
 
     Args:
         authtoken: of an ngrok account; None takes NGROK_AUTHTOKEN or what `ngrok config add-authtoken` stored.
-        region: where the tunnel ends; None lets ngrok choose.
     """
 
     name = "ngrok"
 
-    def __init__(self, authtoken: str | None = None, region: str | None = None) -> None:
-        self._authtoken, self._region = authtoken, region
+    def __init__(self, what: str = "", *, authtoken: str | None = None, ask: Callable[[], str] | None = None) -> None:
+        self._authtoken, self._ask = authtoken, ask
         self._url = ""
 
     def __repr__(self) -> str:
@@ -44,7 +44,7 @@ class NgrokTunnel(Tunnel):
         from pyngrok import conf, ngrok
         from pyngrok.exception import PyngrokError
 
-        settings = conf.PyngrokConfig(auth_token=self._token(conf), region=self._region)
+        settings = conf.PyngrokConfig(auth_token=self._token(conf))
         try:
             self._url = str(ngrok.connect(f"127.0.0.1:{port}", "tcp", pyngrok_config=settings).public_url)
         except (PyngrokError, OSError) as problem:
@@ -73,6 +73,12 @@ class NgrokTunnel(Tunnel):
 
             with contextlib.suppress(PyngrokError, OSError):  # it is gone already
                 ngrok.disconnect(url)
+
+
+class NgrokHttpTunnel(NgrokTunnel):
+    """An HTTP endpoint of ngrok, through which WebSocket passes."""
+
+    name = "ngrok-http"
 
 
 def _stored_token(conf: Any) -> bool:
