@@ -41,6 +41,7 @@ ANSWER_S = 1.0
 SILENT_S = 10.0
 
 _THREAD = "guava-ngrok"
+_STDERR = "stderr"
 #: One start at a time: the environment is changed for it.
 _STARTING = threading.Lock()
 _WITHOUT_PROXY = build_opener(ProxyHandler({}))
@@ -77,8 +78,8 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
         if problem is None:
             return agent
         agent.end()
-        if not attempts_left or not is_port_in_use(problem):
-            raise ConfigError(agent.told(problem)) from problem
+        if not attempts_left or not is_port_in_use(problem, agent.said):
+            raise ConfigError(agent.told(problem))  # without its cause, whose text may hold the token
     raise AssertionError("the last attempt returned or raised")
 
 
@@ -87,10 +88,11 @@ class Agent:
 
     Attributes:
         url: of the endpoint, as told last; "" when it does not forward.
+        said: its last words, when it did not start.
     """
 
     def __init__(self, program: str, token: str) -> None:
-        self.url = ""
+        self.url = self.said = ""
         self._pyngrok = load_pyngrok()
         self._program, self._token = program, token
         self._record: Record = open_record("ngrok")
@@ -128,6 +130,8 @@ class Agent:
         if not outcome:
             return TimeoutError("the agent did not end")
         if isinstance(outcome[0], BaseException):
+            with contextlib.suppress(OSError):  # pyngrok reads no further once the process has ended
+                self.said = (self._record.folder / _STDERR).read_text(encoding="utf-8", errors="replace")
             return outcome[0]
         self._adopt(outcome[0])
         return None
@@ -161,12 +165,13 @@ class Agent:
                 f"the ngrok agent had no session with ngrok's servers after {START_S:g} s and was ended: the network is "
                 "very slow, or a VPN or firewall swallows connect.ngrok-agent.com port 443; `ngrok diagnose` tells more"
             )
-        if type(problem).__name__ == "PyngrokNgrokError" and quiet and explain(problem).endswith("unable to start"):
+        told = explain(problem, self._token, self.said)
+        if quiet and told.endswith("unable to start"):
             return (
                 f"the ngrok agent at {self._program} ended while it was starting and gave no reason (ended for lack of "
                 f"memory, or by a virus scanner?): run `{self._program} diagnose` in a terminal, then start again"
             )
-        return explain(problem, self._token)
+        return told
 
     # ------------------------------------------------------------------------------------------------- how it stands
 
@@ -268,13 +273,13 @@ def _free_port() -> int:
 
 
 def _own_program(program: str, folder: Path) -> Path:
-    """The program under a path of its own, with what it writes to standard error put to its other lines.
+    """The program under a path of its own, whose standard error goes into a file beside it.
 
-    There the agent repeats the token that was refused, and a kernel shows what its children write there.
+    There the agent says its last words, and repeats the token that was refused: a kernel would show that to everybody.
     """
     own = folder / Path(program).name
     if os.name == "posix":
-        own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>&1\n', encoding="utf-8")
+        own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>"${{0%/*}}/{_STDERR}"\n')
         own.chmod(0o700)
         return own
     ways: tuple[Callable[[str, Path], Any], ...] = (os.link, shutil.copy2)  # the first works on one disk only

@@ -176,7 +176,8 @@ class Agent:
     def refuse(self, error: str) -> None:
         say("eror", "session closing", obj="tunnels.session", err=error)
         say("crit", "command failed", err=error)
-        print(f"ERROR:  {error}", file=sys.stderr, flush=True)
+        for line in error.replace("\\r", "").split("\\n"):
+            print(f"ERROR:  {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def too_many(self) -> int | None:
