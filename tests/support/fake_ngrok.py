@@ -33,6 +33,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 USUAL = {
@@ -45,7 +46,15 @@ USUAL = {
 
 def say(level: str, message: str, **more: str) -> None:
     words = "".join(f' {key}="{value}"' if " " in value else f" {key}={value}" for key, value in more.items())
-    print(f't={time.strftime("%Y-%m-%dT%H:%M:%S%z")} lvl={level} msg="{message}"{words}', flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whoever read it was killed
+        print(f't={time.strftime("%Y-%m-%dT%H:%M:%S%z")} lvl={level} msg="{message}"{words}', flush=True)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 class Endpoint:
@@ -59,7 +68,7 @@ class Endpoint:
             self.context.load_cert_chain(certificate)
         self.server: asyncio.Server | None = None
         self.streams: set[asyncio.StreamWriter] = set()
-        self.port = 0
+        self.port = self.count = 0
 
     async def open(self) -> None:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.context)
@@ -73,6 +82,7 @@ class Endpoint:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.streams.add(writer)
+        self.count += 1
         host, port = self.upstream.removeprefix("http://").rsplit(":", 1)
         try:
             theirs_in, theirs_out = await asyncio.open_connection(host, int(port))
@@ -99,7 +109,7 @@ class Endpoint:
             "public_url": f"{scheme}://127.0.0.1:{self.port}",
             "proto": scheme,
             "config": {"addr": self.upstream, "inspect": False},
-            "metrics": {"conns": {"count": 0}},
+            "metrics": {"conns": {"count": self.count}},
         }
 
 
@@ -182,7 +192,7 @@ class Agent:
 
     def too_many(self) -> int | None:
         running = [int(path.stem) for path in (self.folder / "agents").glob("*.json")]
-        others = [pid for pid in running if pid != os.getpid() and Path(f"/proc/{pid}").exists()]
+        others = [pid for pid in running if pid != os.getpid() and runs(pid)]
         return 108 if len(others) >= self.plan.get("max_agents", 99) else None
 
     def listen(self) -> ThreadingHTTPServer:
