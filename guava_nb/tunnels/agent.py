@@ -26,7 +26,7 @@ import psutil
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.agent_program import load_pyngrok, required_agent
-from guava_nb.tunnels.ngrok_errors import explain, is_port_in_use
+from guava_nb.tunnels.ngrok_errors import explain, is_port_in_use, is_unreachable
 from guava_nb.tunnels.records import GRACE_S, Record, end_orphans, end_process, open_record
 from guava_nb.tunnels.tokens import VARIABLE
 
@@ -34,6 +34,8 @@ __all__ = ["Agent", "start_agent"]
 
 #: Seconds for the agent's start and its endpoint together.
 START_S = 25.0
+#: Seconds for which it may fail to reach its servers, where it tries for ever.
+REACH_S = 10.0
 #: Seconds for which what the agent said last is taken for true, and for its answer.
 LOOK_S = 0.5
 ANSWER_S = 1.0
@@ -100,6 +102,7 @@ class Agent:
         self._settings = self._settle()
         self._process: Any = None
         self._lines = 0
+        self._deadline = 0.0
         self._late = False
         self._lock = threading.Lock()
         self._looked = self._answered = 0.0
@@ -118,8 +121,8 @@ class Agent:
         )
         with _STARTING, _environment():
             self._thread.start()
-            deadline = time.monotonic() + START_S
-            while self._thread.is_alive() and time.monotonic() < deadline:
+            self._deadline = time.monotonic() + START_S
+            while self._thread.is_alive() and time.monotonic() < self._deadline:
                 self._thread.join(0.02)
                 if not self._record.pid and (child := self._child()):
                     self._record.hold(child.pid)
@@ -240,7 +243,7 @@ class Agent:
             startup_timeout=int(START_S),
             request_timeout=START_S,
             monitor_thread=False,
-            log_event_callback=self._count,
+            log_event_callback=self._hear,
             start_new_session=True,  # an interrupted cell signals the kernel's whole process group
         )
         settings.auth_token = (
@@ -248,8 +251,10 @@ class Agent:
         )
         return settings
 
-    def _count(self, _: Any) -> None:
+    def _hear(self, log: Any) -> None:
         self._lines += 1
+        if log.lvl == "ERROR" and is_unreachable(str(log.err or "")):  # a warning may be about updates
+            self._deadline = min(self._deadline, time.monotonic() + REACH_S)
 
     def _child(self) -> psutil.Process | None:
         """The process that pyngrok has started for us, while it still waits for it."""

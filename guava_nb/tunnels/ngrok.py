@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.agent import Agent, start_agent
+from guava_nb.tunnels.ngrok_errors import TOKEN_CODES, code_in
 from guava_nb.tunnels.tokens import VARIABLE, Found, find_token
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
@@ -61,8 +62,9 @@ class NgrokTunnel(Tunnel):
                 self._found = find_token(self._given, self._ask)
             try:
                 self._agent = start_agent(self._found.token, self._proto, port, **self._options)
-            except ConfigError:
-                self._found = None  # it may be the reason, and the next one better
+            except ConfigError as problem:
+                if code_in(str(problem)) in TOKEN_CODES:
+                    self._found = None  # the next one may be better
                 raise
             self._port = port
             atexit.register(self.stop)

@@ -8,7 +8,7 @@ from typing import Any
 
 from guava_nb.tunnels.tokens import PAGE, VARIABLE
 
-__all__ = ["CODES", "code_in", "explain", "sentence"]
+__all__ = ["CODES", "TOKEN_CODES", "code_in", "explain", "is_port_in_use", "is_unreachable", "sentence"]
 
 _SIGN_UP = "sign up at https://dashboard.ngrok.com/signup"
 _NO_ACCOUNT = "or take a tunnel that needs no account: --tunnel cloudflared"
@@ -51,6 +51,9 @@ CODES: dict[int, str] = {
     9040: "ngrok does not serve this machine's address (sanctions, Tor or an anonymising VPN): switch the VPN off, or take "
     "--tunnel ssh:USER@HOST or --tunnel cloudflared",
 }
+
+#: Those that another authtoken would mend.
+TOKEN_CODES = frozenset({105, 107, 302, 4018})
 
 _CODE = re.compile(r"err[\W_]*ngrok[\W_]*(\d+)(\w?)", re.IGNORECASE)
 _UNREACHABLE = re.compile(
@@ -116,6 +119,11 @@ def explain(problem: BaseException, token: str = "", said: str = "") -> str:
 def is_port_in_use(problem: BaseException, said: str = "") -> bool:
     """Whether the agent could not listen for its local interface."""
     return bool(_PORT_IN_USE.search(_text(problem, said)))
+
+
+def is_unreachable(line: str) -> bool:
+    """Whether a line of the agent says that it cannot reach its servers."""
+    return bool(_UNREACHABLE.search(line) or _INTERCEPTED.search(line))
 
 
 def _text(problem: BaseException, said: str) -> str:

@@ -277,7 +277,7 @@ def test_an_unknown_code_keeps_its_words(fake: FakeNgrok, tunnel: NgrokTunnel) -
     ("plan", "limit_s", "words"),
     [
         ({"silent": True}, 1.5, "said nothing for 1.5 s and was ended"),
-        ({"unreachable": True}, 2.5, "cannot reach ngrok's servers .*no such host.*VPN or firewall"),
+        ({"unreachable": True}, 25, "cannot reach ngrok's servers .*no such host.*VPN or firewall"),
         ({"slow_s": 60}, 1.5, "had no session with ngrok's servers after 1.5 s"),
         ({"killed": True}, 25, "ended while it was starting and gave no reason"),
         ({"web_taken": 3}, 25, "found its port for its own page taken, three times"),
@@ -293,6 +293,7 @@ def test_a_start_that_fails_ends_by_our_own_deadline(
     words: str,
 ) -> None:
     monkeypatch.setattr(agent, "START_S", limit_s)
+    monkeypatch.setattr(agent, "REACH_S", 0.2)
     fake.plan(**plan)
     with nothing_left_behind(), pytest.raises(ConfigError, match=words):
         tunnel.start(4242)
@@ -326,6 +327,35 @@ def test_an_interrupt_while_it_starts_leaves_nothing(fake: FakeNgrok, tunnel: Ng
     with pytest.raises(KeyboardInterrupt):
         tunnel.start(4242)
     assert fake.running() == [] and fake.leftovers() == [] and os.environ[VARIABLE] == TOKEN
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_the_loopback(
+    fake: FakeNgrok, tunnel: NgrokTunnel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    tunnel.start(4242)
+    assert tunnel.alive() and "no_proxy" not in os.environ
+
+
+def test_what_else_this_process_does_with_pyngrok_is_left_alone(
+    fake: FakeNgrok, tunnel: NgrokTunnel, tmp_path: Path
+) -> None:
+    from pyngrok import conf, ngrok
+
+    own = tmp_path / "own.yml"
+    own.write_text("version: '2'\nauthtoken: another\nweb_addr: 127.0.0.1:0\n".replace(":0", f":{agent._free_port()}"))
+    settings = conf.PyngrokConfig(ngrok_path=str(fake.program), config_path=str(own), config_version="2")
+    with Echo() as echo:
+        theirs = ngrok.connect(f"127.0.0.1:{echo.port}", "tcp", pyngrok_config=settings)
+        try:
+            tunnel.start(echo.port)
+            assert len(fake.running()) == 2
+            tunnel.stop()
+            assert [found.public_url for found in ngrok.get_tunnels(settings)] == [theirs.public_url]
+        finally:
+            ngrok.kill(settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- life cycle

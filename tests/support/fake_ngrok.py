@@ -157,12 +157,11 @@ class Agent:
 
     async def run(self) -> None:
         self.loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
         for name in ("SIGINT", "SIGTERM"):
             if name in self.plan.get("ignores", ()):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
             else:
-                self.loop.add_signal_handler(getattr(signal, name), ended.set)
+                self.loop.add_signal_handler(getattr(signal, name), self.leave)
         self.loop.add_signal_handler(signal.SIGUSR1, lambda: asyncio.ensure_future(self.reconnect()))
         say("info", "open config file", path="ngrok.yml", err="<nil>")
         server = self.listen()
@@ -178,7 +177,9 @@ class Agent:
             self.refuse(f"authentication failed: {self.refusal(code)}")
         say("info", "client session established", obj="tunnels.session")
         say("info", "tunnel session started", obj="tunnels.session")
-        await ended.wait()
+        await asyncio.Event().wait()
+
+    def leave(self) -> None:
         say("info", "received stop request", obj="app")
         (self.folder / "agents" / f"{os.getpid()}.json").unlink(missing_ok=True)
         os._exit(0)
