@@ -80,7 +80,7 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
         if problem is None:
             return agent
         agent.end()
-        if not attempts_left or not is_port_in_use(problem, agent.said):
+        if not attempts_left or not (is_port_in_use(problem, agent.said) or agent.gave_no_reason(problem)):
             raise ConfigError(agent.told(problem))  # without its cause, whose text may hold the token
     raise AssertionError("the last attempt returned or raised")
 
@@ -155,26 +155,28 @@ class Agent:
         self._answered = time.monotonic()
         threading.Thread(target=_drain, args=(self._process.proc.stdout,), name=f"{_THREAD}-log", daemon=True).start()
 
+    def gave_no_reason(self, problem: BaseException) -> bool:
+        """Whether it ended at once without a word, or pyngrok, which stops reading at its end, missed the last one."""
+        return not self._late and explain(problem, self._token, self.said).endswith("unable to start")
+
     def told(self, problem: BaseException) -> str:
         """One sentence on what stopped the start."""
-        quiet = getattr(problem, "ngrok_error", None) is None and not hasattr(problem, "body")
         if self._late and not self._lines:
             return (
                 f"the ngrok agent at {self._program} said nothing for {START_S:g} s and was ended: run "
                 f"`{self._program} diagnose` in a terminal, or remove it so that a new one is fetched"
             )
-        if self._late and quiet:
+        if self._late and getattr(problem, "ngrok_error", None) is None and not hasattr(problem, "body"):
             return (
                 f"the ngrok agent had no session with ngrok's servers after {START_S:g} s and was ended: the network is "
                 "very slow, or a VPN or firewall swallows connect.ngrok-agent.com port 443; `ngrok diagnose` tells more"
             )
-        told = explain(problem, self._token, self.said)
-        if quiet and told.endswith("unable to start"):
+        if self.gave_no_reason(problem):
             return (
                 f"the ngrok agent at {self._program} ended while it was starting and gave no reason (ended for lack of "
                 f"memory, or by a virus scanner?): run `{self._program} diagnose` in a terminal, then start again"
             )
-        return told
+        return explain(problem, self._token, self.said)
 
     # ------------------------------------------------------------------------------------------------- how it stands
 

@@ -120,6 +120,7 @@ class Agent:
         self.plan, self.folder, self.config = plan, folder, config
         self.endpoints: dict[str, Endpoint] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.in_session = False
 
     def refusal(self, code: int) -> str:
         text = self.plan.get("text") or USUAL.get(code, f"The server says no, reason {code}.")
@@ -128,6 +129,10 @@ class Agent:
     def create(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if asked.get("proto") not in ("tcp", "http") or "addr" not in asked:
             return 400, {"error_code": 102, "status_code": 400, "msg": "invalid tunnel configuration", "details": {}}
+        if not self.in_session:
+            why = "a successful ngrok tunnel session has not yet been established"
+            words = "ngrok is not yet ready to start tunnels"
+            return 503, {"error_code": 104, "status_code": 503, "msg": words, "details": {"err": why}}
         code = self.plan.get("create") or (324 if len(self.endpoints) >= 3 else None)
         if code:
             error = self.refusal(code).replace("\\r", "\r").replace("\\n", "\n")
@@ -175,6 +180,7 @@ class Agent:
         await asyncio.sleep(self.plan.get("slow_s", 0))
         if code := self.plan.get("start") or self.too_many():
             self.refuse(f"authentication failed: {self.refusal(code)}")
+        self.in_session = True
         say("info", "client session established", obj="tunnels.session")
         say("info", "tunnel session started", obj="tunnels.session")
         await asyncio.Event().wait()
@@ -202,11 +208,11 @@ class Agent:
         before = int(taken.read_text()) if taken.exists() else 0
         if before < self.plan.get("web_taken", 0):
             taken.write_text(str(before + 1))
-            self.refuse(f"failed to listen: listen tcp {host}:{port}: bind: address already in use")
+            self.refuse(f"listen tcp {host}:{port}: bind: address already in use")
         try:
             return ThreadingHTTPServer((host, int(port)), interface(self))
         except OSError:
-            self.refuse(f"failed to listen: listen tcp {host}:{port}: bind: address already in use")
+            self.refuse(f"listen tcp {host}:{port}: bind: address already in use")
             raise
 
 
