@@ -202,7 +202,7 @@ class Agent:
                 self.url = ""
             return
         self._answered = now
-        urls = [entry.get("public_url") for entry in told.get("tunnels", []) if entry.get("name") == self._name]
+        urls = [entry.get("public_url") for entry in told.get("tunnels") or () if entry.get("name") == self._name]
         self.url = str(urls[0]) if urls and urls[0] else ""
 
     def end(self) -> None:
