@@ -54,7 +54,7 @@ _PROBLEMS = (OSError, HTTPException, ValueError)
 # --------------------------------------------------------------------------------------------------------- one process
 
 
-def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
+def start_agent(token: str, proto: str, port: int, given_up: threading.Event, **options: Any) -> Agent:
     """Start an agent with one endpoint that forwards to a port of the loopback.
 
     What earlier kernels left running is ended first: an account may have few agents at a time.
@@ -63,6 +63,7 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
         token: of the account.
         proto: "tcp" or "http".
         port: to forward to.
+        given_up: set from another thread, breaks the start off.
         options: of the endpoint, as pyngrok passes them on.
 
     Raises:
@@ -73,13 +74,15 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
     for attempts_left in (2, 1, 0):
         agent = Agent(program, token)
         try:
-            problem = agent.open(f"127.0.0.1:{port}", proto, options)
+            problem = agent.open(f"127.0.0.1:{port}", proto, options, given_up)
         except BaseException:
             agent.end()
             raise
         if problem is None:
             return agent
         agent.end()
+        if given_up.is_set():
+            raise ConfigError("the tunnel was stopped while it was starting")
         if not attempts_left or not (is_port_in_use(problem, agent.said) or agent.gave_no_reason(problem)):
             raise ConfigError(agent.told(problem))  # without its cause, whose text may hold the token
     raise AssertionError("the last attempt returned or raised")
@@ -108,7 +111,9 @@ class Agent:
         self._looked = self._answered = 0.0
         self._thread: threading.Thread | None = None
 
-    def open(self, address: str, proto: str, options: dict[str, Any]) -> BaseException | None:
+    def open(
+        self, address: str, proto: str, options: dict[str, Any], given_up: threading.Event
+    ) -> BaseException | None:
         """Start it and make the endpoint; returns what went wrong, or None.
 
         pyngrok waits for a line of the agent as long as that takes: so a thread of its own does, and at our deadline
@@ -122,7 +127,7 @@ class Agent:
         with _STARTING, _environment():
             self._thread.start()
             self._deadline = time.monotonic() + START_S
-            while self._thread.is_alive() and time.monotonic() < self._deadline:
+            while self._thread.is_alive() and time.monotonic() < self._deadline and not given_up.is_set():
                 self._thread.join(0.02)
                 if not self._record.pid and (child := self._child()):
                     self._record.hold(child.pid)
@@ -285,11 +290,11 @@ def _own_program(program: str, folder: Path) -> Path:
     There the agent says its last words, and repeats the token that was refused: a kernel would show that to everybody.
     """
     own = folder / Path(program).name
-    if os.name == "posix":
+    if os.name == "posix" and not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
         own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>"${{0%/*}}/{_STDERR}"\n')
         own.chmod(0o700)
         return own
-    ways: tuple[Callable[[str, Path], Any], ...] = (os.link, shutil.copy2)  # the first works on one disk only
+    ways: tuple[Callable[[str, Path], Any], ...] = (os.symlink, os.link, shutil.copy2)
     for way in ways:
         with contextlib.suppress(OSError):
             way(os.path.abspath(program), own)

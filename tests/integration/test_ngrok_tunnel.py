@@ -16,7 +16,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -254,6 +256,10 @@ def test_a_refused_token_is_asked_for_again(fake: FakeNgrok, monkeypatch: pytest
     eventually(lambda: not tunnel.alive(), 10, "its end is seen")
     tunnel.start(4242)
     assert len(asked) == 3, "once for each refusal, and not again once it was good"
+    monkeypatch.setattr(tunnel, "_found", None)
+    tunnel.stop()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="none was found"):
+        pool.submit(tunnel.start, 4242).result()  # no other thread can ask
     tunnel.stop()
 
 
@@ -330,6 +336,26 @@ def test_an_interrupt_while_it_starts_leaves_nothing(fake: FakeNgrok, tunnel: Ng
     assert fake.running() == [] and fake.leftovers() == [] and os.environ[VARIABLE] == TOKEN
 
 
+def test_a_stop_breaks_off_a_start_in_another_thread(fake: FakeNgrok, tunnel: NgrokTunnel) -> None:
+    fake.plan(silent=True)
+    told: list[str] = []
+
+    def start() -> None:
+        with pytest.raises(ConfigError) as problem:
+            tunnel.start(4242)
+        told.append(str(problem.value))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    fake.only()
+    tunnel.stop()
+    thread.join(10)
+    assert told == ["the tunnel was stopped while it was starting"] and fake.running() == []
+    fake.plan()
+    tunnel.start(4242)
+    assert tunnel.alive()
+
+
 def test_a_proxy_in_the_environment_is_not_asked_for_the_loopback(
     fake: FakeNgrok, tunnel: NgrokTunnel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +364,16 @@ def test_a_proxy_in_the_environment_is_not_asked_for_the_loopback(
         monkeypatch.delenv(name, raising=False)
     tunnel.start(4242)
     assert tunnel.alive() and "no_proxy" not in os.environ
+
+
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="this system does not tell where programs may not run")
+def test_a_folder_that_runs_no_programs_does_too(
+    fake: FakeNgrok, tunnel: NgrokTunnel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    tunnel.start(4242)
+    (own,) = fake.folder.glob("guava_nb-tunnels-*/ngrok-*/ngrok")
+    assert own.is_symlink(), "a script of ours could not be run there"
 
 
 def test_what_else_this_process_does_with_pyngrok_is_left_alone(
