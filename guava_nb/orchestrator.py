@@ -184,6 +184,7 @@ class Orchestrator(Host):
         cache: str | None = None,
         cache_static: bool = False,
         data: str = "orchestrator",
+        count_flops: bool | None = None,
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -220,6 +221,8 @@ class Orchestrator(Host):
                 loaded again. Without it every sample is loaded and compared, and sent where it changed.
             data: "worker" where `train_loader` is a `WorkerData`.
             metrics: of the validations, beside loss and accuracy; see `validate`.
+            count_flops: count floating point operations, for the share of a device's peak in `run.energy_record()`; None takes
+                the configuration's.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
@@ -235,7 +238,7 @@ class Orchestrator(Host):
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                preprocess=preprocess, augment=augment, metrics=specs,
+                preprocess=preprocess, augment=augment, metrics=specs, count_flops=count_flops,
                 parallel=parallel_spec(
                     self.config, len(cluster.roster.ready()), self._tensor_plan,
                     (lambda: False) if own else cuda_reach(cluster),

@@ -40,6 +40,7 @@ class DistributedConfig:
         optimizer_site ("workers"): who keeps the optimizer: every worker, or the "orchestrator" with the master copy.
         scheduler_interval ("step"): the scheduler ticks per optimizer "step", per "epoch" or per "validation".
         sync_batchnorm (False): batch statistics over the global batch.
+        count_flops (False): count floating point operations, once per run and worker (data mode); not with torch.compile.
         seed (0): root of every random stream. deterministic (False): only deterministic kernels.
         threads_per_worker (None): torch threads of a worker; None leaves torch's choice.
 
@@ -114,6 +115,7 @@ class DistributedConfig:
     optimizer_site: str = setting("workers", choices=("workers", "orchestrator"))
     scheduler_interval: str = setting("step", choices=("step", "epoch", "validation"))
     sync_batchnorm: bool = setting(False)
+    count_flops: bool = setting(False)
     seed: int = setting(0, low=0, high=2**63 - 1)
     deterministic: bool = setting(False)
     threads_per_worker: int | None = setting(None, low=1)

@@ -197,6 +197,7 @@ def build_spec(
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
         "sync_batchnorm": config.sync_batchnorm,
+        "count_flops": config.count_flops,
         **{name: value for name, value in overrides.items() if value is not None},
     }
     for name, allowed in _CHOICES.items():

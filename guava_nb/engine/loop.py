@@ -24,6 +24,7 @@ from guava_nb.engine.ahead import Ahead, copier_for
 from guava_nb.engine.answering import Answering
 from guava_nb.engine.batches import cut
 from guava_nb.engine.energy_reporter import EnergyReporter
+from guava_nb.engine.flop_count import FlopCount
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.own import OWN_MODEL, OwnParts, describe_model
 from guava_nb.engine.own_data import OwnData
@@ -135,6 +136,7 @@ class WorkerLoop:
         energy: EnergyReporter | None = None,
     ) -> None:
         """Make a loop that has no run yet."""
+        self._energy, self._flops = energy, FlopCount(False)
         self._phases = PhaseBook() if energy is None else energy.phases
         self._seat = seat
         self._send = send
@@ -324,6 +326,8 @@ class WorkerLoop:
             self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
         else:
             self._run_id, self._prepare = message.run_id, message
+            # Of a model in parts each worker would count its own operations only.
+            self._flops = FlopCount(message.spec.count_flops and message.spec.parallel is None)
             self._reader.open(message.run_id, message.spec.cache)
             self._send(
                 Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
@@ -556,7 +560,11 @@ class WorkerLoop:
                 message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
             )
             try:
-                return replica.run_shard(work, None if message.solo else on_bucket)
+                with self._flops.around(message.rows):
+                    result = replica.run_shard(work, None if message.solo else on_bucket)
+                if self._energy is not None:
+                    self._energy.flops = self._flops.per_sample
+                return result
             except torch.OutOfMemoryError:
                 if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
                     raise

@@ -204,6 +204,7 @@ TRAIN = Command(
         flag(
             "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
         ),
+        flag("--flops", help="count floating point operations, for %%guava_energy (data mode)"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

@@ -81,6 +81,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         given["optimizer_args"] = optimizer_args
     if args.fresh:
         given["fresh"] = True
+    if args.flops:
+        given["count_flops"] = True
     if args.cache_static:
         given["cache_static"] = True
     if args.resume is not None:

@@ -313,6 +313,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         augment: likewise before it, in training only, drawing from the shard's own random state.
         cache: what workers keep of the batches they got; None keeps nothing.
         data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
+        count_flops: count the floating point operations of one shard.
     """
 
     model: Factory | None
@@ -336,6 +337,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     augment: Factory | None = None
     cache: CacheSpec | None = None
     data: tuple[DataSpec, ...] = ()
+    count_flops: bool = False
 
 
 class Prepare(Message, frozen=True):
