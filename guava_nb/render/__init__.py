@@ -1,6 +1,7 @@
 """Status, tables and errors as plain text and HTML. Knows no IPython, no sockets and no torch."""
 
 from guava_nb.render.errors import error_html, error_text
+from guava_nb.render.forecast import forecast_view
 from guava_nb.render.html import to_html
 from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
@@ -22,6 +23,7 @@ __all__ = [
     "WorkerSelf",
     "error_html",
     "error_text",
+    "forecast_view",
     "predictions_view",
     "ready_workers",
     "redact",
