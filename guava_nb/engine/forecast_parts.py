@@ -54,10 +54,27 @@ from guava_nb.protocol.messages import (
     Tree,
 )
 
-__all__ = ["Asked", "Sizes", "feeding_of", "peeked", "star_parts", "state_bytes", "validating_of"]
+__all__ = [
+    "STEP",
+    "Asked",
+    "Sizes",
+    "Weighed",
+    "coming_state",
+    "epochs_of",
+    "feeding_of",
+    "moving_elements",
+    "peeked",
+    "star_parts",
+    "starting",
+    "state_bytes",
+    "trained_state",
+    "validating_of",
+    "weigh",
+    "writer_for",
+]
 
 #: A step in the middle of a run: numbers of three bytes.
-_STEP = 1000
+STEP = 1000
 _HASH = "0" * 64
 _KIND = "cpu, torch 2.0.0"
 #: Loader batches that are looked at.
@@ -127,7 +144,7 @@ def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-def _writer(spec: RunSpec, workers: int) -> RowWriter:
+def writer_for(spec: RunSpec, workers: int) -> RowWriter:
     """A writer of the run to nobody, whose workers hold nothing yet."""
     caches = Caches()
     if spec.cache is not None:
@@ -138,7 +155,7 @@ def _writer(spec: RunSpec, workers: int) -> RowWriter:
 
 
 @dataclass(slots=True)
-class _Weighed:
+class Weighed:
     """Messages of batches: their bytes, as samples and as orders."""
 
     batches: int = 0
@@ -180,7 +197,7 @@ def _size(buffers: Sequence[memoryview]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
-def weigh(writer: RowWriter, orders: Sequence[tuple[int, Any, Parcel, int]], weighed: _Weighed, gauge: Gauge) -> None:
+def weigh(writer: RowWriter, orders: Sequence[tuple[int, Any, Parcel, int]], weighed: Weighed, gauge: Gauge) -> None:
     """Weigh records with their parcels: (rank, record, parcel, rows) each."""
     written = [(writer.write(rank, message, parcel), rows) for rank, message, parcel, rows in orders]
     for (rank, message, parcel, _), ((first, buffers), rows) in zip(orders, written, strict=True):
@@ -191,11 +208,11 @@ def weigh(writer: RowWriter, orders: Sequence[tuple[int, Any, Parcel, int]], wei
 def feeding_of(asked: Asked, sizes: Sizes, gauge: Gauge, solo: bool) -> Feeding:
     """Return what the batches of training take: the run's own shards, weighed."""
     weights = asked.plan.weights(range(asked.workers))
-    team, weighed = tuple(range(asked.workers)), _Weighed()
-    writer, splitter = _writer(asked.spec, asked.workers), RowSplitter(asked.plan.split_fn)
+    team, weighed = tuple(range(asked.workers)), Weighed()
+    writer, splitter = writer_for(asked.spec, asked.workers), RowSplitter(asked.plan.split_fn)
     for group in sizes.groups:
         tasks, shards = plan_step(
-            asked.ensemble.run_id, 1, _STEP, group, team, weights, solo=solo, want_hash=False, splitter=splitter,
+            asked.ensemble.run_id, 1, STEP, group, team, weights, solo=solo, want_hash=False, splitter=splitter,
             writer=writer,
         )  # fmt: skip
         orders = [(task.owner, *shard, task.rows) for task, shard in zip(tasks, shards, strict=True)]
@@ -211,7 +228,7 @@ def _travel(asked: Asked, sizes: Sizes, weights: Sequence[float]) -> tuple[float
     if cache is None or entry is None or rows is None:
         return (1.0,)
     found = travelling(
-        round(rows), round(sizes.batch_rows), weights, len(_epochs(asked)) + 1, row_bytes=entry,
+        round(rows), round(sizes.batch_rows), weights, len(epochs_of(asked)) + 1, row_bytes=entry,
         budget_bytes=cache.budget_bytes, mode=cache.mode, shuffled=asked.plan.feed.is_shuffled,
     )  # fmt: skip
     return found[1:] if asked.held_before > 0.9 else found  # an earlier run has sent them
@@ -231,8 +248,8 @@ def _entry_bytes(sizes: Sizes) -> int | None:
 
 def validating_of(asked: Asked, sizes: Sizes, gauge: Gauge) -> Feeding:
     """Return what the batches of a validation take: each goes whole to one worker."""
-    question, weighed = asked.plan.validation(), _Weighed()
-    writer, splitter = _writer(asked.spec, 1), RowSplitter()
+    question, weighed = asked.plan.validation(), Weighed()
+    writer, splitter = writer_for(asked.spec, 1), RowSplitter()
     treated = asked.spec.preprocess is not None
     for number, batch in enumerate(itertools.chain.from_iterable(sizes.groups), start=1):
         part: Any = question.part(batch.batch, treated)
@@ -318,7 +335,7 @@ def star_parts(asked: Asked, resolve: Callable[[str], Any], sizes: Sizes, val_si
         step=_step(gauge, asked, solo, at_orchestrator),
         train=feeding_of(asked, sizes, gauge, solo),
         accumulation=plan.accumulation_steps,
-        epochs=_epochs(asked),
+        epochs=epochs_of(asked),
         validation=None if val_sizes is None else validating_of(asked, val_sizes, gauge),
         val_interval=plan.val_interval,
         state=back,
@@ -328,7 +345,7 @@ def star_parts(asked: Asked, resolve: Callable[[str], Any], sizes: Sizes, val_si
     )
 
 
-def _epochs(asked: Asked) -> tuple[float, ...]:
+def epochs_of(asked: Asked) -> tuple[float, ...]:
     """What is left of each epoch."""
     start, batches = asked.plan.start, asked.plan.feed.batches_per_epoch
     left = asked.plan.num_epochs - start.epoch
@@ -340,7 +357,7 @@ def coming_state(gauge: Gauge, asked: Asked, state: Any) -> Traffic:
     """Return what it takes to fetch the whole state from one worker."""
     tree, nbytes = state_bytes(state)
     run_id = asked.ensemble.run_id
-    return gauge.back(State(1, run_id, _STEP, tree), nbytes) + gauge.out(FetchState(1, run_id)) + gauge.acks(1, 1)
+    return gauge.back(State(1, run_id, STEP, tree), nbytes) + gauge.out(FetchState(1, run_id)) + gauge.acks(1, 1)
 
 
 def starting(gauge: Gauge, asked: Asked, after: Any) -> Traffic:
@@ -362,12 +379,12 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
     busy = sum(weight > 0 for weight in asked.plan.weights(range(workers)))
     every = asked.spec.hash_every_steps
     hashes = Traffic.coming("control", len(_HASH) / every if every else 0.0)
-    ready = Ready(run_id, 1, _STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5)
+    ready = Ready(run_id, 1, STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5)
     if solo:
-        done = Committed(run_id, 1, _STEP, "", 1.5, 1.5, False, ready)
+        done = Committed(run_id, 1, STEP, "", 1.5, 1.5, False, ready)
         return gauge.back(done) + hashes + gauge.acks(1, 1)
-    total = gauge.back(ready) * busy + (gauge.back(Committed(run_id, 1, _STEP, "", 1.5, 1.5)) + hashes) * workers
-    total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, _STEP, busy)) * (workers - busy)
+    total = gauge.back(ready) * busy + (gauge.back(Committed(run_id, 1, STEP, "", 1.5, 1.5)) + hashes) * workers
+    total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, STEP, busy)) * (workers - busy)
     layout = asked.ensemble.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]
     if layout.buffers is not None:
@@ -375,7 +392,7 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
     for bucket, numel in buckets:
         total = total + _up(gauge, run_id, bucket, numel) * busy + _down(gauge, run_id, bucket, numel) * workers
     if not buckets:
-        total = total + gauge.out(CommitStep(run_id, 1, _STEP, Commit(1.5, False))) * workers
+        total = total + gauge.out(CommitStep(run_id, 1, STEP, Commit(1.5, False))) * workers
     return total
 
 
@@ -386,12 +403,12 @@ def _flat(bucket: Bucket, numel: int) -> tuple[FlatTensor, bytes, int]:
 
 def _up(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
     flat, present, nbytes = _flat(bucket, numel)
-    return gauge.back(GradientBucket(run_id, 1, _STEP, 0, bucket.index, present, flat), nbytes)
+    return gauge.back(GradientBucket(run_id, 1, STEP, 0, bucket.index, present, flat), nbytes)
 
 
 def _down(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
     flat, present, nbytes = _flat(bucket, numel)
-    return gauge.out(MeanBucket(run_id, 1, _STEP, bucket.index, present, flat), nbytes)
+    return gauge.out(MeanBucket(run_id, 1, STEP, bucket.index, present, flat), nbytes)
 
 
 def moving_elements(model: nn.Module) -> int:

@@ -228,11 +228,15 @@ class TrainingJob(TeamJob):
             return
         self.drain()
         if newcomers and self._spending.affords_newcomers(newcomers):
-            self.bring_in(newcomers)
+            with self._spending.aside():
+                self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
-                if name == "validate" or self._spending.affords_state(name):
+                if name == "validate":
                     action()
+                elif self._spending.affords_state(name):
+                    with self._spending.aside():
+                        action()
                 self._due.discard(name)
         with self._spending.aside():
             self._calls.answer()
