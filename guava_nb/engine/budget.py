@@ -94,7 +94,8 @@ class Costs:
     Attributes:
         start: to bring one worker into the run: source and state.
         state: the whole state, once back.
-        step: an optimizer step without its batches.
+        step: an optimizer step without its batches and without what a group exchanges.
+        exchanged: that, where it goes by way of the orchestrator; validation_exchanged likewise.
         batch_times: how often the bytes of a batch travel: to several workers that share it, or in part to each.
         validation: a pass.
         workers: how many there were at the start.
@@ -106,6 +107,8 @@ class Costs:
     batch_times: float
     validation: float
     workers: int
+    exchanged: float = 0.0
+    validation_exchanged: float = 0.0
 
 
 @dataclass(slots=True)
@@ -130,10 +133,20 @@ class Budget:
     )  # bytes used, batch bytes and steps issued: since what else was done
     _step: float = 0.0
     _validation: float = 0.0
+    _counted_step: float = 0.0
+    _counted_validation: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin with what was reckoned."""
-        self._step, self._validation = self.costs.step * _MARGIN, self.costs.validation * _MARGIN
+        """Begin with what was reckoned, by way of the orchestrator."""
+        self.goes_by("relay")
+
+    def goes_by(self, path: str) -> None:
+        """Know how the workers of a group reach each other: what they exchange directly does not pass here."""
+        here = 0.0 if path == "direct" else 1.0
+        self._step = max(self._counted_step, (self.costs.step + self.costs.exchanged * here) * _MARGIN)
+        self._validation = max(
+            self._counted_validation, (self.costs.validation + self.costs.validation_exchanged * here) * _MARGIN
+        )
 
     # ------------------------------------------------------------------------------------------------- what things take
 
@@ -160,7 +173,8 @@ class Budget:
         """What a step takes at most whose batches take so much: as reckoned, or as the steps so far did where that is more."""
         used, sent, steps = self._since
         if steps:
-            self._step = max(self._step, (self.used() - used - sent) / steps)
+            self._counted_step = max(self._counted_step, (self.used() - used - sent) / steps)
+        self._step = max(self._step, self._counted_step)
         return self._step + batches
 
     @property
@@ -203,10 +217,12 @@ class Budget:
         used, sent, steps = self._since
         self._since = (used + now - before, sent, steps)
         if validated:
-            self._validation = max(self._validation, float(now - before))
+            self._counted_validation = max(self._counted_validation, float(now - before))
+            self._validation = max(self._validation, self._counted_validation)
 
-    def begin(self) -> None:
-        """The first step is about to be sent."""
+    def begin(self, path: str) -> None:
+        """The first step of an epoch is about to be sent; `path` as for `goes_by`."""
+        self.goes_by(path)
         self._since = (float(self.used()), 0.0, 0)
 
     # ---------------------------------------------------------------------------------------------------------- the end

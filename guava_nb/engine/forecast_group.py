@@ -32,7 +32,7 @@ from guava_nb.engine.forecast_parts import (
     writer_for,
 )
 from guava_nb.engine.forecast_relay import Relayed
-from guava_nb.engine.forecast_spread import Boundaries, Few, PassedSums, boundaries, passed_sums
+from guava_nb.engine.forecast_spread import Boundaries, Few, Passed, PassedSums, boundaries, passed_sums
 from guava_nb.engine.group_exchange import shares_of, tasks_of
 from guava_nb.engine.row_writer import Parcel, taken_apart
 from guava_nb.engine.traffic import NOTHING, Gauge, Traffic
@@ -212,7 +212,7 @@ class _Spread:
         if self.passing is not None:
             total = total + self._piped(rows) * (self.mesh.data * self.mesh.tensor)
         if self.sums is not None:
-            total = total + self._summed(self.sums.sums, self.sums.gathers, rows)
+            total = total + self._summed(self.sums.trained, rows)
         return total + self._gathered(training=True)
 
     def looking(self, rows: float) -> Traffic:
@@ -221,17 +221,20 @@ class _Spread:
         if self.passing is not None:
             total = total + self._probed(self._sizes(rows)) * (self.mesh.data * self.mesh.tensor)
         if self.sums is not None:
-            total = total + self._summed(self.sums.forward_sums, self.sums.forward_gathers, rows)
+            total = total + self._summed(self.sums.looked, rows)
         return total + self._gathered(training=False)
 
     def first(self, rows: float) -> Traffic:
-        """What only the first batch takes: shapes are told, split layers are looked at."""
+        """What only the first batch takes: shapes are told; split layers are looked at, in training and in validation."""
+        times = 1 if self.asked.plan.val_feed is None else 2
         total = NOTHING
         if self.passing is not None:
             sizes = self._sizes(rows)
             total = self._probed(sorted(set(sizes))) * (self.mesh.data * self.mesh.tensor)
         if self.sums is not None:
-            total = total + self._summed(self.sums.forward_sums, self.sums.forward_gathers, rows) * 2
+            micro = len(self._sizes(rows)) if self.passing is not None else 1  # the first of them is looked at
+            extra = self._summed(self.sums.looked, rows) + self._summed(self.sums.checked, rows)
+            total = total + extra * (times / micro)
         return total
 
     def step(self) -> Traffic:
@@ -286,14 +289,14 @@ class _Spread:
 
     # ------------------------------------------------------------------------------------------------- shared layers
 
-    def _summed(self, sums: Sequence[int], gathers: Sequence[int], rows: float) -> Traffic:
+    def _summed(self, passed: Passed, rows: float) -> Traffic:
         assert self.sums is not None
         micro = len(self._sizes(rows)) if self.passing is not None else 1
         each = rows / micro / self.sums.rows
         total = NOTHING
-        for nbytes in sums:
+        for nbytes in passed.sums:
             total = total + self._layers.all_reduce(nbytes * each)
-        for nbytes in gathers:
+        for nbytes in passed.gathers:
             total = total + self._layers.all_gather(nbytes * each)
         return total * (micro * self.mesh.data)
 

@@ -24,7 +24,7 @@ from guava_nb.parallel.stages import Split
 from guava_nb.parallel.wire import slots_of, take_apart
 from guava_nb.protocol.messages import RunSpec
 
-__all__ = ["Boundaries", "Few", "PassedSums", "boundaries", "passed_sums"]
+__all__ = ["Boundaries", "Few", "Passed", "PassedSums", "boundaries", "passed_sums"]
 
 _CPU = torch.device("cpu")
 Resolve = Callable[[str], Any]
@@ -120,15 +120,31 @@ class _CountingRanks:
         self.gathers.append(whole.numel() * whole.element_size())
         return [whole.narrow(-1, 0, length) for length in lengths]
 
+    def counted(self) -> Passed:
+        return Passed(tuple(self.sums), tuple(self.gathers))
+
 
 @dataclass(frozen=True, slots=True)
-class PassedSums:
-    """What one rank exchanges in a forward and backward of so many rows, and in a forward alone: bytes of each operation."""
+class Passed:
+    """What one rank exchanges: bytes of each sum, and of each tensor that is gathered."""
 
     sums: tuple[int, ...]
     gathers: tuple[int, ...]
-    forward_sums: tuple[int, ...]
-    forward_gathers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassedSums:
+    """What ranks that share layers exchange for so many rows.
+
+    Attributes:
+        trained: forward and backward.
+        looked: forward alone.
+        checked: forward with whole activations around each layer, as the first batch is looked at.
+    """
+
+    trained: Passed
+    looked: Passed
+    checked: Passed
     rows: int
 
 
@@ -136,12 +152,19 @@ def passed_sums(model: nn.Module, plan: Plan, ranks: int, few: Few, resolve: Res
     """Run a copy of the model, split for one rank, and count."""
     counting = _CountingRanks(0, ranks)
     part = copy.deepcopy(model)
-    split_modules(part, plan, counting)
+    regions = split_modules(part, plan, counting)
     part.train()
     objective = build_objective(few.spec, resolve, _CPU)
     with _precision(few.spec):
         loss = objective(part, few.batch, few.rows)
-    forward = tuple(counting.sums), tuple(counting.gathers)
+    looked = counting.counted()
     if loss.value.requires_grad:
         loss.value.float().backward()  # type: ignore[no-untyped-call]
-    return PassedSums(tuple(counting.sums), tuple(counting.gathers), *forward, few.rows)
+    trained = counting.counted()
+    counting.sums.clear()
+    counting.gathers.clear()
+    for region in regions:
+        region.join()
+    with torch.no_grad(), _precision(few.spec):
+        objective(part, few.batch, few.rows)
+    return PassedSums(trained, looked, counting.counted(), few.rows)

@@ -28,6 +28,7 @@ from guava_nb.engine.forecast_parts import Asked, Sizes, peeked, star_parts
 from guava_nb.engine.own import held
 from guava_nb.engine.plan import TrainingPlan
 from guava_nb.engine.row_writer import Caches
+from guava_nb.engine.traffic import NOTHING
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import DataSpec, RunSpec
 
@@ -163,23 +164,26 @@ def budget_of(limit: Limit, outlook: Outlook) -> Budget:
     train, val = outlook.sizes()
     parts = parts_of(outlook, train, val)
     spec, workers = outlook.composed.spec, outlook.workers
-    step = parts.step
-    if spec.parallel is not None and spec.parallel.path != "relay":  # nobody knows yet; measured from the first step on
-        step = step.without("gradient", "activation")
+    step = parts.step + parts.train.batch * parts.accumulation
+    passed = NOTHING if parts.validation is None else parts.validation.part(0) or NOTHING
+    alone, looked = (part.without("gradient", "activation") if spec.parallel else part for part in (step, passed))
     seen = sum(size_of(batch.batch) for group in train.groups for batch in group)
     rows = sum(batch.rows for group in train.groups for batch in group)
-    passed = None if parts.validation is None else parts.validation.part(0)
     costs = Costs(
         start=parts.start.total_bytes / max(1, workers),
         state=parts.state.total_bytes,
-        step=step.total_bytes,
+        step=alone.total_bytes,
         batch_times=max(1.0, parts.train.row.total_bytes * rows / seen if seen else float(workers)),
-        validation=0.0 if passed is None else passed.total_bytes,
+        validation=looked.total_bytes,
         workers=workers,
+        exchanged=step.total_bytes - alone.total_bytes,
+        validation_exchanged=passed.total_bytes - looked.total_bytes,
     )
     budget = Budget(limit, costs)
     first = budget.batches_cost(train.groups[0]) if train.groups else 0.0
-    refuse_small(limit, parts.start.total_bytes, costs.step + first, costs.state, workers)
+    relayed = spec.parallel is None or spec.parallel.path == "relay"  # else nobody knows before the group is formed
+    needed = costs.step + (costs.exchanged if relayed else 0.0) + first
+    refuse_small(limit, parts.start.total_bytes, needed, costs.state, workers)
     return budget
 
 

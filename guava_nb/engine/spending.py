@@ -37,7 +37,7 @@ class Spending:
     def begin(self) -> None:
         """An epoch begins: what was used so far is no step's."""
         if self._budget is not None:
-            self._budget.begin()
+            self._budget.begin(self._job.ensemble.route.path)
 
     def afford_step(self, group: Sequence[LoadedBatch]) -> float:
         """Wait until a step of these batches has room; returns what it takes at most.
