@@ -123,9 +123,8 @@ class Sizes:
 
     @property
     def batch_rows(self) -> float:
-        """Samples of a loader batch, on the average of those that were looked at."""
-        seen = [batch for group in self.groups for batch in group]
-        return sum(batch.rows for batch in seen) / len(seen) if seen else 0.0
+        """Samples of a whole loader batch: the largest of those that were looked at."""
+        return max((batch.rows for group in self.groups for batch in group), default=0)
 
 
 def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
