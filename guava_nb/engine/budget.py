@@ -8,7 +8,7 @@ and a little for what nobody plans: acknowledgements, heartbeats, lines that wor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ _SLACK_BYTES, _SLACK_PER_WORKER = 16 << 10, 8 << 10
 _MARGIN = 1.05
 #: Of a batch's record, for every worker: numbers, places of tensors, headers of frames.
 _RECORD_BYTES, _TENSOR_BYTES, _ROW_BYTES = 256, 48, 20
+_ITEM_BYTES = 16  # of an element of a list, which travels by itself where workers keep samples
 
 
 class BudgetSpent(Exception):  # noqa: N818 - not an error: the user set the limit
@@ -80,6 +81,13 @@ def _check_writable(path: Path) -> None:
             f"the checkpoint of a run that uses up its budget cannot be written to {path}: {folder} takes no files; choose "
             "another place with --save (save_path=)"
         )
+
+
+def _lists(value: Any, rows: int) -> int:
+    """How many lists with an element per sample a batch may hold."""
+    children = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    own = isinstance(value, list | tuple) and len(value) == rows
+    return own + sum(_lists(child, rows) for child in children if isinstance(child, Mapping | list | tuple))
 
 
 def slack_bytes(workers: int) -> int:
@@ -160,7 +168,9 @@ class Budget:
         return sum(self._batch_cost(batch) for batch in group)
 
     def _batch_cost(self, batch: LoadedBatch) -> float:
-        each = self.costs.workers * _RECORD_BYTES + batch.rows * _ROW_BYTES
+        each = self.costs.workers * _RECORD_BYTES + batch.rows * (
+            _ROW_BYTES + _ITEM_BYTES * _lists(batch.batch, batch.rows)
+        )
         if isinstance(batch.batch, Unread):  # held by the workers, or loaded and sent after all
             return each + batch.rows * self._row_bytes
         tree, buffers = pack(batch.batch)

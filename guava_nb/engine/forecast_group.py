@@ -18,21 +18,10 @@ from torch import nn
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.split import RowSplitter
 from guava_nb.engine.forecast import Feeding, Parts
-from guava_nb.engine.forecast_parts import (
-    STEP,
-    Asked,
-    Sizes,
-    Weighed,
-    coming_state,
-    epochs_of,
-    moving_elements,
-    starting,
-    trained_state,
-    weigh,
-    writer_for,
-)
+from guava_nb.engine.forecast_parts import Sizes, Weighed, epochs_of, moving_elements, weigh, writer_for
 from guava_nb.engine.forecast_relay import Relayed
 from guava_nb.engine.forecast_spread import Boundaries, Few, Passed, PassedSums, boundaries, passed_sums
+from guava_nb.engine.forecast_state import STEP, Asked, coming_state, starting, trained_state
 from guava_nb.engine.group_exchange import shares_of, tasks_of
 from guava_nb.engine.row_writer import Parcel, taken_apart
 from guava_nb.engine.traffic import NOTHING, Gauge, Traffic

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from guava_nb.engine.forecast import Feeding, Parts, Saving
-from guava_nb.engine.forecast_parts import Asked, Sizes, star_parts
+from guava_nb.engine.forecast_parts import Sizes, star_parts
+from guava_nb.engine.forecast_state import Asked
 from guava_nb.protocol.messages import CacheSpec
 
 __all__ = ["looks_like_bytes", "savings"]

@@ -7,105 +7,56 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from guava_nb.data.feed import Feed, LoadedBatch
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows
 from guava_nb.data.split import RowSplitter
-from guava_nb.data.tree import pack
 from guava_nb.engine.buckets import Bucket
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.flight import plan_step
 from guava_nb.engine.forecast import Feeding, Parts
 from guava_nb.engine.forecast_cache import travelling
+from guava_nb.engine.forecast_state import HASH, STEP, Asked, coming_state, starting, trained_state
 from guava_nb.engine.holdings import Holdings, cost_function
-from guava_nb.engine.optim import build_optimizer
-from guava_nb.engine.plan import TrainingPlan
 from guava_nb.engine.row_writer import Caches, Parcel, Piece, RowWriter
 from guava_nb.engine.traffic import NOTHING, Gauge, Traffic
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
-    CacheHeld,
-    CacheSpec,
     Commit,
     CommitStep,
     Committed,
     Evaluated,
-    FetchState,
     FlatTensor,
     GradientBucket,
-    LoadState,
     MeanBucket,
-    Prepare,
-    Prepared,
     Ready,
     RunSpec,
-    State,
-    StateLoaded,
     StepInfo,
     Tree,
 )
 
 __all__ = [
-    "STEP",
-    "Asked",
     "Sizes",
     "Weighed",
-    "coming_state",
     "epochs_of",
     "feeding_of",
     "moving_elements",
     "peeked",
     "star_parts",
-    "starting",
-    "state_bytes",
-    "trained_state",
     "validating_of",
     "weigh",
     "writer_for",
 ]
 
-#: A step in the middle of a run: numbers of three bytes.
-STEP = 1000
-_HASH = "0" * 64
-_KIND = "cpu, torch 2.0.0"
 #: Loader batches that are looked at.
 _PEEKED = 4
-#: What a tensor's record takes more than that of an empty one: its shape, and where it lies.
-_SPEC_BYTES = 14
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be forecast.
-
-    Attributes:
-        ensemble: of the run, its model as it is here.
-        plan: of the run.
-        workers: how many.
-        spec: its record.
-        held_before: part of the samples that workers hold already.
-        optimizer_at_start: the state at the start has an optimizer's.
-    """
-
-    ensemble: Ensemble
-    plan: TrainingPlan
-    workers: int
-    spec: RunSpec
-    held_before: float = 0.0
-    optimizer_at_start: bool = False
-
-    def with_spec(self, spec: RunSpec) -> Asked:
-        """The same run with another record, of the same model."""
-        return replace(self, spec=spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,53 +223,6 @@ def _kept_travel(asked: Asked, sizes: Sizes) -> tuple[float, ...]:
     return (1.0, 0.0 if fits else 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- state
-
-
-def state_bytes(state: Any) -> tuple[Tree, int]:
-    """Return the record of a state and the bytes of its tensors, which may be on torch's meta device."""
-    seen: set[int] = set()
-    total = 0
-
-    def emptied(value: Any) -> Any:
-        nonlocal total
-        if isinstance(value, Tensor):
-            if id(value) not in seen:
-                seen.add(id(value))
-                total += value.numel() * value.element_size() + _SPEC_BYTES
-            return torch.empty(0, dtype=value.dtype)
-        if isinstance(value, dict):
-            return {key: emptied(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(emptied, value))
-        return value
-
-    tree, buffers = pack(emptied(state), "state")
-    return tree, total + _size(buffers)
-
-
-def trained_state(ensemble: Ensemble, resolve: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
-    state = ensemble.master.state()
-    try:
-        state["optimizer"] = _stepped(ensemble, resolve, "meta")
-    except Exception:  # not every optimizer computes on the meta device; what fails there may do here
-        state["optimizer"] = _stepped(ensemble, resolve, "cpu")
-    return state
-
-
-def _stepped(ensemble: Ensemble, resolve: Callable[[str], Any], device: str) -> Any:
-    clones = {
-        name: nn.Parameter(torch.zeros_like(value, device=device), requires_grad=value.requires_grad)
-        for name, value in ensemble.master.model.named_parameters()
-    }
-    optimizer = build_optimizer(ensemble.spec.optimizer, list(clones.items()), resolve)
-    for value in clones.values():
-        value.grad = torch.zeros_like(value) if value.requires_grad else None
-    optimizer.step()
-    return optimizer.state_dict()
-
-
 # ----------------------------------------------------------------------------------------------------------------- star
 
 
@@ -352,32 +256,12 @@ def epochs_of(asked: Asked) -> tuple[float, ...]:
     return (first, *[1.0] * (left - 1))
 
 
-def coming_state(gauge: Gauge, asked: Asked, state: Any) -> Traffic:
-    """Return what it takes to fetch the whole state from one worker."""
-    tree, nbytes = state_bytes(state)
-    run_id = asked.ensemble.run_id
-    return gauge.back(State(1, run_id, STEP, tree), nbytes) + gauge.out(FetchState(1, run_id)) + gauge.acks(1, 1)
-
-
-def starting(gauge: Gauge, asked: Asked, after: Any) -> Traffic:
-    """Return what it takes to have one worker build the run and load its state."""
-    ensemble, spec = asked.ensemble, asked.spec
-    run_id = ensemble.run_id
-    tree, nbytes = state_bytes(after if asked.optimizer_at_start else ensemble.master.state())
-    total = gauge.out(Prepare(run_id, ensemble.cells, spec)) + gauge.back(Prepared(run_id, True, _HASH))
-    total = total + gauge.out(LoadState(run_id, 1, -1, tree), nbytes)
-    total = total + gauge.back(StateLoaded(run_id, 1, -1, _HASH, _KIND)) + gauge.acks(2, 2)
-    if isinstance(spec.cache, CacheSpec):
-        total = total + gauge.back(CacheHeld(run_id, 0, bytes(16), spec.cache.budget_bytes))
-    return total
-
-
 def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traffic:
     """Return what a step takes beside its batches."""
     run_id, workers = asked.ensemble.run_id, asked.workers
     busy = sum(weight > 0 for weight in asked.plan.weights(range(workers)))
     every = asked.spec.hash_every_steps
-    hashes = Traffic.coming("control", len(_HASH) / every if every else 0.0)
+    hashes = Traffic.coming("control", len(HASH) / every if every else 0.0)
     ready = Ready(run_id, 1, STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5)
     if solo:
         done = Committed(run_id, 1, STEP, "", 1.5, 1.5, False, ready)

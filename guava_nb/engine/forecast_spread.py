@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from guava_nb.data.split import RowSplitter
 from guava_nb.engine.criterion import build_objective
-from guava_nb.engine.forecast_parts import Asked, Sizes
+from guava_nb.engine.forecast_parts import Sizes
+from guava_nb.engine.forecast_state import Asked
 from guava_nb.engine.outputs import inputs_of
 from guava_nb.engine.preparing import autocast_dtype
 from guava_nb.engine.treatment import Treatment

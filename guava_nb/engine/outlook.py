@@ -24,7 +24,8 @@ from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.forecast import Forecast, Parts
 from guava_nb.engine.forecast_hints import savings
-from guava_nb.engine.forecast_parts import Asked, Sizes, peeked, star_parts
+from guava_nb.engine.forecast_parts import Sizes, peeked, star_parts
+from guava_nb.engine.forecast_state import Asked
 from guava_nb.engine.own import held
 from guava_nb.engine.plan import TrainingPlan
 from guava_nb.engine.row_writer import Caches
