@@ -689,6 +689,7 @@ class Orchestrator(Host):
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
+        self._job.spending.refuse_save()
         state = self._ensemble.fetch(self._job)
         checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
 

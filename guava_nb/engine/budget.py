@@ -252,6 +252,10 @@ class Budget:
             left = "nothing was learned: train again with a larger --budget"
         return f"budget {show_bytes(self.limit.limit_bytes)}, used {show_bytes(self.used())}, step {step}{of}; {left}"
 
+    def end(self, used: int) -> None:
+        """The run has ended; what is sent from now on is not its own."""
+        self.used = lambda: used
+
     def record(self) -> dict[str, Any]:
         """Return it for a report."""
         return {"limit_bytes": self.limit.limit_bytes, "used_bytes": self.used(), "stopped": self.stopped}

@@ -15,10 +15,8 @@ from typing import Any
 from guava_nb.config.units import show_bytes
 from guava_nb.engine.traffic import KINDS, NOTHING, Traffic
 
-__all__ = ["TLS_SHARE", "Feeding", "Forecast", "Parts", "Saving", "seconds_for"]
+__all__ = ["Feeding", "Forecast", "Parts", "Saving", "cells_of", "seconds_for"]
 
-#: What the records of TLS add, roughly: 22 bytes for each of at most 16 KiB. Frames of WebSocket are less.
-TLS_SHARE = 0.002
 _MORE_EPOCHS = 3  # whose bytes are shown one by one
 
 
@@ -244,7 +242,7 @@ class Forecast:
         elif out is None or back is None:
             said.append("How fast the line is was not measured yet, so nobody can say how long that takes.")
         if self.encrypted:
-            said.append("Counted before encryption: TLS adds about 0.2 %.")
+            said.append("Counted before encryption: TLS, and WebSocket where it is used, add about 0.2 %.")
         return said
 
     def _budget(self) -> list[str]:

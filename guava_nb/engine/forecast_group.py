@@ -48,7 +48,7 @@ __all__ = ["group_parts"]
 
 _GROUP = "run-1/1/"
 #: Questions to the shared keys for each worker while a group is formed, about.
-_STORE_ASKS = 40
+_STORE_ASKS = 6
 _HEAD_BYTES = 512  # of the record that goes ahead of a value, where none is agreed on
 _FEW_ROWS = 2
 Resolve = Callable[[str], Any]

@@ -5,6 +5,7 @@ Only what this version can do, and only what saves something worth a sentence.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 from guava_nb.engine.forecast import Feeding, Parts, Saving
 from guava_nb.engine.forecast_parts import Sizes, star_parts
 from guava_nb.engine.forecast_state import Asked
-from guava_nb.protocol.messages import CacheSpec
+from guava_nb.errors import GuavaError
+from guava_nb.protocol.messages import CacheSpec, ParallelSpec, RunSpec
 
 __all__ = ["looks_like_bytes", "savings"]
 
@@ -59,6 +61,32 @@ def _others(
             what = f"--accumulate {times} (one exchange for {times} batches: fewer, larger steps)"
             yield what, replace(parts, accumulation=times)
     yield from _less_validation(parts)
+    yield from _other_modes(asked, parts, resolve, train, val)
+
+
+def _other_modes(
+    asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
+) -> Iterator[tuple[str, Parts]]:
+    """Replicas instead of parts, or parts instead of replicas; and halves between the parts."""
+    spec, shape = asked.spec, asked.spec.parallel
+    if asked.workers < 2 or not train.groups or spec.data:
+        return
+    if shape is not None and shape.mode != "data":
+        yield "%guava_mode data", star_parts(asked.with_spec(_shaped(spec, None)), resolve, train, val)
+    wanted = ParallelSpec(mode="pipeline", pp=asked.workers, micro_batches=4, path="relay")
+    others = {} if shape is not None else {"%guava_mode pipeline": _shaped(spec, wanted)}
+    if shape is not None and shape.pp > 1 and spec.precision == "fp32":
+        others["--precision bf16 (halves between the stages)"] = msgspec.structs.replace(spec, precision="bf16")
+    from guava_nb.engine.forecast_group import group_parts  # torch's parallel libraries cost a second to load
+
+    for what, other in others.items():
+        if other.criterion is not None and other.optimizer_site == "workers":
+            with contextlib.suppress(GuavaError, RuntimeError):  # a model that cannot be cut, or not be run here
+                yield what, group_parts(asked.with_spec(other), resolve, train, val)
+
+
+def _shaped(spec: RunSpec, shape: ParallelSpec | None) -> RunSpec:
+    return msgspec.structs.replace(spec, parallel=shape, sync_batchnorm=False)
 
 
 def _other_stars(

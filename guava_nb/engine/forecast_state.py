@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,10 +87,12 @@ def state_bytes(state: Any) -> tuple[Tree, int]:
 def trained_state(ensemble: Ensemble, resolve: Callable[[str], Any]) -> dict[str, Any]:
     """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
     state = ensemble.master.state()
-    try:
-        state["optimizer"] = _stepped(ensemble, resolve, "meta")
-    except Exception:  # not every optimizer computes on the meta device; what fails there may do here
-        state["optimizer"] = _stepped(ensemble, resolve, "cpu")
+    for device in ("meta", "cpu"):  # not every optimizer computes on the meta device
+        with contextlib.suppress(Exception):
+            state["optimizer"] = _stepped(ensemble, resolve, device)
+            return state
+    named = ensemble.master.model.named_parameters()  # one that takes its steps elsewhere: as large as Adam's
+    state["optimizer"] = {name: [torch.empty_like(p, device="meta") for _ in range(2)] for name, p in named}
     return state
 
 

@@ -270,6 +270,8 @@ class Run:
             self._wall_s = time.monotonic() - self._started
             self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
             self._feeding, self._waits = _nothing_fed, (lambda: waits)
+            if self.budget is not None:
+                self.budget.end(wire.out_bytes + wire.in_bytes)
         self._ended.set()
 
 

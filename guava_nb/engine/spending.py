@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from guava_nb.config.units import show_bytes
 from guava_nb.data.feed import LoadedBatch
 from guava_nb.engine.budget import Budget, BudgetSpent
+from guava_nb.errors import CheckpointError
 
 if TYPE_CHECKING:
     from guava_nb.engine.training import TrainingJob
@@ -93,6 +94,21 @@ class Spending:
             f"no further {'checkpoint' if name == 'save' else 'snapshot'}: what is left of the budget is for the last one"
         )
         return False
+
+    def refuse_save(self) -> None:
+        """Refuse a checkpoint that a user asks for in the middle of the run, where it would take the reserve of the last one.
+
+        Raises:
+            CheckpointError: how much is left, and that there will be one.
+        """
+        if self._budget is None or self._job.ensemble.master_step == self._job.ensemble.step:
+            return
+        if not self._has_room(self._budget.costs.state):
+            left = self._budget.limit.limit_bytes - self._budget.used()
+            raise CheckpointError(
+                f"the state takes {show_bytes(round(self._budget.costs.state))}, and of the {show_bytes(max(0, left))} that are "
+                "left of the budget the last checkpoint needs its part: wait for that one, or stop the run now with %guava_stop"
+            )
 
     def afford_start_over(self) -> None:
         """Refuse to give the state to all workers again where that has no room.

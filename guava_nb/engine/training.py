@@ -59,6 +59,7 @@ class TrainingJob(TeamJob):
 
     Attributes:
         position: how far the data has been committed.
+        spending: asks the run's budget, if it has one.
     """
 
     def __init__(self, ensemble: Ensemble, plan: TrainingPlan, run: Run, cluster: Cluster, save: Save) -> None:
@@ -91,8 +92,8 @@ class TrainingJob(TeamJob):
             ensemble.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
         self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
-        self._spending = Spending(self, plan.budget)
-        self._walk.before_batch = self._spending.before_batch
+        self.spending = Spending(self, plan.budget)
+        self._walk.before_batch = self.spending.before_batch
         self._ending = ""
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
@@ -175,7 +176,7 @@ class TrainingJob(TeamJob):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
-        self._spending.begin()
+        self.spending.begin()
         self.ensemble.writer.next_pass()
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
         feeder = self._feeder = Feeder(
@@ -195,9 +196,9 @@ class TrainingJob(TeamJob):
                 group = feeder.take()
                 if group is None:
                     break
-                cost = self._spending.afford_step(group)
+                cost = self.spending.afford_step(group)
                 self._issue(epoch, group)
-                self._spending.issued(self._exchange.next_step - 1, cost)
+                self.spending.issued(self._exchange.next_step - 1, cost)
         finally:
             feeder.close()
         self._end_epoch(epoch)
@@ -227,18 +228,18 @@ class TrainingJob(TeamJob):
         if not (self._due or newcomers or self._calls):
             return
         self.drain()
-        if newcomers and self._spending.affords_newcomers(newcomers):
-            with self._spending.aside():
+        if newcomers and self.spending.affords_newcomers(newcomers):
+            with self.spending.aside():
                 self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
                 if name == "validate":
                     action()
-                elif self._spending.affords_state(name):
-                    with self._spending.aside():
+                elif self.spending.affords_state(name):
+                    with self.spending.aside():
                         action()
                 self._due.discard(name)
-        with self._spending.aside():
+        with self.spending.aside():
             self._calls.answer()
 
     def drain(self) -> None:
@@ -251,7 +252,7 @@ class TrainingJob(TeamJob):
         assert self.plan.val_feed is not None
         self.run.move("validating")
         question = self.plan.validation()
-        with self._spending.validation():
+        with self.spending.validation():
             self._walk.run(self.plan.val_feed, question)
         result = question.result()
         record = {"step": self.ensemble.step + 1, **result.record()}
@@ -305,7 +306,7 @@ class TrainingJob(TeamJob):
         """Give its shards to others at once; it keeps its seat."""
         self._note_work(rank)
         self._exchange.adopt(self.available())
-        self._spending.on_broken(rank)
+        self.spending.on_broken(rank)
 
     def on_lost(self, rank: int) -> None:
         """Give its shards to others.
@@ -366,7 +367,7 @@ class TrainingJob(TeamJob):
         if needed > 0:
             what = "one to join" if needed == 1 else f"{needed} to join"
             self.run.move("waiting", f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}")
-        self._spending.afford_start_over()
+        self.spending.afford_start_over()
         self.start_over(cause)
         self._exchange.give_up()
 

@@ -146,7 +146,7 @@ def test_a_forecast_says_all_of_it() -> None:
     assert text.splitlines()[0] == "forecast: data mode, 2 workers, 40 steps in 4 epochs, 20.0 MB in all"
     for part in (
         "not measured yet",
-        "TLS adds about 0.2 %",
+        "about 0.2 %",
         "5.0 MB for the run, 75% less",
         "Counted so.",
         "after about 50%",
