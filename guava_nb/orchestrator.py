@@ -38,6 +38,7 @@ from guava_nb.engine.compose import (
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.forecast import Forecast
+from guava_nb.engine.forecast_squeeze import squeezed_so_far
 from guava_nb.engine.hosting import Host
 from guava_nb.engine.interrupts import interrupts_remembered
 from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run, goes_on
@@ -333,7 +334,10 @@ class Orchestrator(Host):
         bound.apply_defaults()
         with unchanged_randomness():
             factory = self._needed_factory() if model is None else self._named_factory(model, model_args)
-            return forecast_of(self._outlook(factory, bound.arguments), self.config, self._rates())
+            outlook = self._outlook(factory, bound.arguments)
+            sessions = [] if self._cluster is None else self._cluster.all_sessions()
+            down = outlook.composed.spec.optimizer_site == "orchestrator"
+            return forecast_of(outlook, self.config, self._rates(), squeezed_so_far(sessions, down))
 
     def _outlook(self, factory: Factory, given: dict[str, Any]) -> Outlook:
         """What a run of these arguments would be; built here only, and thrown away."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from guava_nb.config.units import show_bytes
@@ -40,6 +40,10 @@ class Feeding:
     held: Traffic = NOTHING
     key: float = 0.0
     travel: tuple[float, ...] = (1.0,)
+
+    def squeezed(self, left: Callable[[Traffic], Traffic]) -> Feeding:
+        """The same, of whose bytes `left` says what compression leaves."""
+        return replace(self, batch=left(self.batch), row=left(self.row), held=left(self.held))
 
     def part(self, number: int, share: float = 1.0) -> Traffic | None:
         """What pass `number`, from 0, or a part of it takes; None where the loader cannot tell how long it is."""
@@ -87,6 +91,17 @@ class Parts:
     state_every: tuple[int, ...] = ()
     each_epoch: bool = False
     ends_with_state: bool = True
+
+    def squeezed(self, left: Callable[[Traffic], Traffic]) -> Parts:
+        """The same, of whose bytes `left` says what compression leaves."""
+        return replace(
+            self,
+            start=left(self.start),
+            step=left(self.step),
+            train=self.train.squeezed(left),
+            validation=None if self.validation is None else self.validation.squeezed(left),
+            state=left(self.state),
+        )
 
     @property
     def steps_per_epoch(self) -> int | None:

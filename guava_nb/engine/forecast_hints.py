@@ -18,6 +18,7 @@ from torch import Tensor
 from guava_nb.engine.forecast import Feeding, Parts, Saving
 from guava_nb.engine.forecast_parts import Sizes, star_parts
 from guava_nb.engine.forecast_state import Asked
+from guava_nb.engine.traffic import Traffic
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import CacheSpec, ParallelSpec, RunSpec
 
@@ -30,32 +31,44 @@ _SEEN_ELEMENTS = 200_000
 
 
 def savings(
-    asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
+    asked: Asked,
+    parts: Parts,
+    resolve: Callable[[str], Any],
+    train: Sizes,
+    val: Sizes | None,
+    left: Callable[[Traffic], Traffic],
 ) -> tuple[Saving, ...]:
-    """Return what would make the run smaller, the most effective first."""
-    now = _bytes_of(parts, train)
-    changed = [(what, _bytes_of(other, train)) for what, other in _others(asked, parts, resolve, train, val)]
-    told = [(what, then) for what, then in changed if now and then < (1 - _WORTH) * now]
-    told.sort(key=lambda item: item[1])
-    return tuple(Saving(what, round(then), per_step=parts.run() is None) for what, then in told)
+    """Return what would make the run smaller, the most effective first; `left`: what compression leaves of bytes."""
+
+    def size(changed: Parts) -> float:
+        run = changed.squeezed(left).run()
+        one = changed.squeezed(left).one_step(train.batch_rows * changed.accumulation) if run is None else run
+        return one.total_bytes / (1 if run is not None else changed.accumulation)
+
+    now = size(parts)
+    squeezed = left(Traffic.going("sample", 1.0)).total_bytes
+    others = [*_others(asked, parts, resolve, train, val), *_as_bytes(asked, parts, train, squeezed)]
+    told = [(what, size(changed)) for what, changed in others]
+    told = sorted(((what, then) for what, then in told if now and then < (1 - _WORTH) * now), key=lambda item: item[1])
+    times = 1 if parts.run() is not None else parts.accumulation
+    return tuple(Saving(what, round(then * times), per_step=parts.run() is None) for what, then in told)
 
 
-def _bytes_of(parts: Parts, train: Sizes) -> float:
-    run = parts.run()
-    one = parts.one_step(train.batch_rows * parts.accumulation) if run is None else run
-    return one.total_bytes
+def _as_bytes(asked: Asked, parts: Parts, train: Sizes, squeezed: float) -> Iterator[tuple[str, Parts]]:
+    """Floats that look like normalised bytes, sent as bytes; where compression finds that out by itself nothing is gained."""
+    share = _byte_share(train)
+    if share < squeezed and asked.spec.preprocess is None:
+        share /= squeezed  # bytes themselves are taken as they are
+        smaller = replace(parts, train=_rows_times(parts.train, share), validation=_rows_times(parts.validation, share))
+        yield "uint8 data, and a --preprocess function that makes floats of it on the workers", smaller
 
 
 def _others(
     asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
 ) -> Iterator[tuple[str, Parts]]:
-    spec, star = asked.spec, asked.spec.parallel is None
-    if (share := _byte_share(train)) < 1.0 and spec.preprocess is None:
-        smaller = replace(parts, train=_rows_times(parts.train, share), validation=_rows_times(parts.validation, share))
-        yield "uint8 data, and a --preprocess function that makes floats of it on the workers", smaller
-    if star:
+    if asked.spec.parallel is None:
         yield from _other_stars(asked, parts, resolve, train, val)
-    if parts.step.total_bytes > _WORTH * _bytes_of(parts, train):
+    if parts.step.total_bytes > _WORTH * parts.one_step(train.batch_rows * parts.accumulation).total_bytes:
         times = 4 * parts.accumulation
         if parts.train.batches is None or parts.train.batches >= times:
             what = f"--accumulate {times} (one exchange for {times} batches: fewer, larger steps)"

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.units import show_bytes
 from guava_nb.data.feed import Feed, LoadedBatch
 from guava_nb.data.randomness import RandomState
 from guava_nb.data.rows import NotSeparable, Rows
 from guava_nb.data.sizes import size_of
 from guava_nb.data.split import RowSplitter
+from guava_nb.data.tree import pack
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import source
 from guava_nb.engine.budget import Budget, Costs, Limit, refuse_small
@@ -25,6 +27,7 @@ from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.forecast import Forecast, Parts
 from guava_nb.engine.forecast_hints import savings
 from guava_nb.engine.forecast_parts import Sizes, peeked, star_parts
+from guava_nb.engine.forecast_squeeze import NOT_SQUEEZED, Squeezed, tried
 from guava_nb.engine.forecast_state import Asked
 from guava_nb.engine.own import held
 from guava_nb.engine.plan import TrainingPlan
@@ -110,6 +113,10 @@ def guessed_feeds(loaders: tuple[Any, Any]) -> tuple[Feed, Feed | None]:
     return train, val
 
 
+def _first_rows(batch: LoadedBatch, rows: int) -> Any:
+    return RowSplitter().split(batch.batch, [(0, min(rows, batch.rows))], batch.rows)[0]
+
+
 @contextmanager
 def unchanged_randomness() -> Iterator[None]:
     """Give random numbers back as they were: of torch on the CPU, numpy and Python."""
@@ -130,10 +137,22 @@ def parts_of(outlook: Outlook, train: Sizes, val: Sizes | None) -> Parts:
     return group_parts(asked, outlook.resolve, train, val)
 
 
-def forecast_of(outlook: Outlook, config: DistributedConfig, rates: tuple[float | None, float | None]) -> Forecast:
-    """Return the forecast of a run."""
+def forecast_of(
+    outlook: Outlook,
+    config: DistributedConfig,
+    rates: tuple[float | None, float | None],
+    squeezed: Squeezed = NOT_SQUEEZED,
+) -> Forecast:
+    """Return the forecast of a run.
+
+    Args:
+        rates: bytes a second out and in, as far as they were measured.
+        squeezed: what compression has left of the bytes in this session.
+    """
     train, val = outlook.sizes()
-    parts = parts_of(outlook, train, val)
+    left, said = _compression(outlook, train, config, rates, squeezed)
+    plain = parts_of(outlook, train, val)
+    parts = plain.squeezed(left.of)
     spec = outlook.composed.spec
     epochs = [parts.epoch(number) for number in range(len(parts.epochs))]
     passed = None if parts.validation is None else parts.validation.part(0)
@@ -151,9 +170,39 @@ def forecast_of(outlook: Outlook, config: DistributedConfig, rates: tuple[float 
         rates_bytes_s=rates,
         encrypted=config.tls,
         budget_bytes=outlook.budget_bytes,
-        savings=savings(outlook.asked(train), parts, outlook.resolve, train, val),
-        notes=tuple(_notes(outlook, train, config)),
+        savings=savings(outlook.asked(train), plain, outlook.resolve, train, val, left.of),
+        notes=(*said, *_notes(outlook, train, config)),
     )
+
+
+def _compression(
+    outlook: Outlook,
+    train: Sizes,
+    config: DistributedConfig,
+    rates: tuple[float | None, float | None],
+    squeezed: Squeezed,
+) -> tuple[Squeezed, list[str]]:
+    """What compression leaves of the run's bytes, and the sentence on it."""
+    if config.compression == "off":
+        return NOT_SQUEEZED, []
+    measured = sorted({*squeezed.out, *squeezed.back})
+    if measured:
+        return squeezed, [
+            f"Compression as it was in this session so far ({', '.join(measured)}); all else counts in full."
+        ]
+    trial = None
+    if train.groups:
+        share = max(1, round(train.batch_rows / outlook.workers)) if outlook.composed.spec.parallel is None else None
+        _, buffers = pack(train.groups[0][0].batch if share is None else _first_rows(train.groups[0][0], share))
+        trial = tried(buffers)
+    if trial is None or not trial.pays_below_bytes_s:
+        return NOT_SQUEEZED, ["Counted without compression, which would not make these batches smaller."]
+    told = f"samples compress to {trial.share:.0%}, which a line slower than {show_bytes(round(trial.pays_below_bytes_s))}/s uses"
+    if config.compression == "on" or (rates[0] is not None and rates[0] < trial.pays_below_bytes_s):
+        return Squeezed({"sample": trial.share}, {}), [
+            f"Compression is reckoned for samples: {told}; all else counts in full."
+        ]
+    return NOT_SQUEEZED, [f"Counted without compression: {told}; gradients and states may take less, too."]
 
 
 def budget_of(limit: Limit, outlook: Outlook) -> Budget:
@@ -194,8 +243,6 @@ def _notes(outlook: Outlook, train: Sizes, config: DistributedConfig) -> Iterato
         yield "The loader is an iterator that can be drawn once only, so no batch was looked at: samples are not counted."
     if outlook.composed.own:
         yield "How many samples lie at the workers is known when the run asks them; here their ids are counted per step."
-    if config.compression != "off":
-        yield "Counted without compression: where it pays, batches, gradients and states take less."
     if spec.parallel is not None and spec.parallel.path != "relay":
         yield (
             "Counted by way of the orchestrator (path relay); where the workers reach each other directly, "

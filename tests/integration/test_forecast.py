@@ -44,10 +44,25 @@ def assert_close(made: Forecast, run: Run) -> None:
     assert made.run_bytes == pytest.approx(used(run), rel=0.05), (made, run.wire)
 
 
+@pytest.fixture(scope="module")
+def pool_without_compression(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        folder = tmp_path_factory.mktemp("pool")
+        session = Session(folder, relayed=True, num_workers=3, compression="off", checkpoint_dir=str(folder))
+        try:
+            session.ensure(3)
+            yield session
+        finally:
+            session.close()
+
+
 @pytest.fixture
-def pool(three: Session) -> Iterator[Session]:
-    yield three
-    three.orch.set_mode("data", path="auto")
+def pool(pool_without_compression: Session) -> Session:
+    """Three workers, each behind a relay of its own."""
+    pool_without_compression.ensure(3)
+    return pool_without_compression
 
 
 def test_data_mode_takes_what_was_forecast_and_the_dry_run_changes_nothing(pool: Session) -> None:
@@ -103,31 +118,21 @@ def test_a_budget_is_not_passed_in_a_pipeline_and_the_run_goes_on(pool: Session,
         pool.orch.start_training(loader(), None, 4, progress=False, budget_bytes=100_000, **options())
 
 
-def test_a_connection_that_breaks_does_not_pass_the_budget(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder = tmp_path_factory.mktemp("relayed")
-    session = Session(folder, relayed=True, num_workers=2, compression="off", checkpoint_dir=str(folder))
-    try:
-        workers = session.ensure(2)
-        shared(session)
-        cuts: list[int] = []
+def test_connections_that_break_do_not_make_a_run_pass_its_budget(pool: Session) -> None:
+    shared(pool)
+    worker, cuts = pool.ensure(3)[0], []
 
-        class Cutting:
-            def on_step(self, run: Run, record: dict[str, Any]) -> None:
-                if record["step"] % 4 == 0 and len(cuts) < 3:
-                    cuts.append(record["step"])
-                    workers[0].link("bulk").cut()
+    class Cutting:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] % 4 == 0 and len(cuts) < 3:
+                cuts.append(record["step"])
+                worker.link("bulk").cut()
 
-        needed = session.orch.forecast(loader(), None, 8, **options()).run_bytes
-        assert needed is not None
-        limit = needed // 2
-        run = session.orch.start_training(
-            loader(), None, 8, progress=False, budget_bytes=limit, callbacks=[Cutting()], **options()
-        )
-        assert run.state == "stopped" and cuts and used(run) <= limit
-        assert (run.lost_samples, run.duplicated_samples) == (0, 0)
-    finally:
-        session.close()
+    needed = pool.orch.forecast(loader(), None, 8, **options()).run_bytes
+    assert needed is not None
+    limit = needed // 2
+    run = pool.orch.start_training(
+        loader(), None, 8, progress=False, budget_bytes=limit, callbacks=[Cutting()], **options()
+    )
+    assert run.state == "stopped" and len(cuts) == 3 and used(run) <= limit
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
