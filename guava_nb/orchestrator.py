@@ -54,7 +54,7 @@ from guava_nb.engine.row_writer import Caches
 from guava_nb.engine.run import Run
 from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
-from guava_nb.engine.survey import survey, wire_meter
+from guava_nb.engine.survey import survey, total_bytes, wire_meter
 from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
@@ -493,7 +493,7 @@ class Orchestrator(Host):
         plan.save_path = Path(self.config.checkpoint_dir) / f"{ensemble.run_id}.pt"
         meter = wire_meter(cluster, ensemble.spec)
         if plan.budget is not None:
-            plan.budget.used, run.budget = lambda: meter().out_bytes + meter().in_bytes, plan.budget
+            plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
         job = TrainingJob(ensemble, plan, run, cluster, save)
         run.connect(meter, job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble, self._asked = run, job, ensemble, None

@@ -16,7 +16,7 @@ from guava_nb.link.session import Session
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, RunSpec
 
-__all__ = ["note_workers", "note_waits", "survey", "wire_bytes", "wire_meter"]
+__all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", "wire_meter"]
 
 
 def survey(
@@ -102,6 +102,11 @@ def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read
+
+
+def total_bytes(wire: WireBytes) -> int:
+    """Return the bytes of both directions."""
+    return wire.out_bytes + wire.in_bytes
 
 
 def note_waits(members: Iterable[Member]) -> list[dict[str, Any]]:

@@ -88,7 +88,10 @@ def test_a_pipeline_takes_what_was_forecast(pool: Session, schedule: str) -> Non
 
 
 def test_shared_layers_and_zero_take_about_what_was_forecast(pool: Session) -> None:
-    for mode, settings, tolerance in (("zero", {"zero_stage": 2}, 0.05), ("tensor", {"tensor_plan": {"1.linear": "colwise"}}, 0.1)):
+    for mode, settings, tolerance in (
+        ("zero", {"zero_stage": 2}, 0.05),
+        ("tensor", {"tensor_plan": {"1.linear": "colwise"}}, 0.1),
+    ):
         shared(pool, mode, **settings)
         made = pool.orch.forecast(loader(), None, 3, **options())
         run = pool.orch.start_training(loader(), None, 3, progress=False, **options())

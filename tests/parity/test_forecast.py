@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from guava_nb.config import DistributedConfig
 from guava_nb.data.feed import Feed
 from guava_nb.engine import checkpoint
-from guava_nb.engine.budget import Limit
+from guava_nb.engine.budget import Budget, Limit
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.evaluation import Validation
@@ -22,7 +22,7 @@ from guava_nb.engine.forecast import Forecast
 from guava_nb.engine.outlook import Composed, Outlook, budget_of, forecast_of
 from guava_nb.engine.plan import Position, TrainingPlan
 from guava_nb.engine.run import Run
-from guava_nb.engine.survey import wire_meter
+from guava_nb.engine.survey import total_bytes, wire_meter
 from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import CacheSpec, Factory, GradientBucket, Message, RunSpec
@@ -87,7 +87,7 @@ class Session:
 
         meter = wire_meter(self.cluster, run_spec)
         if plan.budget is not None:
-            plan.budget.used, run.budget = lambda: meter().out_bytes + meter().in_bytes, plan.budget
+            plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
         job = TrainingJob(ensemble, plan, run, self.cluster, save)
         run.connect(meter, job.interrupt, lambda: ensemble.master.model)
         job.start()
@@ -248,6 +248,20 @@ def test_a_budget_holds_when_a_worker_is_lost_in_the_middle(cluster: Cluster, tm
     wire = run.wire
     assert hook.fired and run.state == "stopped"  # type: ignore[attr-defined]
     assert wire.out_bytes + wire.in_bytes <= 2_000_000 and session.saved["path"].exists()
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+
+
+def test_who_breaks_when_nothing_can_be_sent_again_is_let_go(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    cluster.notice = told.append
+    monkeypatch.setattr(Budget, "can_send_again", lambda self: False)
+    hook = once_after(6, GradientBucket, DirectWorker.go_away)
+    session, run_spec = Session(cluster, 2, hook), spec(model=WIDE)
+    run = session.train(run_spec, budgeted(session, run_spec, 1 << 30), tmp_path)
+    assert hook.fired and run.state == "done" and cluster.members()[0].state == "lost"  # type: ignore[attr-defined]
+    assert any("of the budget are left" in sentence for sentence in told)
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
