@@ -134,11 +134,8 @@ class Budget:
     stopped: bool = False
     _under_way: dict[int, float] = field(default_factory=dict)
     _row_bytes: float = 0.0
-    _since: tuple[float, float, int] = (
-        0.0,
-        0.0,
-        0,
-    )  # bytes used, batch bytes and steps issued: since what else was done
+    # Since something else than steps was done: bytes that were used then, batch bytes and steps that were sent.
+    _since: tuple[float, float, int] = (0.0, 0.0, 0)
     _step: float = 0.0
     _validation: float = 0.0
     _counted_step: float = 0.0
@@ -194,15 +191,14 @@ class Budget:
 
     # ----------------------------------------------------------------------------------------------------- what has room
 
-    def fits(self, cost: float, under_way: float | None = None) -> bool:
+    def fits(self, cost: float) -> bool:
         """Whether something of this cost may be begun: with it, and with all under way sent once more, the reserve is left."""
-        waiting = (sum(self._under_way.values()) if under_way is None else under_way) + cost
+        waiting = sum(self._under_way.values()) + cost
         return self.used() + 2 * waiting + self.reserve <= self.limit.limit_bytes
 
     def can_send_again(self) -> bool:
         """Whether what is under way could be sent again in full, when a connection broke."""
-        waiting = sum(self._under_way.values())
-        return self.used() + 2 * waiting + self.reserve <= self.limit.limit_bytes
+        return self.fits(0.0)
 
     # ---------------------------------------------------------------------------------------------------- what happened
 

@@ -48,6 +48,7 @@ class Spending:
         """
         if self._budget is None:
             return 0.0
+        self._budget.goes_by(self._job.ensemble.route.path)  # another group may have come to stand
         self._batches = self._budget.batches_cost(group)
         cost = self._budget.step_cost(self._batches)
         if not self._has_room(cost):
@@ -142,6 +143,7 @@ class Spending:
         if self._budget is None:
             yield
             return
+        self._budget.goes_by(self._job.ensemble.route.path)
         if not self._has_room(self._budget.validation_cost):
             raise BudgetSpent
         before = self._budget.used()

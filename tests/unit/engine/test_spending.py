@@ -27,7 +27,9 @@ class Job:
         self.cluster = SimpleNamespace(
             notice=self.told.append, name=lambda rank: f"w{rank}", let_go=lambda rank, reason: self.gone.append(rank)
         )
-        self.ensemble: Any = SimpleNamespace(at={0: 3, 1: 2}, step=3, master_step=-1, least=1)
+        self.ensemble: Any = SimpleNamespace(
+            at={0: 3, 1: 2}, step=3, master_step=-1, least=1, route=SimpleNamespace(path="relay")
+        )
         self.ready, self.drained = {0, 1}, 0
 
     def current(self) -> list[int]:
