@@ -98,6 +98,7 @@ class RunStatus:
     loaded_bytes: int = 0
     joules: float | None = None  # of all workers, each board once
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
+    budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
