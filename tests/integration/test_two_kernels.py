@@ -306,7 +306,11 @@ def test_the_panel_of_a_page_shows_workers_loss_bytes_and_ends_as_plain_html(pai
         laptop.run(f"{TRAIN} --loss slow_loss --val test --epochs 3 --fresh", 60)
         shown = [m for m in laptop.messages if m["msg_type"] in ("display_data", "update_display_data")]
         live = [m["content"]["data"]["value"] for m in laptop.messages if _is_widget_value(m)]
+        panel = shown[0]["content"]["transient"]["display_id"]
+        curve = [m["content"]["data"] for m in shown if m["content"]["transient"]["display_id"] != panel]
+        shown = [m for m in shown if m["content"]["transient"]["display_id"] == panel]
         first, last = shown[0]["content"]["data"], shown[-1]["content"]["data"]
+        assert set(curve[-1]) == {"text/plain", "image/png"}, "what is stored of the curve needs no widget"
         assert "application/vnd.jupyter.widget-view+json" in first
         assert set(last) == {"text/plain", "text/html"}, "what is stored needs no widget"
         for wanted in ("colab", "69/69 steps", "validation", "accuracy", "samples/s", "kB out"):
