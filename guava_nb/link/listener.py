@@ -28,7 +28,7 @@ from guava_nb.errors import (
 )
 from guava_nb.link.events import Event, VisitArrived
 from guava_nb.link.guests import Guests
-from guava_nb.link.handshake import Deadline, prove, receive_record, send_record
+from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import REPORT, RefusedJoin, Registry
@@ -44,7 +44,6 @@ from guava_nb.transport.certificate import self_signed_certificate
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
-from guava_nb.transport.tls import TlsStream
 
 __all__ = ["ListenedSession", "Listener", "ListenerStats"]
 
@@ -270,8 +269,8 @@ class Listener:
 
     def _let_in(self, tcp: Stream) -> None:
         deadline = Deadline(self._options.auth_timeout_s, "prove itself", tcp.peer)
-        stream = tcp if self._tls is None else TlsStream.over_server(tcp, self._tls, deadline.left_s())
-        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline)
+        stream, begun = unwrap(tcp, self._tls, deadline)
+        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline, begun)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
         decoder = Decoder(Limits.before_join())
         arrived, early = receive_record(stream, decoder, deadline)
