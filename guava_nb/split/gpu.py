@@ -248,7 +248,7 @@ class ColabGPUTrainer(GPUTrainer):
         return self._behind(tunnel, authtoken, lambda: super(ColabGPUTrainer, self).start_service(mode, once=once))
 
     def _behind(self, tunnel: Tunnel | None, authtoken: str | None, call: Callable[[], str]) -> str:
-        way = NgrokTunnel(authtoken) if tunnel is None else tunnel
+        way = NgrokTunnel(authtoken=authtoken) if tunnel is None else tunnel
         self.listen()
         assert self._listening is not None
         try:

@@ -1,7 +1,17 @@
 """Ways to make a listening port reachable from outside: each gives the address that a join code then carries."""
 
 from guava_nb.tunnels.direct import DirectTunnel, LocalTunnel
-from guava_nb.tunnels.ngrok import NgrokTunnel
+from guava_nb.tunnels.ngrok import NgrokHttpTunnel, NgrokTunnel
+from guava_nb.tunnels.registry import make_tunnel, tunnel_names
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
-__all__ = ["Address", "DirectTunnel", "LocalTunnel", "NgrokTunnel", "Tunnel"]
+__all__ = [
+    "Address",
+    "DirectTunnel",
+    "LocalTunnel",
+    "NgrokHttpTunnel",
+    "NgrokTunnel",
+    "Tunnel",
+    "make_tunnel",
+    "tunnel_names",
+]

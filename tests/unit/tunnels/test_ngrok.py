@@ -36,7 +36,7 @@ def refusing(number: str) -> Any:
 def test_a_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch, number: str, words: str) -> None:
     monkeypatch.setattr("pyngrok.ngrok.connect", refusing(number))
     with pytest.raises(ConfigError, match=words) as told:
-        NgrokTunnel("token-of-mine").start(4242)
+        NgrokTunnel(authtoken="token-of-mine").start(4242)
     assert "\n" not in str(told.value) and "token-of-mine" not in str(told.value)
 
 
