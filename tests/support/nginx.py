@@ -71,9 +71,9 @@ class Nginx:
     def __init__(self, folder: Path, upstream: int, idle_s: int = 60) -> None:
         self.folder, self.upstream, self.idle_s = folder, upstream, idle_s
         folder.mkdir(parents=True, exist_ok=True)
-        self.port, self.plain_port = _free_port(), _free_port()
+        self.port, self.plain_port = free_port(), free_port()
         self.authority = folder / "authority.pem"
-        _certify(folder)
+        certify(folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Nginx:
@@ -120,12 +120,12 @@ class Nginx:
         return log.read_text().splitlines() if log.exists() else []
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
-def _certify(folder: Path) -> None:
+def certify(folder: Path) -> None:
     """Write authority.pem, server.pem and server.key for localhost."""
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "guava test authority")])
