@@ -30,8 +30,9 @@ from guava_nb.link.events import Event, VisitArrived
 from guava_nb.link.guests import Guests
 from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.loglimit import LogLimit
+from guava_nb.link.measure import Measuring, answer_measuring
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.registry import REPORT, RefusedJoin, Registry
+from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import Decoder, Limits
@@ -138,6 +139,7 @@ class Listener:
         self._fingerprint = certificate.fingerprint16 if certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Guests(self._options.max_unauthenticated)
+        self._measuring = Measuring()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -289,6 +291,11 @@ class Listener:
         self._registry.check(attach)
         if attach.purpose == REPORT:
             self._take_report(stream, decoder, attach, deadline)
+            return
+        if attach.purpose == MEASURE:
+            with self._measuring.seat():
+                send_record(stream, Attached(False, {}, self._options.grace_s))
+                answer_measuring(stream, decoder)
             return
         session = self._registry.find(attach)
         if session is None:

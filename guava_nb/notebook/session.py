@@ -267,7 +267,7 @@ class NotebookSession:
             UsageError: no code, or a living worker belongs to another session.
             JoinCodeError: the code is damaged.
         """
-        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or self._ask_for_code()
+        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or self.ask_for_code()
         code = JoinCode.decode(text)
         if not self.has_worker or self._worker_code is None:
             return code
@@ -275,8 +275,12 @@ class NotebookSession:
             raise UsageError("this notebook works for another session already; %guava_down leaves it")
         return None
 
-    def _ask_for_code(self) -> str:
-        """A hidden prompt: what is typed there is kept in no cell, no history and no output."""
+    def ask_for_code(self) -> str:
+        """A hidden prompt: what is typed there is kept in no cell, no history and no output.
+
+        Raises:
+            UsageError: nothing was typed, or nobody can be asked.
+        """
         if self.has_worker and self._worker_code is not None:
             return self._worker_code.encode()
         can_ask = getattr(self._shell, "kernel", None) is not None or (sys.stdin is not None and sys.stdin.isatty())
@@ -286,7 +290,7 @@ class NotebookSession:
             text = ""
         if not text.strip():
             raise UsageError(
-                "%guava_worker needs the join code that %guava_up shows in the other notebook: %guava_worker guava1:..."
+                "this needs the join code that %guava_up shows in the other notebook, as in %guava_worker guava1:..."
             )
         return text
 

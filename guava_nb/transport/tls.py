@@ -26,6 +26,7 @@ from guava_nb.transport.stream import Buffer, Stream, flatten
 
 __all__ = ["TlsStream"]
 
+_FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
@@ -42,6 +43,7 @@ class TlsStream(Stream):
         self._crypto = threading.Lock()
         self._sending = threading.Lock()
         self._fetched = memoryview(bytearray(_RECORD_BYTES))
+        self._first = b""  # bytes of the other side: they tell who it is when it is no TLS
 
     @classmethod
     def over_client(cls, stream: Stream, fingerprint: bytes, timeout_s: float = 10.0) -> TlsStream:
@@ -112,18 +114,25 @@ class TlsStream(Stream):
         """
         tls = cls(stream, context, server_side=True)
         tls._incoming.write(early)
+        tls._first = early
         tls._shake_hands(timeout_s)
         return tls
 
     def _shake_hands(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        late = LinkTimeout(f"the TLS handshake with {self.peer} was not done within {timeout_s:.3g} s")
         while not self._handshake_step():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise LinkTimeout(f"the TLS handshake with {self.peer} was not done within {timeout_s:g} s")
+                raise late
             self._stream.set_deadline(left_s)
-            if not self._fetch():
+            try:
+                count = self._fetch()
+            except LinkTimeout:
+                raise late from None
+            if not count:
                 raise LinkBroken(f"{self.peer} closed the connection during the TLS handshake")
+            self._first = self._first or bytes(self._fetched[: min(count, _FIRST_BYTES)])
         self._stream.set_deadline(None)
         self._fetched = memoryview(bytearray(_FETCH_BYTES))
 
@@ -140,7 +149,9 @@ class TlsStream(Stream):
                 "traffic, whose own authority SSL_CERT_FILE must name"
             ) from problem
         except ssl.SSLError as problem:
-            raise RemoteProtocolError(f"{self.peer} does not speak our TLS: {_reason(problem)}") from problem
+            raise RemoteProtocolError(
+                f"{self.peer} does not speak our TLS: {_reason(problem, self._first)}"
+            ) from problem
         finally:
             if self._outgoing.pending:
                 self._stream.send_all((self._outgoing.read(),))
@@ -277,7 +288,11 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
         yield [memoryview(b"".join(small))]
 
 
-def _reason(problem: ssl.SSLError) -> str:
+def _reason(problem: ssl.SSLError, first: bytes = b"") -> str:
+    if first.startswith(b"SSH-"):
+        return "an SSH server or client answers there"
+    if first.startswith(b"HTTP/"):
+        return "a web server answers there"
     known = {
         "HTTP_REQUEST": "it sent a plain HTTP request (a web browser or scanner)",
         "HTTPS_PROXY_REQUEST": "it sent an HTTP proxy request (a web browser or scanner)",

@@ -182,7 +182,7 @@ class WebSocketStream(Stream):
         return [part for part in self._protocol.data_to_send() if part]
 
     def _too_slow(self, timeout_s: float) -> LinkTimeout:
-        return LinkTimeout(f"the WebSocket handshake with {self._where} was not done within {timeout_s:g} s")
+        return LinkTimeout(f"the WebSocket handshake with {self._where} was not done within {timeout_s:.3g} s")
 
     def _no_handshake(self, problem: Exception) -> GuavaError:
         cause = problem.__cause__ or problem
