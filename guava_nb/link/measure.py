@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from guava_nb.errors import FrameTooLarge, LinkBroken, RemoteProtocolError
+from guava_nb.errors import FrameTooLarge, LinkBroken, LinkClosed, LinkTimeout, RemoteProtocolError
 from guava_nb.link.handshake import Deadline, attach, receive_record
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import MEASURE, RefusedJoin
@@ -42,8 +42,8 @@ _PIECE_BYTES = 256 << 10
 _FIRST_BURST_BYTES, _LAST_BURST_BYTES, _GROWTH = 64 << 10, 4 << 20, 4
 _LONG_ENOUGH_S = 0.5
 _PINGS = 7
-#: A visitor's whole patience, and the listener's with it: of bytes both ways together.
-_VISIT_S = 45.0
+#: How long a visit may last, and how many bytes it may cost both ways together.
+_VISIT_S = 30.0
 _MAX_VISIT_BYTES = 32 << 20
 _MAX_VISITORS = 2
 _LIMITS = Limits(max_record_bytes=1 << 10, max_payload_bytes=_PIECE_BYTES)
@@ -128,6 +128,26 @@ class _Talk:
         return arrived.message
 
 
+@contextlib.contextmanager
+def _ended_in_time(stream: Stream) -> Iterator[None]:
+    """Close the stream in the end, and at the latest when a visit is over: who sends to a dead line would wait for long.
+
+    Raises:
+        LinkTimeout: the time was over.
+    """
+    timer = threading.Timer(_VISIT_S, stream.shutdown)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except LinkClosed:
+        raise LinkTimeout(f"{stream.peer} did not finish measuring within {_VISIT_S:g} s") from None
+    finally:
+        timer.cancel()
+        timer.join()
+        stream.close()
+
+
 def answer_measuring(stream: Stream, decoder: Decoder) -> None:
     """Be the listener's side of a visit, until the visitor leaves; closes the stream.
 
@@ -139,7 +159,7 @@ def answer_measuring(stream: Stream, decoder: Decoder) -> None:
     decoder.limits = _LIMITS
     talk = _Talk(stream, decoder, Deadline(_VISIT_S, "finish measuring", stream.peer), [])
     received = 0
-    with contextlib.closing(stream), contextlib.suppress(LinkBroken):
+    with _ended_in_time(stream), contextlib.suppress(LinkBroken):
         while not isinstance(record := talk.hear(), Goodbye):
             wanted = record.nbytes if isinstance(record, Measure) else 0
             if talk.passed_bytes + wanted > _MAX_VISIT_BYTES:
@@ -173,7 +193,7 @@ def measure_line(
     visitor = Attach(bytes(16), secrets.token_bytes(32), MEASURE, 0, {})
     made = attach(code, visitor, options, options.connect_timeout_s, on_step)
     on_step("line")
-    with contextlib.closing(made.stream):
+    with _ended_in_time(made.stream):
         talk = _Talk(made.stream, made.decoder, Deadline(_VISIT_S, "finish measuring", code.address), made.early)
         round_trip_s = statistics.median(_round_trip_s(talk) for _ in range(_PINGS))
         down_bytes_s = _rate(lambda nbytes: _fetch(talk, nbytes), round_trip_s)

@@ -17,6 +17,7 @@ import pytest
 from guava_nb.doctor import Check, check_join, exit_status
 from guava_nb.doctor.joining import _measured
 from guava_nb.errors import JoinRefused, RemoteProtocolError
+from guava_nb.link import measure
 from guava_nb.link.events import SessionOpened
 from guava_nb.link.measure import LineFigures, _Talk, measure_line
 from guava_nb.link.options import LinkOptions
@@ -242,12 +243,29 @@ def test_a_line_that_breaks_or_is_busy_is_no_failure(monkeypatch: pytest.MonkeyP
             relay.plans.append({DOWN: 30_000})
             checks = check_join(code.with_address("127.0.0.1", relay.port).encode())
             assert checks[-1].status == "warning" and checks[-1].detail.startswith("not measured: ")
+        eventually(lambda: made.listener.stats.accepted == 1, "that visit is over")
         with made.listener._measuring.seat(), made.listener._measuring.seat():
             checks = check_join(code.encode())
             assert checks[-1].status == "warning" and "others measure this line already" in checks[-1].detail
             with pytest.raises(JoinRefused):
                 measure_line(code)
         eventually(lambda: check_join(code.encode())[-1].status == "ok")
+
+
+def test_a_line_that_swallows_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_VISIT_S", 0.8)
+    with nothing_left_behind(), world() as made, Relay(made.listener.port) as relay:
+        relay.plans.append({})
+        fill = _Talk.fill
+
+        def stalling(self: _Talk, nbytes: int) -> None:
+            relay.links[0].stall()
+            fill(self, nbytes)
+
+        monkeypatch.setattr(_Talk, "fill", stalling)
+        checks = check_join(made.listener.join_code(port=relay.port).encode())
+        assert checks[-1].status == "warning" and "did not finish measuring within 0.8 s" in checks[-1].detail
+        relay.links[0].cut()
 
 
 def greedy(made: World, *records: object) -> None:
