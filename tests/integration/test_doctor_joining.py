@@ -23,7 +23,7 @@ from guava_nb.link.measure import LineFigures, _Talk, measure_line
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Leave, Measure
-from tests.support.links import World, eventually, nothing_left_behind, world
+from tests.support.links import World, eventually, nothing_left_behind, own_port, world
 from tests.support.nginx import Nginx, why_not
 from tests.support.processes import ROOT
 from tests.support.relay import DOWN, Relay
@@ -146,8 +146,7 @@ def test_a_name_that_cannot_be_looked_up(number: int, says: str, fix: str, monke
 
 
 def test_nobody_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = own_port()
     check = failed(check_join(code_for(port)), "tcp")
     assert "connection refused" in check.detail
     assert "127.0.0.1 is this machine itself" in check.fix and "--tunnel" in check.fix
@@ -206,8 +205,8 @@ def test_somebody_else_answers(greeting: bytes, hears: bool, scheme: str, name: 
     assert "newest join code" in check.fix or "upgrade guava-nb" in check.fix
 
 
-def test_the_code_of_yesterday(monkeypatch: pytest.MonkeyPatch) -> None:
-    with world() as yesterday, world(tls=False) as plain_yesterday:
+def test_the_code_of_yesterday() -> None:
+    with world(port=own_port()) as yesterday, world(tls=False, port=own_port()) as plain_yesterday:
         codes = [yesterday.listener.join_code(), plain_yesterday.listener.join_code()]
     with world(port=codes[0].port) as today, world(tls=False, port=codes[1].port) as plain_today:
         check = failed(check_join(codes[0].encode()), "fingerprint")
@@ -308,7 +307,7 @@ def doctor(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_takes_the_code_from_the_environment_and_tells_by_its_status() -> None:
-    with world() as made:
+    with world(port=own_port()) as made:
         code = made.listener.join_code()
         done = doctor(code.encode())
     assert done.returncode == 0, done.stdout + done.stderr

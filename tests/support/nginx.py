@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.support.links import own_port
+
 CONFIG = """
 daemon off;
 {user}
@@ -71,7 +73,7 @@ class Nginx:
     def __init__(self, folder: Path, upstream: int, idle_s: int = 60) -> None:
         self.folder, self.upstream, self.idle_s = folder, upstream, idle_s
         folder.mkdir(parents=True, exist_ok=True)
-        self.port, self.plain_port = free_port(), free_port()
+        self.port, self.plain_port = own_port(), own_port()
         self.authority = folder / "authority.pem"
         certify(folder)
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,11 +120,6 @@ class Nginx:
         """Status and path of each request that is over."""
         log = self.folder / "access.log"
         return log.read_text().splitlines() if log.exists() else []
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def certify(folder: Path) -> None:
