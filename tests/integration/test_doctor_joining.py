@@ -132,7 +132,7 @@ def test_a_code_that_was_cut_off_or_is_none() -> None:
 @pytest.mark.parametrize(
     ("number", "says", "fix"),
     [
-        (socket.EAI_NONAME, "is not known here", "a tunnel made in this minute"),
+        (socket.EAI_NONAME, "is not known here", "if the tunnel was opened in this minute"),
         (socket.EAI_AGAIN, "is this machine online", "check the network of this machine"),
     ],
 )
