@@ -181,6 +181,16 @@ class NetworkWorker:
         with _leaves_on_interrupt(self.leave):
             return self._member.run()
 
+    def redirect(self, code: JoinCode | str) -> None:
+        """Dial the same session by another code from now on, as when a tunnel got another address; from any thread.
+
+        Raises:
+            JoinCodeError: the code is damaged or belongs to another session; nothing has changed.
+        """
+        new = join_code_from(code)
+        self._member.redirect(new)
+        self.code = new
+
     def leave(self) -> None:
         """Leave after the step in work; from any thread."""
         self._member.loop.leave("asked to leave")

@@ -16,8 +16,8 @@ from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
-from guava_nb.errors import GuavaError, LinkClosed
-from guava_nb.link.dialler import dial
+from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
+from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.events import (
     Event,
     MessageArrived,
@@ -27,7 +27,7 @@ from guava_nb.link.events import (
 )
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
 
 __all__ = ["Membership"]
@@ -92,6 +92,22 @@ class Membership:
         self.greet(dial(self._code, self.on_event, self._options, self._identity))
         return self.work()
 
+    def redirect(self, code: JoinCode) -> None:
+        """Dial the same orchestrator by another code from now on; from any thread.
+
+        Raises:
+            JoinCodeError: the code belongs to another session, or this worker does not dial; nothing has changed.
+        """
+        if self._code is None:
+            raise JoinCodeError("this worker listens: the other side dials it, and the new code is for that side")
+        check_same_session(self._code, code)
+        self._code = code
+        session = self._session
+        if isinstance(session, DialledSession):
+            session.redirect(code)
+            if session.state == "suspect":
+                self._report("reconnecting", self._step, f"dialling {code.address}")
+
     def greet(self, session: Session) -> None:
         """Take a session that stands, and say hello on it."""
         self._session = session
@@ -144,7 +160,7 @@ class Membership:
             self._seat.abort(_ANY_GENERATION, str(event.cause))
             self.loop.end()
         elif isinstance(event, SessionSuspect):
-            self._report("reconnecting", self._step, str(event.cause))
+            self._report("reconnecting", self._step, _waiting(event.session, event.cause))
         elif isinstance(event, SessionResumed):
             self._report("ready", self._step, "the connection is back")
 
@@ -156,3 +172,11 @@ class Membership:
         self._step = step
         if self._session is not None:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
+
+
+def _waiting(session: Session, cause: GuavaError) -> str:
+    """What a worker waits for whose connection broke, and how long."""
+    if not isinstance(session, DialledSession):
+        return str(cause)
+    sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
+    return f"{sentence}; a new join code may be needed" if session.is_tunnelled else sentence
