@@ -1,98 +1,115 @@
-"""A tunnel of ngrok, whose agent pyngrok runs."""
+"""Tunnels of ngrok: a TCP address, or an HTTP address that carries WebSocket."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
+from guava_nb.tunnels.agent import Agent, start_agent
+from guava_nb.tunnels.tokens import VARIABLE, Found, find_token
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
 __all__ = ["NgrokHttpTunnel", "NgrokTunnel"]
 
-#: What ngrok's refusals mean, by the number in its message.
-_NGROK_ADVICE = {
-    "ERR_NGROK_105": "the authtoken is not one of ngrok's: copy it again from https://dashboard.ngrok.com/get-started/your-authtoken",
-    "ERR_NGROK_107": "the authtoken was revoked or mistyped: copy it again from https://dashboard.ngrok.com/get-started/your-authtoken",
-    "ERR_NGROK_108": "the account runs its one free agent elsewhere already: end that one at https://dashboard.ngrok.com/agents",
-    "ERR_NGROK_302": "the account needs a verified e-mail address: https://dashboard.ngrok.com/user/settings",
-    "ERR_NGROK_8013": "TCP tunnels need a payment card on file, also on the free plan: https://dashboard.ngrok.com/settings#id-verification",
-}
+_SCHEMES = {"tcp": ("tcp", None), "https": ("wss", 443), "http": ("ws", 80)}
 
 
 class NgrokTunnel(Tunnel):
-    """A TCP tunnel of ngrok, whose agent pyngrok runs (and fetches, the first time).
+    """A TCP address of ngrok, whose agent pyngrok runs (and fetches, the first time).
+
+    Needs an account with a payment card on file, also on the free plan. The address changes with every start.
 
     Args:
-        authtoken: of an ngrok account; None takes NGROK_AUTHTOKEN or what `ngrok config add-authtoken` stored.
+        what: nothing; stands for the text behind the colon.
+        authtoken: of an ngrok account; None looks where `find_token` does.
+        ask: gives an authtoken where none is found; None where nobody can be asked.
     """
 
     name = "ngrok"
+    _proto: ClassVar[str] = "tcp"
+    _options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, what: str = "", *, authtoken: str | None = None, ask: Callable[[], str] | None = None) -> None:
-        self._authtoken, self._ask = authtoken, ask
-        self._url = ""
+        if what:
+            raise ConfigError(
+                f'the tunnel "{self.name}" takes nothing behind a colon; an authtoken goes into {VARIABLE}'
+            )
+        self._given, self._ask = authtoken, ask
+        self._found: Found | None = None
+        self._agent: Agent | None = None
+        self._port = 0
+        self._process = os.getpid()
+        self._starting = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"NgrokTunnel({self._url or 'not started'})"
+        agent = self._agent
+        return f"{type(self).__name__}({agent.url if agent is not None and agent.url else 'not started'})"
 
     def start(self, port: int) -> Address:
-        """Open a tunnel to the loopback's port."""
-        from pyngrok import conf, ngrok
-        from pyngrok.exception import PyngrokError
-
-        settings = conf.PyngrokConfig(auth_token=self._token(conf))
-        try:
-            self._url = str(ngrok.connect(f"127.0.0.1:{port}", "tcp", pyngrok_config=settings).public_url)
-        except (PyngrokError, OSError) as problem:
-            raise ConfigError(_advice(str(problem))) from problem
-        parts = urlsplit(self._url)
-        if not parts.hostname or not parts.port:
-            raise ConfigError(f"ngrok gave {self._url!r}, which is no address of host and port")
-        return Address(parts.hostname, parts.port)
-
-    def _token(self, conf: Any) -> str:
-        token = self._authtoken or os.environ.get("NGROK_AUTHTOKEN", "") or conf.get_default().auth_token or ""
-        if not token and not _stored_token(conf):
-            raise ConfigError(
-                "ngrok needs an authtoken: get one at https://dashboard.ngrok.com/get-started/your-authtoken and set "
-                'NGROK_AUTHTOKEN (in Colab: os.environ["NGROK_AUTHTOKEN"] = userdata.get("NGROK_AUTHTOKEN")), or give another '
-                "tunnel=, or let the other side listen"
-            )
-        return str(token)
+        """Open a tunnel to the loopback's port, in a new agent; started already for this port, say where it is."""
+        with self._starting:
+            at = self.address() if port == self._port else None
+            if at is not None:
+                return at
+            self._end()
+            if self._found is None:  # kept: a host's secrets may not be read in other threads
+                self._found = find_token(self._given, self._ask)
+            try:
+                self._agent = start_agent(self._found.token, self._proto, port, **self._options)
+            except ConfigError:
+                self._found = None  # it may be the reason, and the next one better
+                raise
+            self._port = port
+            atexit.register(self.stop)
+            try:
+                return _address(self._agent.url)
+            except ConfigError:
+                self._end()
+                raise
 
     def stop(self) -> None:
-        """Close the tunnel; the agent stays for others that pyngrok runs."""
-        url, self._url = self._url, ""
-        if url:
-            from pyngrok import ngrok
-            from pyngrok.exception import PyngrokError
+        """End the agent that was started, and only that one."""
+        with self._starting:
+            self._end()
 
-            with contextlib.suppress(PyngrokError, OSError):  # it is gone already
-                ngrok.disconnect(url)
+    def alive(self) -> bool:
+        """Whether the agent runs and has its endpoint."""
+        return self.address() is not None
+
+    def address(self) -> Address | None:
+        """Where the endpoint is now: an agent that had to connect again may have got another address."""
+        agent = self._agent
+        url = agent.look() if agent is not None else ""
+        return _address(url) if url else None
+
+    def _end(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None and os.getpid() == self._process:  # a forked child leaves its parent's agent alone
+            atexit.unregister(self.stop)
+            agent.end()
 
 
 class NgrokHttpTunnel(NgrokTunnel):
-    """An HTTP endpoint of ngrok, through which WebSocket passes."""
+    """An HTTPS address of ngrok, through which WebSocket passes: needs an account, and no card.
+
+    ngrok ends its own TLS at its edge; ours runs inside.
+    """
 
     name = "ngrok-http"
+    _proto = "http"
+    # One address, encrypted up to ngrok; its page for looking into requests would keep copies of what passes.
+    _options: ClassVar[dict[str, Any]] = {"schemes": ["https"], "inspect": False}
 
 
-def _stored_token(conf: Any) -> bool:
-    path = conf.get_default().config_path or conf.DEFAULT_NGROK_CONFIG_PATH
-    try:
-        with open(path, encoding="utf-8") as file:
-            return "authtoken" in file.read()
-    except OSError:
-        return False
-
-
-def _advice(problem: str) -> str:
-    line = " ".join(problem.split())[:300]
-    for number, sentence in _NGROK_ADVICE.items():
-        if number in problem and not problem.split(number, 1)[1][:1].isdigit():
-            return f"ngrok opened no tunnel: {sentence} ({number})"
-    return f"ngrok opened no tunnel: {line}"
+def _address(url: str) -> Address:
+    parts = urlsplit(url)
+    scheme, usual = _SCHEMES.get(parts.scheme, ("", None))
+    port = parts.port or usual
+    if not scheme or not parts.hostname or port is None:
+        raise ConfigError(f"ngrok gave {url!r}, which is no address of host and port; start again")
+    return Address(parts.hostname, port, scheme)

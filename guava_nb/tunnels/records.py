@@ -1,0 +1,189 @@
+"""Which programs we started: so that after a killed kernel the next start ends what was left, and nothing else.
+
+One small file a program, in a folder that only this user can open. A program is ours when process number, start time and
+arguments are those on file; it is left over when the process that started it is gone. Everything else is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["Record", "end_orphans", "end_process", "open_record", "private_folder", "remember"]
+
+#: Seconds by which the start of one process may seem to move: the clock it is told by can be set.
+_CLOCK_S = 2.0
+#: Seconds between asking a program to end and ending it.
+GRACE_S = 3.0
+
+
+@dataclass
+class Record:
+    """What is on file about one program.
+
+    Attributes:
+        kind: of tunnel, as `Tunnel.name`.
+        nonce: tells this start from every other one.
+        host: the machine; several may share a folder.
+        owner: process that started it.
+        owner_started: when that one started, in seconds since 1970.
+        pid: of the program; 0 as long as it is only about to be started.
+        started: when it started, in seconds since 1970.
+        arguments: of the program, without its own name.
+    """
+
+    kind: str
+    nonce: str
+    host: str
+    owner: int
+    owner_started: float
+    pid: int = 0
+    started: float = 0.0
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """For the program's own files; made by `open_record`, goes with the record."""
+        return private_folder() / f"{self.kind}-{self.nonce}"
+
+    @property
+    def _file(self) -> Path:
+        return private_folder() / f"{self.kind}-{self.nonce}.json"
+
+    def hold(self, pid: int) -> None:
+        """Put the program's process on file; nothing when it has ended already."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            self.started, self.arguments = process.create_time(), tuple(process.cmdline()[1:])
+            self.pid = pid
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, at once and whole."""
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(partial, self._file)
+
+    def forget(self) -> None:
+        """The program has ended: remove the record and its folder. Safe to call twice."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._file.unlink(missing_ok=True)
+
+    def is_left_over(self) -> bool:
+        """Whether who started it is gone. Another machine's records are not ours to judge."""
+        return self.host == socket.gethostname() and not _runs(self.owner, self.owner_started)
+
+    def process(self) -> psutil.Process | None:
+        """The program, if it still runs and is the very one that was started."""
+        if not self.pid:
+            return self._unnoted()
+        if not _runs(self.pid, self.started):
+            return None
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return process if _same(tuple(process.cmdline()[1:]), self.arguments) else None
+        return None
+
+    def _unnoted(self) -> psutil.Process | None:
+        """Its owner died between the start and the note: only the record's folder among its arguments tells it."""
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.folder) in word for word in process.info["cmdline"] or ()):
+                return process
+        return None
+
+
+def open_record(kind: str) -> Record:
+    """Note that a program is about to be started, and make its folder; `hold` follows when it runs."""
+    me = psutil.Process()
+    record = Record(kind, secrets.token_hex(8), socket.gethostname(), me.pid, me.create_time())
+    record.folder.mkdir(mode=0o700)
+    record.save()
+    return record
+
+
+def remember(process: psutil.Process | subprocess.Popen[str] | subprocess.Popen[bytes], kind: str) -> Record:
+    """Note a program that was just started; `forget` when it has ended."""
+    record = open_record(kind)
+    record.hold(process.pid)
+    return record
+
+
+def end_orphans(kind: str) -> int:
+    """End what earlier processes of ours started and left behind; returns how many programs that were."""
+    ended = 0
+    for path in sorted(private_folder().glob(f"{kind}-*.json")):
+        record = _read(path)
+        if record is None or record.kind != kind or not record.is_left_over():
+            continue
+        process = record.process()
+        if process is not None:
+            end_process(process)
+            ended += 1
+        record.forget()
+    return ended
+
+
+def end_process(process: psutil.Process) -> None:
+    """Ask a program to end, and end it when it does not; returns when it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(GRACE_S)
+            return
+        process.kill()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(GRACE_S)
+
+
+def private_folder() -> Path:
+    """The folder of all records: of this user alone, on this machine.
+
+    Raises:
+        ConfigError: another user made a folder of that name, so that it cannot be trusted.
+    """
+    user = getattr(os, "getuid", lambda: "user")()
+    folder = Path(tempfile.gettempdir()) / f"guava_nb-tunnels-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    held = folder.lstat()
+    if folder.is_symlink() or (hasattr(os, "getuid") and (held.st_uid != user or held.st_mode & 0o077)):
+        raise ConfigError(
+            f"{folder} is open to other users or not yours: remove it, or set TMPDIR to a folder of yours"
+        )
+    return folder
+
+
+def _read(path: Path) -> Record | None:
+    """A record, or None when it was taken away or is none."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        record = Record(**{**held, "arguments": tuple(held["arguments"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return record if record._file == path else None
+
+
+def _runs(pid: int, started: float) -> bool:
+    """Whether that very process runs: numbers are given again."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < _CLOCK_S and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _same(now: tuple[str, ...], then: tuple[str, ...]) -> bool:
+    """Whether arguments agree; the first ones may differ: a script puts its interpreter in front, or another program."""
+    count = max(1, min(len(now), len(then)) - 1)
+    return bool(now and then) and now[-count:] == then[-count:]
