@@ -19,7 +19,7 @@ from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.output import OutputLog
 from guava_nb.engine.own_ensemble import common_parts
-from guava_nb.engine.tunnelling import TunnelKeeper, bind_for, fits
+from guava_nb.engine.tunnelling import TunnelKeeper, asked_here, bind_for
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
@@ -58,12 +58,18 @@ class Host:
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
         self._way = ""  # the text that the tunnel was made of
+        self._on_code: Callable[[JoinCode], None] = lambda code: None
         name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.log_folder = Path(tempfile.gettempdir()) / name
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    def open(self, tunnel: Tunnel | str | None = None, ask: Callable[[], str] | None = None) -> JoinCode:
+    def open(
+        self,
+        tunnel: Tunnel | str | None = None,
+        ask: Callable[[], str] | None = None,
+        on_code: Callable[[JoinCode], None] | None = None,
+    ) -> JoinCode:
         """Start listening, and the tunnel; returns the join code that leads here.
 
         An open session returns its code again. Its tunnel is started anew if it is down; another `tunnel` takes the place
@@ -73,11 +79,13 @@ class Host:
             tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel`, or a tunnel; None takes `tunnel` of the configuration,
                 on an open session the one in use.
             ask: asks for the tunnel's authtoken where none is found; None where nobody can be asked.
+            on_code: gets the new code whenever a tunnel's address changes, from a thread of the session.
 
         Raises:
             ConfigError: the address cannot be listened on, or contradicts the tunnel; or the tunnel cannot be started. Then
                 nothing is left running that did not run before.
         """
+        self._on_code = on_code or self._on_code
         text, way = self._way_to(tunnel, ask)
         had_cluster, listened = self._cluster is not None, self._listener is not None
         if not listened:
@@ -100,7 +108,7 @@ class Host:
         if present is not None and tunnel in (None, "", self._way):
             return self._way, present
         text = self.config.tunnel if tunnel is None else tunnel
-        return text, (make_tunnel(text, ask) if text else None)
+        return text, (make_tunnel(text, asked_here(ask)) if text else None)
 
     def _listen(self, host: str) -> None:
         cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
@@ -127,12 +135,9 @@ class Host:
 
     def _lead_through(self, way: Tunnel) -> None:
         assert self._listener is not None
-        if not fits(way, self._listener.host):
-            raise ConfigError(
-                f"this session listens on {self._listener.host}, and the tunnel {way.name} needs it to listen on {way.bind}: "
-                "%guava_down closes it, then open it with that tunnel"
-            )
-        keeper = self._keeper or TunnelKeeper(self._listener, self._notices.add, self.config.rejoin_timeout_s)
+        keeper = self._keeper or TunnelKeeper(
+            self._listener, self._notices.add, self.config.rejoin_timeout_s, lambda code: self._on_code(code)
+        )
         keeper.use(way)
         self._keeper = keeper
 

@@ -18,7 +18,7 @@ from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.tunnels import LOOPBACK, Address, Tunnel
 
-__all__ = ["Move", "TunnelKeeper", "Upkeep", "bind_for", "code_behind", "fits"]
+__all__ = ["Move", "TunnelKeeper", "Upkeep", "asked_here", "bind_for", "code_behind", "fits"]
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,11 @@ class TunnelKeeper:
     def _take(self, tunnel: Tunnel) -> None:
         if self._ended.is_set():
             raise ConfigError("the session was closed while its tunnel was started")
+        if not fits(tunnel, self._listener.host):
+            raise ConfigError(
+                f"here {self._listener.host} is listened on, and the tunnel {tunnel.name} needs {tunnel.bind}: close this "
+                "session first (%guava_down), then open it with that tunnel"
+            )
         first = self._tunnel is None and self._address is None
         try:
             address = tunnel.start(self._listener.port)
@@ -207,10 +212,10 @@ class TunnelKeeper:
             self._arrive(address)
 
     def _look_at(self) -> Address | None:
-        """Where it forwards from now; None when it is down. Another package's tunnel may raise anything."""
+        """Where it forwards from now; None when it is down. Another package's tunnel may raise anything, or not tell."""
         assert self._tunnel is not None
         try:
-            return self._tunnel.address() if self._tunnel.alive() else None
+            return (self._tunnel.address() or self._address) if self._tunnel.alive() else None
         except Exception as problem:
             self._problem = f"{type(problem).__name__}: {problem}"
             return None
@@ -302,3 +307,18 @@ def bind_for(tunnel: Tunnel, config: DistributedConfig) -> str:
             f"%guava_up), or set it to {tunnel.bind}"
         )
     return config.master_ip
+
+
+def asked_here(ask: Callable[[], str] | None) -> Callable[[], str] | None:
+    """Ask only in the thread that this is called in; others get its last answer: nobody looks where they would ask."""
+    if ask is None:
+        return None
+    here, answer = threading.get_ident(), ""
+
+    def asked() -> str:
+        nonlocal answer
+        if threading.get_ident() == here:
+            answer = ask()
+        return answer
+
+    return asked

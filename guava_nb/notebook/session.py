@@ -26,7 +26,7 @@ from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
-from guava_nb.notebook.screen import ask_hidden, say
+from guava_nb.notebook.screen import ask_hidden, can_ask, say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
@@ -93,12 +93,12 @@ class NotebookSession:
             expected = {"num_workers": args.local} if args.local else {}
             orchestrator = self._new_orchestrator(**{**expected, **settings})
             if args.connect is None or args.local or args.tunnel:
-                orchestrator.open(args.tunnel, self._ask_for_token)
+                orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
         elif self.has_code or args.tunnel:
             self._orchestrator.open(
-                args.tunnel, self._ask_for_token
+                args.tunnel, self._token_prompt()
             )  # a tunnel that is down is started, or another one
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
@@ -106,8 +106,10 @@ class NotebookSession:
             self._local.start(args.local or 0)
         return notes
 
-    def _ask_for_token(self) -> str:
-        return ask_hidden("Authtoken of ngrok (it is shown and kept nowhere): ", self._shell)
+    def _token_prompt(self) -> Callable[[], str] | None:
+        if not can_ask(self._shell):
+            return None
+        return lambda: ask_hidden("Authtoken of ngrok (it is shown and kept nowhere): ", self._shell)
 
     @property
     def has_code(self) -> bool:

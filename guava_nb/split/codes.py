@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.worker import join_code_from
 
-__all__ = ["Codes", "ShowCode", "given_codes", "show_code"]
+__all__ = ["Codes", "ShowCode", "given_codes", "show_code", "show_notice", "token_prompt"]
 
 Codes = JoinCode | str | list[JoinCode | str]
 #: Gets the join code of this side, which listens, and the other side's call up to it.
@@ -20,6 +22,20 @@ def show_code(code: JoinCode, call: str) -> None:
     """Print a join code behind the call that takes it on the other side; like a password, it is for nobody else."""
     sys.stdout.write(f'Listening on {code.address}. On the other side: {call}join_code="{code.encode()}")\n')
     sys.stdout.flush()
+
+
+def show_notice(sentence: str) -> None:
+    """Print what happened to the tunnel."""
+    sys.stdout.write(f"{sentence}\n")
+    sys.stdout.flush()
+
+
+def token_prompt() -> Callable[[], str] | None:
+    """A hidden prompt for an authtoken; None where nobody can be asked."""
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not at_terminal and "ipykernel" not in sys.modules:
+        return None
+    return partial(getpass.getpass, "Authtoken of ngrok (it is shown and kept nowhere): ")
 
 
 def given_codes(join_code: Codes | None) -> list[JoinCode]:
