@@ -6,6 +6,7 @@ Who opened the session does not matter here: `run` dials one, `greet` and `work`
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -68,7 +69,9 @@ class Membership:
         self._report = report
         self._session: Session | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
-        self._step = -1
+        self._state, self._step = "ready", -1
+        self._away = ""  # what it waits for while the orchestrator is away
+        self._telling = threading.Lock()
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
         self._prober = Prober(self._send)
@@ -104,9 +107,10 @@ class Membership:
         self._code = code
         session = self._session
         if isinstance(session, DialledSession):
+            with self._telling:
+                if self._away:
+                    self._tell(_waiting(session, f"dialling {code.address}"))
             session.redirect(code)
-            if session.state == "suspect":
-                self._report("reconnecting", self._step, f"dialling {code.address}")
 
     def greet(self, session: Session) -> None:
         """Take a session that stands, and say hello on it."""
@@ -160,13 +164,24 @@ class Membership:
             self._seat.abort(_ANY_GENERATION, str(event.cause))
             self.loop.end()
         elif isinstance(event, SessionSuspect):
-            self._report("reconnecting", self._step, _waiting(event.session, event.cause))
+            with self._telling:
+                self._tell(_waiting(event.session, event.cause))
         elif isinstance(event, SessionResumed):
-            self._report("ready", self._step, "the connection is back")
+            with self._telling:
+                self._tell("")
 
     def _on_state(self, state: str, step: int) -> None:
-        self._step = step
-        self._report(state, step, self.loop.name)
+        with self._telling:
+            self._state, self._step = state, step
+            self._tell(self._away)
+
+    def _tell(self, away: str) -> None:
+        """Report what it does; while the orchestrator is away, that it waits: the step in work may well go on."""
+        self._away = away
+        if away:
+            self._report("reconnecting", self._step, self._away)
+        else:
+            self._report(self._state, self._step, self.loop.name)
 
     def _on_commit(self, generation: int, step: int) -> None:
         self._step = step
@@ -174,7 +189,7 @@ class Membership:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
 
 
-def _waiting(session: Session, cause: GuavaError) -> str:
+def _waiting(session: Session, cause: object) -> str:
     """What a worker waits for whose connection broke, and how long."""
     if not isinstance(session, DialledSession):
         return str(cause)

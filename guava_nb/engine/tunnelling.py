@@ -103,7 +103,7 @@ class TunnelKeeper:
         self._address: Address | None = None
         self._upkeep = Upkeep(patience_s)
         self._problem = ""
-        self._ended = threading.Event()
+        self._ended, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     @property
@@ -185,6 +185,7 @@ class TunnelKeeper:
     def close(self) -> None:
         """Stop watching, then the tunnel. Safe to call twice."""
         self.begin_close()
+        self._closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
         if self._tunnel is not None:
@@ -196,8 +197,6 @@ class TunnelKeeper:
         while not self._ended.wait(LOOK_S):
             with self._lock:
                 self._look()
-        if self._tunnel is not None:
-            self._tunnel.stop()  # again: `close` may not have waited for a start that was under way
 
     def _look(self) -> None:
         address, now = self._look_at(), time.monotonic()
@@ -241,7 +240,9 @@ class TunnelKeeper:
             self._upkeep.failed(time.monotonic())
             return
         if self._ended.is_set():
-            return  # `_watch` stops it
+            if self._closed:
+                self._tunnel.stop()  # again: `close` did not wait for this start
+            return
         self._upkeep.look(time.monotonic(), True)
         self._arrive(address)
 

@@ -6,7 +6,7 @@ import getpass
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.worker import join_code_from
@@ -32,10 +32,17 @@ def show_notice(sentence: str) -> None:
 
 def token_prompt() -> Callable[[], str] | None:
     """A hidden prompt for an authtoken; None where nobody can be asked."""
+    ipython: Any = sys.modules.get("IPython")
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if not at_terminal and "ipykernel" not in sys.modules:
-        return None
-    return partial(getpass.getpass, "Authtoken of ngrok (it is shown and kept nowhere): ")
+    return _ask_for_token if at_terminal or getattr(kernel, "_allow_stdin", False) else None
+
+
+def _ask_for_token() -> str:
+    try:
+        return getpass.getpass("Authtoken of ngrok (it is shown and kept nowhere): ")
+    except Exception:  # each front end that cannot ask says so in its own way
+        return ""
 
 
 def given_codes(join_code: Codes | None) -> list[JoinCode]:
