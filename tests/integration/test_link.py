@@ -35,6 +35,7 @@ from tests.support.links import (
     nothing_left_behind,
     number_of,
     numbered,
+    own_port,
     send_all,
     sizes,
     world,
@@ -255,7 +256,7 @@ def test_localhost_on_both_families(host: str) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_does_not_hold_the_session_open() -> None:
-    with nothing_left_behind(), world(FOREVER) as made:
+    with nothing_left_behind(), world(FOREVER, port=own_port()) as made:
         ours, _ = made.dial()
         hold, release = os.pipe()
         child = os.fork()

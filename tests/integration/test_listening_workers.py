@@ -43,6 +43,7 @@ def scripts() -> Iterator[list[Console]]:
         )
     yield consoles
     for console in consoles:
+        console.process.kill()  # it serves for ever, and would be waited for
         console.__exit__()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -100,6 +101,14 @@ def world(*args: object, **kwargs: object) -> Iterator[World]:
     finally:
         made.close()
     assert made.here.problems == made.there.problems == []
+
+
+def own_port() -> int:
+    """A port of the loopback that no outgoing connection of a test beside us takes while it is closed for a moment."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def sockets() -> int:

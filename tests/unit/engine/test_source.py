@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import linecache
 import pickle
@@ -307,7 +308,10 @@ def test_a_missing_module_is_told_with_what_to_install() -> None:
     assert (caught.value.missing_module, caught.value.line) == ("guava_nowhere", 2)
 
 
-def test_display_writes_where_there_is_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+def test_display_writes_where_there_is_no_notebook(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(builtins, "display", raising=False)  # a shell of another test in this process leaves it there
     module = build(a="def show(x):\n    display(x, x, clear=True)\n")
     module.show("y")
     assert capsys.readouterr().out == "'y'\n'y'\n"

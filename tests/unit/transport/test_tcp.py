@@ -12,6 +12,7 @@ import pytest
 from guava_nb.errors import ConfigError, LinkBroken, LinkTimeout
 from guava_nb.transport.options import SocketOptions
 from guava_nb.transport.tcp import TcpStream, connect, listen, name_of
+from tests.support.links import own_port
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -65,8 +66,8 @@ def test_a_taken_port_names_its_owner() -> None:
 
 
 def test_the_port_of_a_closed_listener_is_free_at_once() -> None:
-    with listening() as sockets:
-        port = sockets[0].getsockname()[1]
+    port = own_port()
+    with listening(port=port) as sockets:
         stream = connect("127.0.0.1", port)
         accepted, _ = sockets[0].accept()
         accepted.close()  # the listener's side closes first and stays in TIME_WAIT
