@@ -26,7 +26,7 @@ import psutil
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.agent_program import load_pyngrok, required_agent
-from guava_nb.tunnels.ngrok_errors import explain, is_port_in_use
+from guava_nb.tunnels.ngrok_errors import explain, is_port_in_use, is_unreachable
 from guava_nb.tunnels.records import GRACE_S, Record, end_orphans, end_process, open_record
 from guava_nb.tunnels.tokens import VARIABLE
 
@@ -34,6 +34,8 @@ __all__ = ["Agent", "start_agent"]
 
 #: Seconds for the agent's start and its endpoint together.
 START_S = 25.0
+#: Seconds for which it may fail to reach its servers, where it tries for ever.
+REACH_S = 10.0
 #: Seconds for which what the agent said last is taken for true, and for its answer.
 LOOK_S = 0.5
 ANSWER_S = 1.0
@@ -41,6 +43,7 @@ ANSWER_S = 1.0
 SILENT_S = 10.0
 
 _THREAD = "guava-ngrok"
+_STDERR = "stderr"
 #: One start at a time: the environment is changed for it.
 _STARTING = threading.Lock()
 _WITHOUT_PROXY = build_opener(ProxyHandler({}))
@@ -51,7 +54,7 @@ _PROBLEMS = (OSError, HTTPException, ValueError)
 # --------------------------------------------------------------------------------------------------------- one process
 
 
-def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
+def start_agent(token: str, proto: str, port: int, given_up: threading.Event, **options: Any) -> Agent:
     """Start an agent with one endpoint that forwards to a port of the loopback.
 
     What earlier kernels left running is ended first: an account may have few agents at a time.
@@ -60,6 +63,7 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
         token: of the account.
         proto: "tcp" or "http".
         port: to forward to.
+        given_up: set from another thread, breaks the start off.
         options: of the endpoint, as pyngrok passes them on.
 
     Raises:
@@ -70,15 +74,17 @@ def start_agent(token: str, proto: str, port: int, **options: Any) -> Agent:
     for attempts_left in (2, 1, 0):
         agent = Agent(program, token)
         try:
-            problem = agent.open(f"127.0.0.1:{port}", proto, options)
+            problem = agent.open(f"127.0.0.1:{port}", proto, options, given_up)
         except BaseException:
             agent.end()
             raise
         if problem is None:
             return agent
         agent.end()
-        if not attempts_left or not is_port_in_use(problem):
-            raise ConfigError(agent.told(problem)) from problem
+        if given_up.is_set():
+            raise ConfigError("the tunnel was stopped while it was starting")
+        if not attempts_left or not (is_port_in_use(problem, agent.said) or agent.gave_no_reason(problem)):
+            raise ConfigError(agent.told(problem))  # without its cause, whose text may hold the token
     raise AssertionError("the last attempt returned or raised")
 
 
@@ -87,10 +93,11 @@ class Agent:
 
     Attributes:
         url: of the endpoint, as told last; "" when it does not forward.
+        said: its last words, when it did not start.
     """
 
     def __init__(self, program: str, token: str) -> None:
-        self.url = ""
+        self.url = self.said = ""
         self._pyngrok = load_pyngrok()
         self._program, self._token = program, token
         self._record: Record = open_record("ngrok")
@@ -98,12 +105,15 @@ class Agent:
         self._settings = self._settle()
         self._process: Any = None
         self._lines = 0
+        self._deadline = 0.0
         self._late = False
         self._lock = threading.Lock()
         self._looked = self._answered = 0.0
         self._thread: threading.Thread | None = None
 
-    def open(self, address: str, proto: str, options: dict[str, Any]) -> BaseException | None:
+    def open(
+        self, address: str, proto: str, options: dict[str, Any], given_up: threading.Event
+    ) -> BaseException | None:
         """Start it and make the endpoint; returns what went wrong, or None.
 
         pyngrok waits for a line of the agent as long as that takes: so a thread of its own does, and at our deadline
@@ -116,8 +126,8 @@ class Agent:
         )
         with _STARTING, _environment():
             self._thread.start()
-            deadline = time.monotonic() + START_S
-            while self._thread.is_alive() and time.monotonic() < deadline:
+            self._deadline = time.monotonic() + START_S
+            while self._thread.is_alive() and time.monotonic() < self._deadline and not given_up.is_set():
                 self._thread.join(0.02)
                 if not self._record.pid and (child := self._child()):
                     self._record.hold(child.pid)
@@ -128,6 +138,8 @@ class Agent:
         if not outcome:
             return TimeoutError("the agent did not end")
         if isinstance(outcome[0], BaseException):
+            with contextlib.suppress(OSError):  # pyngrok reads no further once the process has ended
+                self.said = (self._record.folder / _STDERR).read_text(encoding="utf-8", errors="replace")
             return outcome[0]
         self._adopt(outcome[0])
         return None
@@ -148,25 +160,28 @@ class Agent:
         self._answered = time.monotonic()
         threading.Thread(target=_drain, args=(self._process.proc.stdout,), name=f"{_THREAD}-log", daemon=True).start()
 
+    def gave_no_reason(self, problem: BaseException) -> bool:
+        """Whether it ended at once without a word, or pyngrok, which stops reading at its end, missed the last one."""
+        return not self._late and explain(problem, self._token, self.said).endswith("unable to start")
+
     def told(self, problem: BaseException) -> str:
         """One sentence on what stopped the start."""
-        quiet = getattr(problem, "ngrok_error", None) is None and not hasattr(problem, "body")
         if self._late and not self._lines:
             return (
                 f"the ngrok agent at {self._program} said nothing for {START_S:g} s and was ended: run "
                 f"`{self._program} diagnose` in a terminal, or remove it so that a new one is fetched"
             )
-        if self._late and quiet:
+        if self._late and getattr(problem, "ngrok_error", None) is None and not hasattr(problem, "body"):
             return (
                 f"the ngrok agent had no session with ngrok's servers after {START_S:g} s and was ended: the network is "
                 "very slow, or a VPN or firewall swallows connect.ngrok-agent.com port 443; `ngrok diagnose` tells more"
             )
-        if type(problem).__name__ == "PyngrokNgrokError" and quiet and explain(problem).endswith("unable to start"):
+        if self.gave_no_reason(problem):
             return (
                 f"the ngrok agent at {self._program} ended while it was starting and gave no reason (ended for lack of "
                 f"memory, or by a virus scanner?): run `{self._program} diagnose` in a terminal, then start again"
             )
-        return explain(problem, self._token)
+        return explain(problem, self._token, self.said)
 
     # ------------------------------------------------------------------------------------------------- how it stands
 
@@ -192,7 +207,7 @@ class Agent:
                 self.url = ""
             return
         self._answered = now
-        urls = [entry.get("public_url") for entry in told.get("tunnels", []) if entry.get("name") == self._name]
+        urls = [entry.get("public_url") for entry in told.get("tunnels") or () if entry.get("name") == self._name]
         self.url = str(urls[0]) if urls and urls[0] else ""
 
     def end(self) -> None:
@@ -235,7 +250,7 @@ class Agent:
             startup_timeout=int(START_S),
             request_timeout=START_S,
             monitor_thread=False,
-            log_event_callback=self._count,
+            log_event_callback=self._hear,
             start_new_session=True,  # an interrupted cell signals the kernel's whole process group
         )
         settings.auth_token = (
@@ -243,8 +258,10 @@ class Agent:
         )
         return settings
 
-    def _count(self, _: Any) -> None:
+    def _hear(self, log: Any) -> None:
         self._lines += 1
+        if log.lvl == "ERROR" and is_unreachable(str(log.err or "")):  # a warning may be about updates
+            self._deadline = min(self._deadline, time.monotonic() + REACH_S)
 
     def _child(self) -> psutil.Process | None:
         """The process that pyngrok has started for us, while it still waits for it."""
@@ -268,16 +285,16 @@ def _free_port() -> int:
 
 
 def _own_program(program: str, folder: Path) -> Path:
-    """The program under a path of its own, with what it writes to standard error put to its other lines.
+    """The program under a path of its own, whose standard error goes into a file beside it.
 
-    There the agent repeats the token that was refused, and a kernel shows what its children write there.
+    There the agent says its last words, and repeats the token that was refused: a kernel would show that to everybody.
     """
     own = folder / Path(program).name
-    if os.name == "posix":
-        own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>&1\n', encoding="utf-8")
+    if os.name == "posix" and not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        own.write_text(f'#!/bin/sh\nexec {shlex.quote(os.path.abspath(program))} "$@" 2>"${{0%/*}}/{_STDERR}"\n')
         own.chmod(0o700)
         return own
-    ways: tuple[Callable[[str, Path], Any], ...] = (os.link, shutil.copy2)  # the first works on one disk only
+    ways: tuple[Callable[[str, Path], Any], ...] = (os.symlink, os.link, shutil.copy2)
     for way in ways:
         with contextlib.suppress(OSError):
             way(os.path.abspath(program), own)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.agent import Agent, start_agent
+from guava_nb.tunnels.ngrok_errors import TOKEN_CODES, code_in
 from guava_nb.tunnels.tokens import VARIABLE, Found, find_token
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
@@ -45,6 +46,7 @@ class NgrokTunnel(Tunnel):
         self._port = 0
         self._process = os.getpid()
         self._starting = threading.Lock()
+        self._given_up = threading.Event()
 
     def __repr__(self) -> str:
         agent = self._agent
@@ -58,11 +60,13 @@ class NgrokTunnel(Tunnel):
                 return at
             self._end()
             if self._found is None:  # kept: a host's secrets may not be read in other threads
-                self._found = find_token(self._given, self._ask)
+                asked_here = threading.current_thread() is threading.main_thread()  # no other one has the user's ear
+                self._found = find_token(self._given, self._ask if asked_here else None)
             try:
-                self._agent = start_agent(self._found.token, self._proto, port, **self._options)
-            except ConfigError:
-                self._found = None  # it may be the reason, and the next one better
+                self._agent = start_agent(self._found.token, self._proto, port, self._given_up, **self._options)
+            except ConfigError as problem:
+                if code_in(str(problem)) in TOKEN_CODES:
+                    self._found = None  # the next one may be better
                 raise
             self._port = port
             atexit.register(self.stop)
@@ -73,8 +77,10 @@ class NgrokTunnel(Tunnel):
                 raise
 
     def stop(self) -> None:
-        """End the agent that was started, and only that one."""
+        """End the agent that was started, and only that one; a start under way in another thread gives up."""
+        self._given_up.set()
         with self._starting:
+            self._given_up.clear()
             self._end()
 
     def alive(self) -> bool:

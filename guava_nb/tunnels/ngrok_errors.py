@@ -8,7 +8,7 @@ from typing import Any
 
 from guava_nb.tunnels.tokens import PAGE, VARIABLE
 
-__all__ = ["CODES", "code_in", "explain", "sentence"]
+__all__ = ["CODES", "TOKEN_CODES", "code_in", "explain", "is_port_in_use", "is_unreachable", "sentence"]
 
 _SIGN_UP = "sign up at https://dashboard.ngrok.com/signup"
 _NO_ACCOUNT = "or take a tunnel that needs no account: --tunnel cloudflared"
@@ -52,6 +52,9 @@ CODES: dict[int, str] = {
     "--tunnel ssh:USER@HOST or --tunnel cloudflared",
 }
 
+#: Those that another authtoken would mend.
+TOKEN_CODES = frozenset({105, 107, 302, 4018})
+
 _CODE = re.compile(r"err[\W_]*ngrok[\W_]*(\d+)(\w?)", re.IGNORECASE)
 _UNREACHABLE = re.compile(
     r"no such host|lookup \S+|dial(ing)? (tcp|ngrok)|connection refused|connection reset|i/o timeout|network is unreachable|"
@@ -60,6 +63,8 @@ _UNREACHABLE = re.compile(
 )
 _INTERCEPTED = re.compile(r"x509|certificate signed by unknown|tls: |proxyconnect", re.IGNORECASE)
 _PORT_IN_USE = re.compile(r"address already in use|only one usage of each socket address", re.IGNORECASE)
+
+_TELLING = (_CODE, _UNREACHABLE, _INTERCEPTED, _PORT_IN_USE)
 
 
 def code_in(text: str) -> int | None:
@@ -80,19 +85,20 @@ def sentence(code: int, text: str = "") -> str:
     return f"{told} (ERR_NGROK_{code})"
 
 
-def explain(problem: BaseException, token: str = "") -> str:
+def explain(problem: BaseException, token: str = "", said: str = "") -> str:
     """One line about what stopped a tunnel of ngrok.
 
     Args:
         problem: from pyngrok, or what the system raised.
         token: is taken out of whatever is shown: ngrok's own messages repeat it.
+        said: the agent's last words, for a problem that has none.
     """
-    text = _text(problem)
+    text = _text(problem, said)
     shown = text.replace(token, "(authtoken)") if token else text
     code = code_in(shown)
     if code is not None:
         return f"ngrok opened no tunnel: {sentence(code, shown)}"
-    if is_port_in_use(problem):
+    if _PORT_IN_USE.search(shown):
         return (
             "the ngrok agent found its port for its own page taken, three times in a row: something takes ports as fast "
             "as they are free; start again"
@@ -110,13 +116,18 @@ def explain(problem: BaseException, token: str = "") -> str:
     return f"ngrok opened no tunnel: {_line(shown) or type(problem).__name__}"
 
 
-def is_port_in_use(problem: BaseException) -> bool:
+def is_port_in_use(problem: BaseException, said: str = "") -> bool:
     """Whether the agent could not listen for its local interface."""
-    return bool(_PORT_IN_USE.search(_text(problem)))
+    return bool(_PORT_IN_USE.search(_text(problem, said)))
 
 
-def _text(problem: BaseException) -> str:
-    """The most precise words there are: the agent's details, else the start's error, else the last lines of its log."""
+def is_unreachable(line: str) -> bool:
+    """Whether a line of the agent says that it cannot reach its servers."""
+    return bool(_UNREACHABLE.search(line) or _INTERCEPTED.search(line))
+
+
+def _text(problem: BaseException, said: str) -> str:
+    """The most precise words there are: the agent's details, its error, a line of its log, or its last words."""
     body = getattr(problem, "body", None)
     if body:
         return _details(str(body))
@@ -124,8 +135,8 @@ def _text(problem: BaseException) -> str:
     if error:
         return str(error)
     lines = [str(getattr(log, "line", "")) for log in getattr(problem, "ngrok_logs", None) or ()]
-    telling = [line for line in lines if _CODE.search(line) or _UNREACHABLE.search(line) or _PORT_IN_USE.search(line)]
-    return telling[-1] if telling else str(problem)
+    telling = [line for line in lines if any(known.search(line) for known in _TELLING)]
+    return telling[-1] if telling else said.replace("ERROR:", " ").strip() or str(problem)
 
 
 def _details(body: str) -> str:

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,12 +140,21 @@ def end_process(process: psutil.Process) -> None:
     """Ask a program to end, and end it when it does not; returns when it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
+        if not _gone(process):
+            process.kill()
+            _gone(process)
+
+
+def _gone(process: psutil.Process) -> bool:
+    """Wait for its end, for so long; what only waits for a parent that never asks counts as ended."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
         with contextlib.suppress(psutil.TimeoutExpired):
-            process.wait(GRACE_S)
-            return
-        process.kill()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            process.wait(GRACE_S)
+            process.wait(0.02)
+            return True
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+    return False
 
 
 def private_folder() -> Path:

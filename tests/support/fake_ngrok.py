@@ -33,6 +33,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 USUAL = {
@@ -45,7 +46,15 @@ USUAL = {
 
 def say(level: str, message: str, **more: str) -> None:
     words = "".join(f' {key}="{value}"' if " " in value else f" {key}={value}" for key, value in more.items())
-    print(f't={time.strftime("%Y-%m-%dT%H:%M:%S%z")} lvl={level} msg="{message}"{words}', flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whoever read it was killed
+        print(f't={time.strftime("%Y-%m-%dT%H:%M:%S%z")} lvl={level} msg="{message}"{words}', flush=True)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 class Endpoint:
@@ -59,7 +68,7 @@ class Endpoint:
             self.context.load_cert_chain(certificate)
         self.server: asyncio.Server | None = None
         self.streams: set[asyncio.StreamWriter] = set()
-        self.port = 0
+        self.port = self.count = 0
 
     async def open(self) -> None:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.context)
@@ -73,6 +82,7 @@ class Endpoint:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.streams.add(writer)
+        self.count += 1
         host, port = self.upstream.removeprefix("http://").rsplit(":", 1)
         try:
             theirs_in, theirs_out = await asyncio.open_connection(host, int(port))
@@ -99,7 +109,7 @@ class Endpoint:
             "public_url": f"{scheme}://127.0.0.1:{self.port}",
             "proto": scheme,
             "config": {"addr": self.upstream, "inspect": False},
-            "metrics": {"conns": {"count": 0}},
+            "metrics": {"conns": {"count": self.count}},
         }
 
 
@@ -110,6 +120,7 @@ class Agent:
         self.plan, self.folder, self.config = plan, folder, config
         self.endpoints: dict[str, Endpoint] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.in_session = False
 
     def refusal(self, code: int) -> str:
         text = self.plan.get("text") or USUAL.get(code, f"The server says no, reason {code}.")
@@ -118,6 +129,10 @@ class Agent:
     def create(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if asked.get("proto") not in ("tcp", "http") or "addr" not in asked:
             return 400, {"error_code": 102, "status_code": 400, "msg": "invalid tunnel configuration", "details": {}}
+        if not self.in_session:
+            why = "a successful ngrok tunnel session has not yet been established"
+            words = "ngrok is not yet ready to start tunnels"
+            return 503, {"error_code": 104, "status_code": 503, "msg": words, "details": {"err": why}}
         code = self.plan.get("create") or (324 if len(self.endpoints) >= 3 else None)
         if code:
             error = self.refusal(code).replace("\\r", "\r").replace("\\n", "\n")
@@ -147,12 +162,11 @@ class Agent:
 
     async def run(self) -> None:
         self.loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
         for name in ("SIGINT", "SIGTERM"):
             if name in self.plan.get("ignores", ()):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
             else:
-                self.loop.add_signal_handler(getattr(signal, name), ended.set)
+                self.loop.add_signal_handler(getattr(signal, name), self.leave)
         self.loop.add_signal_handler(signal.SIGUSR1, lambda: asyncio.ensure_future(self.reconnect()))
         say("info", "open config file", path="ngrok.yml", err="<nil>")
         server = self.listen()
@@ -166,9 +180,12 @@ class Agent:
         await asyncio.sleep(self.plan.get("slow_s", 0))
         if code := self.plan.get("start") or self.too_many():
             self.refuse(f"authentication failed: {self.refusal(code)}")
+        self.in_session = True
         say("info", "client session established", obj="tunnels.session")
         say("info", "tunnel session started", obj="tunnels.session")
-        await ended.wait()
+        await asyncio.Event().wait()
+
+    def leave(self) -> None:
         say("info", "received stop request", obj="app")
         (self.folder / "agents" / f"{os.getpid()}.json").unlink(missing_ok=True)
         os._exit(0)
@@ -176,12 +193,13 @@ class Agent:
     def refuse(self, error: str) -> None:
         say("eror", "session closing", obj="tunnels.session", err=error)
         say("crit", "command failed", err=error)
-        print(f"ERROR:  {error}", file=sys.stderr, flush=True)
+        for line in error.replace("\\r", "").split("\\n"):
+            print(f"ERROR:  {line}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def too_many(self) -> int | None:
         running = [int(path.stem) for path in (self.folder / "agents").glob("*.json")]
-        others = [pid for pid in running if pid != os.getpid() and Path(f"/proc/{pid}").exists()]
+        others = [pid for pid in running if pid != os.getpid() and runs(pid)]
         return 108 if len(others) >= self.plan.get("max_agents", 99) else None
 
     def listen(self) -> ThreadingHTTPServer:
@@ -190,11 +208,11 @@ class Agent:
         before = int(taken.read_text()) if taken.exists() else 0
         if before < self.plan.get("web_taken", 0):
             taken.write_text(str(before + 1))
-            self.refuse(f"failed to listen: listen tcp {host}:{port}: bind: address already in use")
+            self.refuse(f"listen tcp {host}:{port}: bind: address already in use")
         try:
             return ThreadingHTTPServer((host, int(port)), interface(self))
         except OSError:
-            self.refuse(f"failed to listen: listen tcp {host}:{port}: bind: address already in use")
+            self.refuse(f"listen tcp {host}:{port}: bind: address already in use")
             raise
 
 

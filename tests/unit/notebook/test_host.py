@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from IPython.core.error import UsageError
 from guava_nb.notebook.host import Host, colab_rule, detect_host
 from guava_nb.notebook.names import cell_name
 from guava_nb.notebook.screen import choose_ui
+from guava_nb.tunnels.host import current_host
 
 ColabShell = type("Shell", (), {"__module__": "google.colab._shell"})
 ColabChild = type("OtherShell", (ColabShell,), {"__module__": "somewhere"})
@@ -29,6 +31,15 @@ COLAB_MARKS = {"COLAB_RELEASE_TAG": "release-colab"}
 )
 def test_host(shell: object, environ: dict[str, str], paths: tuple[str, ...], host: Host) -> None:
     assert detect_host(shell, environ, lambda path: path in paths) is host
+
+
+def test_the_host_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "BINDER_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ColabShell))
+    assert current_host() is Host.COLAB
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert current_host() is Host.LOCAL
 
 
 def test_the_rule_is_told_in_colab_only() -> None:
