@@ -28,11 +28,12 @@ from guava_nb.errors import (
 )
 from guava_nb.link.events import Event, VisitArrived
 from guava_nb.link.guests import Guests
-from guava_nb.link.handshake import Deadline, prove, receive_record, send_record
+from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.loglimit import LogLimit
+from guava_nb.link.measure import Measuring, answer_measuring
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.patience import Patience
-from guava_nb.link.registry import REPORT, RefusedJoin, Registry
+from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import Decoder, Limits
@@ -45,7 +46,6 @@ from guava_nb.transport.certificate import self_signed_certificate
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
-from guava_nb.transport.tls import TlsStream
 
 __all__ = ["ListenedSession", "Listener", "ListenerStats"]
 
@@ -149,6 +149,7 @@ class Listener:
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Guests(self._options.max_unauthenticated)
         self.patience = Patience(self._options.grace_s)
+        self._measuring = Measuring()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -286,8 +287,8 @@ class Listener:
 
     def _let_in(self, tcp: Stream) -> None:
         deadline = Deadline(self._options.auth_timeout_s, "prove itself", tcp.peer)
-        stream = tcp if self._tls is None else TlsStream.over_server(tcp, self._tls, deadline.left_s())
-        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline)
+        stream, begun = unwrap(tcp, self._tls, deadline)
+        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline, begun)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
         decoder = Decoder(Limits.before_join())
         arrived, early = receive_record(stream, decoder, deadline)
@@ -306,6 +307,11 @@ class Listener:
         self._registry.check(attach)
         if attach.purpose == REPORT:
             self._take_report(stream, decoder, attach, deadline)
+            return
+        if attach.purpose == MEASURE:
+            with self._measuring.seat():
+                send_record(stream, Attached(False, {}, self._options.grace_s))
+                answer_measuring(stream, decoder)
             return
         session = self._registry.find(attach)
         if session is None:

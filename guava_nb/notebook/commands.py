@@ -279,5 +279,15 @@ STOP = Command(
     "guava_stop", "Stop the detached run after its step (again: at once), or let this notebook's worker leave."
 )
 DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
+DOCTOR = Command(
+    "guava_doctor",
+    "Check this machine; with a join code also the way to its session, step by step, and how fast the line is.",
+    (
+        word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE, if set)"),
+        flag("--join", help="ask for the join code, which is then in no cell and no output"),
+    ),
+    "%guava_doctor guava1:...",
+    code_to="code",
+)
 
-COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, LOG, SAVE, RESUME, STOP, DOWN)
+COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR)

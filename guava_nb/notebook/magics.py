@@ -16,6 +16,7 @@ from guava_nb.notebook import commands
 from guava_nb.notebook.announce import code_html, code_text, grant_text
 from guava_nb.notebook.asking import forget_results, show_results
 from guava_nb.notebook.completion import install_completion, remove_completion
+from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import make_panel
@@ -158,6 +159,12 @@ class GuavaMagics(Magics):
     def guava_down(self, args: argparse.Namespace) -> None:
         """Close everything."""
         say("Closed. %guava_up opens a new session." if self.session.close() else "Nothing was open.")
+
+    @line_magic
+    @_command(commands.DOCTOR)
+    def guava_doctor(self, args: argparse.Namespace) -> None:
+        """Check this machine and the way to a session."""
+        self._show(examine(args, self.session.worker.ask_for_code))
 
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""

@@ -71,10 +71,7 @@ class OwnWorker:
             UsageError: none, or a living worker belongs to another session.
             JoinCodeError: it is damaged.
         """
-        text = " ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "")
-        if not text and self.lives and self._code is not None:
-            return self._code
-        code = JoinCode.decode(text or self._ask())
+        code = JoinCode.decode(" ".join(words) or os.environ.get("GUAVA_JOIN_CODE", "") or self.ask_for_code())
         if self.lives and self._code is not None and code.secret != self._code.secret:
             raise UsageError(
                 "this notebook works for another session already: %guava_down leaves it, then run this again; if that session "
@@ -82,11 +79,18 @@ class OwnWorker:
             )
         return code
 
-    def _ask(self) -> str:
+    def ask_for_code(self) -> str:
+        """That of the worker that lives, else what is typed into a hidden prompt.
+
+        Raises:
+            UsageError: nothing was typed, or nobody can be asked.
+        """
+        if self.lives and self._code is not None:
+            return self._code.encode()
         text = ask_hidden("Join code (from %guava_up in the other notebook): ", self._shell)
         if not text.strip():
             raise UsageError(
-                "%guava_worker needs the join code that %guava_up shows in the other notebook: %guava_worker guava1:..."
+                "this needs the join code that %guava_up shows in the other notebook, as in %guava_worker guava1:..."
             )
         return text
 

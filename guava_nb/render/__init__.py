@@ -1,5 +1,6 @@
 """Status, tables and errors as plain text and HTML. Knows no IPython, no sockets and no torch."""
 
+from guava_nb.render.checks import checks_view
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.html import to_html
 from guava_nb.render.predictions import predictions_view
@@ -16,6 +17,7 @@ from guava_nb.render.text import to_text
 from guava_nb.render.view import Progress, Table, View
 
 __all__ = [
+    "checks_view",
     "Progress",
     "Table",
     "View",
