@@ -1,4 +1,4 @@
-"""Training through the ssh tunnel of a real sshd, whose client, server or address goes away in mid-run.
+"""Training through tunnels whose program, server or address goes away in mid-run: a real sshd, and the fake ngrok agent.
 
 The grace is so short that workers would be lost if a tunnel's outage counted like a worker's. Whatever happens, the run
 equals plain PyTorch, and nobody connects more often than outages ask for.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,16 +25,19 @@ import pytest
 
 from guava_nb.errors import JoinCodeError
 from guava_nb.protocol.joincode import JoinCode
+from tests.support.ngrok_agent import TOKEN, FakeNgrok
 from tests.support.processes import ROOT, PlainTraining, Session, Worker, eventually, loader
 from tests.support.sshd import Sshd, running, why_not
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = pytest.mark.timeout(150)
 
 GATEWAY = "GatewayPorts clientspecified"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    if why_not():
+        pytest.skip(why_not())
     with running(tmp_path_factory.mktemp("sshd") / "server", GATEWAY) as made:
         yield made
 
@@ -186,3 +191,35 @@ def _hold(stack: contextlib.ExitStack, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the fake agent is started by its first line")
+@pytest.mark.parametrize(("kind", "scheme"), [("ngrok", "tls"), ("ngrok-http", "wss")])
+def test_an_agent_that_dies_comes_back_at_another_address(
+    kind: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyngrok")
+    from tests.integration.test_ngrok_tunnel import certificate
+
+    fake = FakeNgrok(tmp_path / "fake")
+    edge, _ = certificate(fake.folder)
+    fake.plan(certificate=edge)
+    environ = {**fake.environment, "NGROK_AUTHTOKEN": TOKEN, "HOME": str(tmp_path), "SSL_CERT_FILE": edge}
+    for name, value in {**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    session = Session(tmp_path, num_workers=2, tunnel=kind, heartbeat_s=0.5, silence_s=4.0, grace_s=4.0)
+    try:
+        workers, old = session.ensure(2), session.orch.join_code
+        assert old.scheme == scheme
+        end_agent = AtStep(2, lambda: os.kill(fake.only(), signal.SIGKILL))
+        run = session.train(loader(), callbacks=[end_agent], detach=True)
+        eventually(lambda: session.orch.join_code != old, 60, "the new address is known")
+        for worker in workers:
+            worker.handle.redirect(session.orch.join_code)
+        session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
+        eventually(lambda: len(session.ready()) == 2, 20, "both are back")
+        assert session.orch._listener is not None and session.orch._listener.stats.accepted <= 10
+    finally:
+        session.close()
+    assert fake.running() == [] and fake.leftovers() == []
