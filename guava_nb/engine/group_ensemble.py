@@ -148,6 +148,8 @@ class GroupEnsemble(Ensemble):
             GroupLost: a member is lost, or away for too long, or reported that the group broke.
         """
         now = time.monotonic()
+        if all(rank in job.suspects for rank in self.team):
+            self._away.clear()  # the way to all of them is broken: nobody waits for one of the others
         for rank in self.team:
             if rank in job.ready:
                 self._away.pop(rank, None)

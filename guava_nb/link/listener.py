@@ -32,6 +32,7 @@ from guava_nb.link.handshake import Deadline, prove, receive_record, send_record
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.measure import Measuring, answer_measuring
 from guava_nb.link.options import LinkOptions
+from guava_nb.link.patience import Patience
 from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.squeeze import offered
@@ -96,17 +97,21 @@ class ListenedSession(Session):
         on_event: Callable[[Event], None],
         on_closed: Callable[[ListenedSession], None],
         on_change: Callable[[], None],
+        patience: Patience,
     ) -> None:
         super().__init__(attach.session_id, attach.identity, peer_address, options, on_event)
         self.attaching = threading.Lock()
         self.seen_before = False
-        self._closed_hook, self._changed_hook = on_closed, on_change
+        self._closed_hook, self._changed_hook, self._patience = on_closed, on_change, patience
 
     def _forget(self) -> None:
         self._closed_hook(self)
 
     def _wake(self) -> None:
         self._changed_hook()
+
+    def _kept_until(self, lost_at: float) -> float:
+        return self._patience.kept_until(lost_at)
 
 
 class Listener:
@@ -119,6 +124,10 @@ class Listener:
         port: 0 lets the system choose.
         tls: encrypt; without it, proof and identity hold but everybody on the way can read and change what passes.
         secret: 16 bytes; drawn when None.
+
+    Attributes:
+        host: where it listens.
+        patience: with sessions whose connections broke; whoever keeps the tunnel tells it of outages, then calls `look`.
     """
 
     def __init__(
@@ -132,13 +141,14 @@ class Listener:
     ) -> None:
         self._options = options or LinkOptions()
         self._on_event = on_event
-        self._host, self._wanted_port = host, port
+        self.host, self._wanted_port = host, port
         self._secret = secret or secrets.token_bytes(_SECRET_BYTES)
         certificate = self_signed_certificate() if tls else None
         self._tls = certificate.server_context() if certificate else None
         self._fingerprint = certificate.fingerprint16 if certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Guests(self._options.max_unauthenticated)
+        self.patience = Patience(self._options.grace_s)
         self._measuring = Measuring()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
@@ -154,7 +164,7 @@ class Listener:
         Raises:
             ConfigError: the port is taken or the address is not ours.
         """
-        self._sockets = listen(self._host, self._wanted_port, self._options.socket)
+        self._sockets = listen(self.host, self._wanted_port, self._options.socket)
         self._waker, self._woken = socket.socketpair()
         for sock in (self._waker, self._woken):
             close_in_children(sock)
@@ -169,7 +179,7 @@ class Listener:
 
     def join_code(self, host: str | None = None, port: int | None = None) -> JoinCode:
         """The code that lets a dialler in, for this address or for the one of a tunnel."""
-        default = self._host if self._host not in ("", "0.0.0.0", "::") else socket.gethostname()
+        default = self.host if self.host not in ("", "0.0.0.0", "::") else socket.gethostname()
         return JoinCode.new(host or default, port or self.port, self._fingerprint, self._secret)
 
     @property
@@ -236,13 +246,19 @@ class Listener:
         """Give up what is overdue; seconds until the next may be."""
         now = time.monotonic()
         shortest: float | None = None
-        for session in self._registry.sessions():
+        sessions = self._registry.sessions()
+        self.patience.look(now, [session.lost_at for session in sessions if session.state in ("open", "suspect")])
+        for session in sessions:
             left_s = session.patience_s(now)
             if left_s is not None and left_s <= 0:
                 session.give_up()
             elif left_s is not None:
                 shortest = left_s if shortest is None else min(shortest, left_s)
         return shortest
+
+    def look(self) -> None:
+        """See anew how long each session may stay away, after `patience` was told something."""
+        self._wake()
 
     def _wake(self) -> None:
         try:
@@ -306,11 +322,14 @@ class Listener:
                 max_payload_bytes=self._options.max_payload_bytes, compressed=bool(offered(self._options.compression))
             )
             session.adopt(attach.purpose, stream, decoder, attach)
+        self._wake()  # one that came back ends an outage for all
         if session.state == "joining" and session.whole:
             self._open(session)
 
     def _new_session(self, attach: Attach, peer: str) -> ListenedSession:
-        session = ListenedSession(attach, peer, self._options, self._on_event, self._registry.forget, self._wake)
+        session = ListenedSession(
+            attach, peer, self._options, self._on_event, self._registry.forget, self._wake, self.patience
+        )
         session.seen_before = self._registry.add(session)
         self._wake()  # its patience has to be watched
         return session
@@ -321,6 +340,7 @@ class Listener:
         return Attached(
             *(resumed, received_here, self._options.grace_s, mine.last_generation, mine.last_step, mine.last_kind),
             codecs=offered(self._options.compression),
+            outage_s=self.patience.outage_s,
         )
 
     def _open(self, session: ListenedSession) -> None:
@@ -345,7 +365,9 @@ class Listener:
         reason = next((name for kind, name in _REASONS if isinstance(problem, kind)), "refused")
         self._count_refusal(reason)
         peer = stream.peer if stream is not None else "a newcomer"
-        self._log.warning("refused a connection from %s (%s): %s", peer, reason, problem)
+        # Scanners, and tunnels that try whether their address is reached, connect and leave: nobody can do anything about it.
+        tell = logger.debug if reason == "left" else self._log.warning
+        tell("refused a connection from %s (%s): %s", peer, reason, problem)
 
     def _count_refusal(self, reason: str) -> None:
         with self._counting:

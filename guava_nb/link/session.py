@@ -283,13 +283,26 @@ class Session:
         with self._events:
             if self._state == "joining":
                 return max(0.0, self._began + self._options.auth_timeout_s - now)
+            lost_at = self.lost_at
+            return None if lost_at is None else max(0.0, self._kept_until(lost_at) - now)
+
+    @property
+    def lost_at(self) -> float | None:
+        """Since when a connection of an open session is away, on the monotonic clock; None when both stand."""
+        with self._events:
             lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
-            return max(0.0, min(lost) + self._options.grace_s - now) if lost and self._state == "suspect" else None
+            return min(lost) if lost and self._state == "suspect" else None
+
+    def _kept_until(self, lost_at: float) -> float:
+        """When to give up what is away since `lost_at`."""
+        return lost_at + self._options.grace_s
 
     def give_up(self, last: GuavaError | None = None) -> None:
         """The grace period is over."""
+        lost_at = self.lost_at
+        waited_s = self._options.grace_s if lost_at is None else round(self._kept_until(lost_at) - lost_at, 1)
         problem = LinkTimeout(
-            f"{self.peer_address} was away for more than {self._options.grace_s:g} s: the session is over"
+            f"{self.peer_address} was away for more than {waited_s:g} s: the session is over"
             + (f" (last try: {last})" if last is not None else "")
         )
         problem.__cause__ = last

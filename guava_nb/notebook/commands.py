@@ -40,8 +40,16 @@ def _expression(flag_name: str, text: str, required: bool = False) -> Option:
 
 UP = Command(
     "guava_up",
-    "Open a session: listen for workers and show the join code. Run again: shows the same session.",
+    "Open a session: listen for workers and show the join code. Run again: shows the same session, and starts its tunnel anew "
+    "if that is down; another --tunnel takes its place, and workers go on with the new code.",
     (
+        option(
+            "--tunnel",
+            metavar="NAME[:WHAT]",
+            complete="tunnels",
+            help="how others reach this machine: ngrok, ngrok-http, cloudflared, ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]], "
+            "local (default: GUAVA_TUNNEL; without one only this machine, or --host, is reached)",
+        ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
         option(
@@ -65,12 +73,13 @@ UP = Command(
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
-    "%guava_up --workers 2",
+    "%guava_up --tunnel ngrok --workers 2",
     code_to="connect",
 )
 WORKER = Command(
     "guava_worker",
-    "Work for a session until it closes. First interrupt: leave after the step; second: end the process.",
+    "Work for a session until it closes. First interrupt: leave after the step; second: end the process. With a new code of the "
+    "same session: go on there, with all state.",
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),

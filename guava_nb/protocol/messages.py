@@ -101,7 +101,13 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`, `resumed`: the session was known."""
+    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`.
+
+    Attributes:
+        resumed: the session was known.
+        grace_s: how long the listener keeps a session whose connection broke.
+        outage_s: behind a tunnel, how long it keeps all of them when the tunnel broke; 0 without one. Dial for so long.
+    """
 
     resumed: bool
     received: dict[int, int]
@@ -110,6 +116,7 @@ class Attached(Message, frozen=True):
     last_step: int = -1
     last_kind: int = 0
     codecs: tuple[str, ...] = ()
+    outage_s: float = 0.0
 
 
 class Refused(Message, frozen=True):

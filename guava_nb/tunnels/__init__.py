@@ -3,9 +3,10 @@
 from guava_nb.tunnels.direct import DirectTunnel, LocalTunnel
 from guava_nb.tunnels.ngrok import NgrokHttpTunnel, NgrokTunnel
 from guava_nb.tunnels.registry import make_tunnel, tunnel_names
-from guava_nb.tunnels.tunnel import Address, Tunnel
+from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
 
 __all__ = [
+    "LOOPBACK",
     "Address",
     "DirectTunnel",
     "LocalTunnel",
