@@ -171,7 +171,10 @@ def _fix_name(code: JoinCode, problem: GuavaError) -> str:
     if "name server" in str(problem):
         return "check the network of this machine: no name can be looked up"
     if code.scheme in ("ws", "wss"):
-        return f"a tunnel made in this minute: wait one; else it is closed: {_NEWEST}"
+        return (
+            "if the tunnel was opened in this minute, this network may deny its name for half an hour: open it again; "
+            f"else it is closed: {_NEWEST}"
+        )
     return _NEWEST
 
 

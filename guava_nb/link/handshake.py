@@ -21,6 +21,7 @@ from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import connect
 from guava_nb.transport.tls import TlsStream
 from guava_nb.transport.websocket import WebSocketStream, begins_http
+from guava_nb.tunnels.ngrok_errors import sentence
 
 __all__ = ["Attachment", "Deadline", "attach", "prove", "receive_record", "send_record", "unwrap"]
 
@@ -186,8 +187,8 @@ def _reach(code: JoinCode, options: LinkOptions, deadline: Deadline, on_step: Ca
             stream = TlsStream.over_gateway(stream, code.host, deadline.left_s())
         if code.scheme in ("ws", "wss"):
             on_step("websocket")
-            secure = code.scheme == "wss"
-            stream = WebSocketStream.over_client(stream, code.host, code.port, secure, deadline.left_s())
+            where = (code.host, code.port, code.scheme == "wss")
+            stream = WebSocketStream.over_client(stream, *where, deadline.left_s(), ngrok=sentence)
         if code.fingerprint:
             on_step("tls")
             stream = TlsStream.over_client(stream, code.fingerprint, deadline.left_s())

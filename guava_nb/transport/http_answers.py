@@ -6,28 +6,16 @@ Knows status codes, and how the operators of tunnels mark their own pages; does 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from guava_nb.errors import GuavaError, LinkBroken, RemoteProtocolError
 
-__all__ = ["refusal"]
+__all__ = ["ngrok_page", "refusal"]
 
 _NEWEST = "ask for the newest join code"
 _RUNNING = "is guava_nb still running there? Its session may have to be opened again"
-#: ngrok's numbers (https://ngrok.com/docs/errors): what is so, and whether it may pass by itself.
-_NGROK = {
-    "3200": (f"no ngrok agent serves this address now: the tunnel was closed or has another address; {_NEWEST}", True),
-    "8012": (f"the ngrok tunnel stands, but nothing listens behind it: {_RUNNING}", True),
-    "702": ("the ngrok account allows no more connections in this minute; they go on in the next", True),
-    "734": ("the ngrok account allows no more requests in this minute; they go on in the next", True),
-    "727": (
-        "the ngrok account has used up its requests of this month: use another tunnel, as cloudflared or ssh",
-        False,
-    ),
-    "718": ("the ngrok account has used up its incoming data: use another tunnel, as cloudflared or ssh", False),
-    "720": ("the ngrok account has used up its outgoing data: use another tunnel, as cloudflared or ssh", False),
-    "6024": ("ngrok answers with its warning page for browsers: update guava-nb here, or use another tunnel", False),
-}
+#: ngrok's numbers that may pass by themselves: a tunnel that is away, a limit of the minute.
+_NGROK_PASSING = frozenset({702, 734, 810, 3200, 8012})
 _CLOUDFLARE = {
     "1033": (f"its tunnel is closed: cloudflared does not run there any more; {_NEWEST}", True),
     "1016": (f"its tunnel is gone: Cloudflare does not know where it leads; {_NEWEST}", True),
@@ -50,7 +38,14 @@ _STATUS = {
 }
 
 
-def refusal(where: str, status: int, headers: Mapping[str, str], body: bytes) -> GuavaError:
+def ngrok_page(code: int) -> str:
+    """Where ngrok itself says what a code of its own means."""
+    return f"see https://ngrok.com/docs/errors/err_ngrok_{code} (ERR_NGROK_{code})"
+
+
+def refusal(
+    where: str, status: int, headers: Mapping[str, str], body: bytes, ngrok: Callable[[int], str] = ngrok_page
+) -> GuavaError:
     """Make the error for an answer that is not 101.
 
     Args:
@@ -58,23 +53,26 @@ def refusal(where: str, status: int, headers: Mapping[str, str], body: bytes) ->
         status: 200 to 599.
         headers: of the answer.
         body: of the answer, as far as it was read.
+        ngrok: what a code of ngrok means.
 
     Returns:
         LinkBroken where it may pass by itself, RemoteProtocolError where it will not.
     """
-    sentence, passing, mark = _meaning(status, {key.lower(): value for key, value in headers.items()}, body)
+    lowered = {key.lower(): value for key, value in headers.items()}
+    sentence, passing, mark = _ngroks(lowered, body, ngrok) or _meaning(status, body)
     kind = LinkBroken if passing else RemoteProtocolError
     return kind(f"{where} answered {mark}: {sentence}")
 
 
-def _meaning(status: int, headers: Mapping[str, str], body: bytes) -> tuple[str, bool, str]:
+def _ngroks(headers: Mapping[str, str], body: bytes, says: Callable[[int], str]) -> tuple[str, bool, str] | None:
+    """The same as `_meaning`, of an answer of ngrok's own."""
+    marked = "ERR_NGROK_" in headers.get("ngrok-error-code", "")
+    found = re.search(r"ERR_NGROK_(\d{1,5})", headers["ngrok-error-code"] if marked else body.decode("latin-1"))
+    return (says(int(found[1])), int(found[1]) in _NGROK_PASSING, "for ngrok") if found else None
+
+
+def _meaning(status: int, body: bytes) -> tuple[str, bool, str]:
     """What is so, whether it may pass, and what was answered."""
-    ngrok = re.search(r"ERR_NGROK_(\d{1,5})", headers.get("ngrok-error-code", "")) or re.search(
-        r"ERR_NGROK_(\d{1,5})", body.decode("latin-1")
-    )
-    if ngrok:
-        unknown = f"see https://ngrok.com/docs/errors/err_ngrok_{ngrok[1]}", status >= 500
-        return *_NGROK.get(ngrok[1], unknown), ngrok[0]
     cloudflare = re.search(rb"error code:?\s*(1\d{3})", body, re.IGNORECASE)
     if cloudflare and (number := cloudflare[1].decode()) in _CLOUDFLARE:
         return *_CLOUDFLARE[number], f"{status}, Cloudflare's error {number}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from websockets.client import ClientProtocol
@@ -27,7 +27,7 @@ from websockets.uri import parse_uri
 
 from guava_nb.config.version import installed_version
 from guava_nb.errors import FrameTooLarge, GuavaError, LinkBroken, LinkTimeout, RemoteProtocolError
-from guava_nb.transport.http_answers import refusal
+from guava_nb.transport.http_answers import ngrok_page, refusal
 from guava_nb.transport.stream import Buffer, Stream, flatten
 
 __all__ = ["PATH", "WebSocketStream", "begins_http"]
@@ -55,9 +55,16 @@ def begins_http(beginning: bytes) -> bool:
 class WebSocketStream(Stream):
     """A stream inside the binary messages of a WebSocket. Made by `over_client` or `over_server`."""
 
-    def __init__(self, stream: Stream, protocol: ClientProtocol | ServerProtocol, where: str = "") -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        protocol: ClientProtocol | ServerProtocol,
+        where: str = "",
+        ngrok: Callable[[int], str] = ngrok_page,
+    ) -> None:
         self.local, self.peer = stream.local, stream.peer
         self._where = where or stream.peer  # as people know it: a gateway's address says little
+        self._ngrok = ngrok
         self._stream, self._protocol = stream, protocol
         self._rules = threading.Lock()
         self._sending = threading.Lock()
@@ -68,7 +75,13 @@ class WebSocketStream(Stream):
 
     @classmethod
     def over_client(
-        cls, stream: Stream, host: str, port: int, secure: bool, timeout_s: float = 10.0
+        cls,
+        stream: Stream,
+        host: str,
+        port: int,
+        secure: bool,
+        timeout_s: float = 10.0,
+        ngrok: Callable[[int], str] = ngrok_page,
     ) -> WebSocketStream:
         """Ask the other side to speak WebSocket.
 
@@ -78,6 +91,7 @@ class WebSocketStream(Stream):
             port: likewise.
             secure: whether `stream` is encrypted, which makes another port the usual one.
             timeout_s: seconds for the whole handshake.
+            ngrok: what a code means that ngrok answers with.
 
         Raises:
             LinkBroken: the connection ended, or a gateway says that nobody is behind it now.
@@ -91,7 +105,7 @@ class WebSocketStream(Stream):
         for key, value in _HEADERS.items():
             request.headers[key] = value
         protocol.send_request(request)
-        made = cls(stream, protocol, f"{name}:{port}")
+        made = cls(stream, protocol, f"{name}:{port}", ngrok)
         made._send_answer()
         made._shake_hands(timeout_s, _MAX_ANSWER_BYTES)
         return made
@@ -152,7 +166,8 @@ class WebSocketStream(Stream):
         problem = self._protocol.handshake_exc
         if isinstance(problem, InvalidStatus):
             answer: Response = problem.response
-            raise refusal(self._where, answer.status_code, dict(answer.headers.raw_items()), bytes(answer.body or b""))
+            headers, body = dict(answer.headers.raw_items()), bytes(answer.body or b"")
+            raise refusal(self._where, answer.status_code, headers, body, self._ngrok)
         if problem is not None:
             self._send_answer()  # a server may owe one, as for a line that is too long
             raise self._no_handshake(problem)

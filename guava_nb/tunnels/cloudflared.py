@@ -24,8 +24,6 @@ __all__ = ["DOWNLOADS", "CloudflaredTunnel", "find_cloudflared"]
 DOWNLOADS = "https://developers.cloudflare.com/cloudflare-one/networks/connectors/cloudflare-tunnel/downloads/"
 #: From the program's start until its first connection to Cloudflare's edge stands; asking for the tunnel may take 15 of it.
 START_S = 35.0
-#: Nobody may look up a name that was made just now: a resolver that hears "unknown" repeats that for half an hour.
-SETTLE_S = 5.0
 _KEPT_LINES = 200
 _URL = re.compile(r"\|\s+(https://\S+)\s+\|")  # in a box of its own, whoever runs the service
 _STANDS = re.compile(r"Registered tunnel connection|Connection \S+ registered")
@@ -89,13 +87,17 @@ class CloudflaredTunnel(Tunnel):
 
     Args:
         what: path of the program; "" looks for `cloudflared` on PATH.
-        settle_s: from the making of the name until it is given out; see `SETTLE_S`.
+
+    Attributes:
+        settle_s: from the making of the name until it is given out. Nobody may look it up too early: a resolver that hears
+            "unknown" repeats that for half an hour.
     """
 
     name = "cloudflared"
+    settle_s = 5.0
 
-    def __init__(self, what: str = "", settle_s: float = SETTLE_S) -> None:
-        self._what, self._settle_s = what, settle_s
+    def __init__(self, what: str = "") -> None:
+        self._what = what
         self._starting = threading.Lock()
         self._agent: _Agent | None = None
 
@@ -113,7 +115,7 @@ class CloudflaredTunnel(Tunnel):
             agent = self._agent = _Agent(find_cloudflared(self._what), port)
             try:
                 agent.wait_until_it_stands()
-                agent.settle(self._settle_s)
+                agent.settle(self.settle_s)
             except BaseException:
                 self.stop()
                 raise

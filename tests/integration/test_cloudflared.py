@@ -10,9 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from guava_nb.errors import ConfigError, LinkBroken
@@ -21,8 +19,8 @@ from guava_nb.tunnels import cloudflared
 from guava_nb.tunnels.cloudflared import CloudflaredTunnel, find_cloudflared
 from guava_nb.tunnels.registry import make_tunnel
 from guava_nb.tunnels.tunnel import Address
+from tests.support.cloudflared import FakeCloudflared, runs
 from tests.support.links import exchange, nothing_left_behind, world
-from tests.support.nginx import certify
 from tests.support.processes import ROOT, eventually
 
 pytestmark = [
@@ -31,36 +29,12 @@ pytestmark = [
 ]
 
 
-class Fake:
-    """The stand-in and its switches."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.plan = folder, folder / "plan.json"
-        self.program = folder / "cloudflared"
-        self.program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/support/fake_cloudflared.py "$@"\n')
-        self.program.chmod(0o700)
-        certify(folder)
-        (folder / "both.pem").write_bytes((folder / "server.pem").read_bytes() + (folder / "server.key").read_bytes())
-        self.set()
-
-    def set(self, **switches: Any) -> None:
-        self.plan.write_text(json.dumps({"certificate": str(self.folder / "both.pem"), **switches}))
-
-    def tunnel(self) -> CloudflaredTunnel:
-        return CloudflaredTunnel(str(self.program), settle_s=0.0)
-
-    def started(self) -> list[int]:
-        return [int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit()]
-
-    def alive(self) -> list[int]:
-        return [pid for pid in self.started() if psutil.pid_exists(pid)]
-
-
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
-    made = Fake(tmp_path)
-    monkeypatch.setenv("FAKE_CLOUDFLARED", str(made.plan))
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCloudflared]:
+    made = FakeCloudflared(tmp_path)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(CloudflaredTunnel, "settle_s", 0.0)
     with nothing_left_behind():
         yield made
     left = made.alive()
@@ -69,10 +43,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     assert left == []
 
 
-def test_a_link_through_it_and_the_sentence_when_nothing_listens(fake: Fake) -> None:
+def test_a_link_through_it_and_the_sentence_when_nothing_listens(fake: FakeCloudflared) -> None:
     with world() as made:
         tunnel = make_tunnel(f"cloudflared:{fake.program}")
-        tunnel._settle_s = 0.0  # type: ignore[attr-defined]
         assert (tunnel.alive(), tunnel.address()) == (False, None)
         tunnel.stop()
         at = tunnel.start(made.listener.port)
@@ -94,7 +67,7 @@ def test_a_link_through_it_and_the_sentence_when_nothing_listens(fake: Fake) -> 
         assert (tunnel.alive(), tunnel.address()) == (False, None)
 
 
-def test_what_it_is_told_and_what_not(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_is_told_and_what_not(fake: FakeCloudflared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNNEL_TOKEN", "of another tunnel of this user")
     monkeypatch.setenv("TUNNEL_TRANSPORT_PROTOCOL", "http2")
     tunnel = fake.tunnel()
@@ -122,7 +95,9 @@ def test_what_it_is_told_and_what_not(fake: Fake, monkeypatch: pytest.MonkeyPatc
         ("silent", r"ran for 0\.7 s and said nothing"),
     ],
 )
-def test_each_way_to_fail_has_its_sentence(fake: Fake, fail: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_to_fail_has_its_sentence(
+    fake: FakeCloudflared, fail: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.set(fail=fail)
     if fail in ("edge", "silent"):
         monkeypatch.setattr(cloudflared, "START_S", 0.7 if fail == "silent" else 2.0)
@@ -134,7 +109,7 @@ def test_each_way_to_fail_has_its_sentence(fake: Fake, fail: str, why: str, monk
 
 
 def test_no_program_is_a_sentence_with_the_place_to_get_it(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: FakeCloudflared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"cloudflared is not installed here: download it from https://developers"):
@@ -150,7 +125,7 @@ def test_no_program_is_a_sentence_with_the_place_to_get_it(
         CloudflaredTunnel(str(text)).start(9)
 
 
-def test_its_death_is_seen_and_it_can_be_started_again(fake: Fake) -> None:
+def test_its_death_is_seen_and_it_can_be_started_again(fake: FakeCloudflared) -> None:
     tunnel = fake.tunnel()
     first = tunnel.start(9)
     (pid,) = fake.started()
@@ -162,7 +137,7 @@ def test_its_death_is_seen_and_it_can_be_started_again(fake: Fake) -> None:
     tunnel.stop()
 
 
-def test_a_mended_connection_keeps_the_name_and_a_forgotten_tunnel_is_dead(fake: Fake) -> None:
+def test_a_mended_connection_keeps_the_name_and_a_forgotten_tunnel_is_dead(fake: FakeCloudflared) -> None:
     tunnel = fake.tunnel()
     at = tunnel.start(9)
     (pid,) = fake.started()
@@ -176,7 +151,7 @@ def test_a_mended_connection_keeps_the_name_and_a_forgotten_tunnel_is_dead(fake:
     tunnel.stop()
 
 
-def test_stop_ends_a_start_under_way(fake: Fake) -> None:
+def test_stop_ends_a_start_under_way(fake: FakeCloudflared) -> None:
     fake.set(slow_s=60)
     tunnel = fake.tunnel()
     failed: list[str] = []
@@ -195,8 +170,9 @@ def test_stop_ends_a_start_under_way(fake: Fake) -> None:
     assert failed == ["the cloudflared tunnel was stopped while it was started"]
 
 
-def test_a_fresh_name_is_not_given_out_at_once(fake: Fake) -> None:
-    tunnel = CloudflaredTunnel(str(fake.program), settle_s=0.5)
+def test_a_fresh_name_is_not_given_out_at_once(fake: FakeCloudflared) -> None:
+    tunnel = fake.tunnel()
+    tunnel.settle_s = 0.5
     at = tunnel.start(9)
     agent = tunnel._agent
     assert agent is not None and isinstance(at, Address)
@@ -207,9 +183,11 @@ def test_a_fresh_name_is_not_given_out_at_once(fake: Fake) -> None:
 KERNEL = """
 import os, signal, sys
 from guava_nb.tunnels.cloudflared import CloudflaredTunnel
-tunnel = CloudflaredTunnel(sys.argv[1], settle_s=0)
-print("at", tunnel.start(9).port, flush=True)
+tunnel = CloudflaredTunnel(sys.argv[1])
+tunnel.settle_s = 0
+at = tunnel.start(9)
 try:
+    print("at", at.port, flush=True)
     sys.stdin.readline()
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -219,7 +197,7 @@ sys.stdin.readline()
 """
 
 
-def kernel(fake: Fake) -> subprocess.Popen[str]:
+def kernel(fake: FakeCloudflared) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", KERNEL, str(fake.program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True, cwd=ROOT,
@@ -237,8 +215,8 @@ def heard(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_an_interrupted_cell_does_not_end_it_and_a_killed_kernel_leaves_it_to_be_ended(fake: Fake) -> None:
-    process = kernel(fake)
+def test_an_interrupted_cell_does_not_end_it_and_a_killed_kernel_leaves_it_to_be_ended(fake: FakeCloudflared) -> None:
+    process, tunnel = kernel(fake), fake.tunnel()
     try:
         assert heard(process).startswith("at ")
         os.killpg(process.pid, signal.SIGINT)  # as Jupyter does: the kernel's whole process group
@@ -248,12 +226,11 @@ def test_an_interrupted_cell_does_not_end_it_and_a_killed_kernel_leaves_it_to_be
         process.kill()
         process.wait(10)
         (orphan,) = fake.started()
-        assert psutil.pid_exists(orphan)
-        tunnel = fake.tunnel()
+        assert runs(orphan)
         tunnel.start(9)
-        assert not psutil.pid_exists(orphan)
-        tunnel.stop()
+        assert not runs(orphan)
     finally:
+        tunnel.stop()
         process.kill()
         process.wait(10)
         for pipe in (process.stdin, process.stdout):
@@ -261,7 +238,7 @@ def test_an_interrupted_cell_does_not_end_it_and_a_killed_kernel_leaves_it_to_be
             pipe.close()
 
 
-def test_an_orderly_end_of_the_kernel_ends_it(fake: Fake) -> None:
+def test_an_orderly_end_of_the_kernel_ends_it(fake: FakeCloudflared) -> None:
     process = kernel(fake)
     assert heard(process).startswith("at ")
     for _ in range(3):

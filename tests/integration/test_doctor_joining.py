@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from guava_nb.cli import doctor as command
+from guava_nb.cli.main import main
 from guava_nb.doctor import Check, check_join, exit_status
 from guava_nb.doctor.joining import _measured
 from guava_nb.errors import JoinRefused, RemoteProtocolError
@@ -132,7 +134,7 @@ def test_a_code_that_was_cut_off_or_is_none() -> None:
 @pytest.mark.parametrize(
     ("number", "says", "fix"),
     [
-        (socket.EAI_NONAME, "is not known here", "a tunnel made in this minute"),
+        (socket.EAI_NONAME, "is not known here", "if the tunnel was opened in this minute"),
         (socket.EAI_AGAIN, "is this machine online", "check the network of this machine"),
     ],
 )
@@ -298,21 +300,28 @@ def test_a_visitor_cannot_ask_for_more_than_its_share() -> None:
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-def doctor(code: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "GUAVA_JOIN_CODE": code, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "guava_nb", "doctor"],
-        capture_output=True, text=True, timeout=50, env=environ, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-def test_the_command_takes_the_code_from_the_environment_and_tells_by_its_status() -> None:
-    with world(port=own_port()) as made:
-        code = made.listener.join_code()
-        done = doctor(code.encode())
+def test_the_command_takes_the_code_from_the_environment_and_shows_it_nowhere() -> None:
+    with world() as made:
+        code = made.listener.join_code().encode()
+        environ = {**os.environ, "GUAVA_JOIN_CODE": code, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "guava_nb", "doctor"],
+            capture_output=True, text=True, timeout=50, env=environ, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The way that the join code names" in done.stdout and "Mbit/s from there" in done.stdout
-    assert code.encode()[20:40] not in done.stdout + done.stderr
-    done = doctor(code.encode())
-    assert done.returncode == 1
-    assert "connection refused" in done.stdout and "not tried" in done.stdout
+    assert code[20:40] not in done.stdout + done.stderr
+
+
+def test_the_command_tells_by_its_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "run_checks", list)
+    monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
+    assert main(["doctor", code_for(own_port())]) == 1
+    shown = capsys.readouterr().out
+    assert "connection refused" in shown and "not tried" in shown
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--join"]) == 2  # nobody can be asked here
+    monkeypatch.setattr(command, "ask_for_code", lambda: code_for(own_port()))
+    assert main(["doctor", "--join"]) == 1
+    monkeypatch.setenv("GUAVA_JOIN_CODE", code_for(own_port()))
+    assert main(["doctor"]) == 1 and "GUAVA_JOIN_CODE" not in os.environ

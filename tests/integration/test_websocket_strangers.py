@@ -7,15 +7,17 @@ import itertools
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from websockets.frames import Frame, Opcode
 
-from guava_nb.errors import AuthenticationError, RemoteProtocolError
+from guava_nb.errors import AuthenticationError, LinkBroken, RemoteProtocolError
 from guava_nb.link.dialler import dial
 from guava_nb.link.events import MessageArrived
 from guava_nb.link.handshake import attach
+from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach
 from tests.integration.test_link_attacks import besieged, refused, say
 from tests.support.links import QUICK, World, eventually, exchange, nothing_left_behind, world
@@ -153,3 +155,24 @@ def test_plain_inside_where_tls_must_be() -> None:
         with pytest.raises((RemoteProtocolError, ConnectionError)):
             attach(code, record, QUICK, 10)
         refused(made, "not guava")
+
+
+def test_what_ngrok_answers_reaches_the_dialler_as_a_sentence() -> None:
+    page = b"<html>the endpoint is offline</html>"
+    answer = (
+        b"HTTP/1.1 404 Not Found\r\nngrok-error-code: ERR_NGROK_3200\r\nContent-Length: %d\r\n\r\n" % len(page) + page
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def serve() -> bytes:
+            peer, _ = server.accept()
+            with peer:
+                asked = peer.recv(4096)
+                peer.sendall(answer)
+                return asked
+
+        asked = pool.submit(serve)
+        code = JoinCode("127.0.0.1", server.getsockname()[1], b"f" * 16, b"s" * 16, "ws")
+        with pytest.raises(LinkBroken, match=r"the endpoint is offline: its agent has ended .*\(ERR_NGROK_3200\)"):
+            attach(code, Attach(bytes(16), bytes(32), "control", 0, {}), QUICK, 10)
+        assert b"ngrok-skip-browser-warning: 1\r\n" in asked.result()

@@ -14,6 +14,7 @@ from guava_nb.errors import FrameTooLarge, LinkBroken, LinkTimeout, RemoteProtoc
 from guava_nb.transport.http_answers import refusal
 from guava_nb.transport.memory import MemoryStream, memory_pair
 from guava_nb.transport.websocket import WebSocketStream, _pieces, begins_http
+from guava_nb.tunnels.ngrok_errors import sentence
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -176,11 +177,9 @@ def test_a_request_without_end_is_cut_off() -> None:
 @pytest.mark.parametrize(
     ("status", "headers", "body", "kind", "why"),
     [
-        (404, {"Ngrok-Error-Code": "ERR_NGROK_3200"}, b"<html>", LinkBroken, "newest join code"),
-        (502, {}, b"<pre>ERR_NGROK_8012</pre>", LinkBroken, "nothing listens behind it"),
-        (429, {"ngrok-error-code": "ERR_NGROK_734"}, b"", LinkBroken, "this minute"),
-        (402, {"ngrok-error-code": "ERR_NGROK_727"}, b"", RemoteProtocolError, "requests of this month"),
-        (400, {"ngrok-error-code": "ERR_NGROK_9999"}, b"", RemoteProtocolError, "docs/errors/err_ngrok_9999"),
+        (404, {"Ngrok-Error-Code": "ERR_NGROK_3200"}, b"<html>", LinkBroken, "err_ngrok_3200 (ERR_NGROK_3200)"),
+        (502, {}, b"<pre>ERR_NGROK_8012</pre>", LinkBroken, "err_ngrok_8012"),
+        (402, {"ngrok-error-code": "ERR_NGROK_727"}, b"ERR_NGROK_1", RemoteProtocolError, "err_ngrok_727"),
         (530, {"Server": "cloudflare"}, b"error code: 1033", LinkBroken, "1033: its tunnel is closed"),
         (429, {}, b"error code: 1015", LinkBroken, "1015: Cloudflare allows no more"),
         (530, {}, b"error code: 1999", LinkBroken, "530: its tunnel is closed"),
@@ -200,6 +199,11 @@ def test_each_answer_has_its_sentence(
     assert type(error) is kind
     assert why in str(error)
     assert str(error).startswith("a.example:443 answered ")
+
+
+def test_a_code_of_ngrok_is_told_by_who_knows_it() -> None:
+    error = refusal("a.example:443", 404, {"ngrok-error-code": "ERR_NGROK_3200"}, b"", sentence)
+    assert "the endpoint is offline" in str(error) and "(ERR_NGROK_3200)" in str(error)
 
 
 @given(st.integers(200, 599), st.dictionaries(st.text(), st.text(), max_size=3), st.binary(max_size=200))
