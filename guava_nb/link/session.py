@@ -293,6 +293,11 @@ class Session:
             lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
             return min(lost) if lost and self._state == "suspect" else None
 
+    @property
+    def in_outage(self) -> bool:
+        """Whether it is waited for longer than a peer that is gone: what broke is the way to it, as far as one can tell."""
+        return False
+
     def _kept_until(self, lost_at: float) -> float:
         """When to give up what is away since `lost_at`."""
         return lost_at + self._options.grace_s
