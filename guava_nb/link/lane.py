@@ -57,6 +57,7 @@ class Lane:
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
         squeezer: decides what goes out compressed.
+        out_saved, in_saved: bytes that compression spared, per channel.
     """
 
     def __init__(self, name: str, window_bytes: int, compression: str) -> None:
@@ -74,6 +75,8 @@ class Lane:
         self.squeezer = Squeezer(compression)
         self.out_bytes = dict.fromkeys(Channel, 0)
         self.in_bytes = dict.fromkeys(Channel, 0)
+        self.out_saved = dict.fromkeys(Channel, 0)
+        self.in_saved = dict.fromkeys(Channel, 0)
 
     def consumed(self, arrived: Arrived, ack_delay_s: float) -> None:
         """The owner is done with a message: acknowledge it, now or in company."""

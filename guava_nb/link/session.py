@@ -110,6 +110,15 @@ class Session:
         return lane.delivery.meter.bytes_s, lane.arrivals.bytes_s
 
     @property
+    def saved(self) -> Wire:
+        """Bytes that compression spared so far, per channel, both ways."""
+        lanes = self._lanes.values()
+        return Wire(
+            {channel: sum(lane.out_saved[channel] for lane in lanes) for channel in Channel},
+            {channel: sum(lane.in_saved[channel] for lane in lanes) for channel in Channel},
+        )
+
+    @property
     def wire(self) -> Wire:
         """Bytes sent and received so far, per channel, as they are on the wire: compressed where they were."""
         lanes = self._lanes.values()
