@@ -7,6 +7,7 @@ Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from guava_nb.data.worker_data import WorkerData
 from guava_nb.engine import checkpoint, source
 from guava_nb.engine.asking import ask
 from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
+from guava_nb.engine.budget import Budget, Limit, chosen_limit
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.compose import (
     Reference,
@@ -35,9 +37,12 @@ from guava_nb.engine.compose import (
 )
 from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
+from guava_nb.engine.forecast import Forecast
+from guava_nb.engine.forecast_squeeze import squeezed_so_far
 from guava_nb.engine.hosting import Host
 from guava_nb.engine.interrupts import interrupts_remembered
-from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run
+from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run, goes_on
+from guava_nb.engine.outlook import Composed, Outlook, budget_of, forecast_of, guessed_feeds, unchanged_randomness
 from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, is_own
 from guava_nb.engine.passes import Progress
 from guava_nb.engine.plan import Position, TrainingPlan
@@ -45,10 +50,11 @@ from guava_nb.engine.predicting import predict
 from guava_nb.engine.predictions import Predictions, wanted_of
 from guava_nb.engine.progress import reporting, watch
 from guava_nb.engine.routes import cuda_reach
+from guava_nb.engine.row_writer import Caches
 from guava_nb.engine.run import Run
 from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
-from guava_nb.engine.survey import survey, wire_meter
+from guava_nb.engine.survey import survey, total_bytes, wire_meter
 from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import CheckpointError, ClusterError, ConfigError
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
@@ -130,13 +136,14 @@ class Orchestrator(Host):
             SourceError: it exists only here.
             ConfigError: an argument cannot travel.
         """
-        shared = self._shared()
         instance = model if isinstance(model, torch.nn.Module) else None
-        reference = type(model) if isinstance(model, torch.nn.Module) else model
-        factory = Factory(factory_name("model", reference, shared), plain_arguments("model", args))
+        factory = self._named_factory(type(model) if isinstance(model, torch.nn.Module) else model, args)
         if instance is not None or factory != self._factory:
             self._factory, self._instance = factory, instance
             self._ensemble = None if instance is not None else self._ensemble
+
+    def _named_factory(self, model: Reference, args: Mapping[str, Any] | None) -> Factory:
+        return Factory(factory_name("model", model, self._shared()), plain_arguments("model", args))
 
     def _shared(self) -> ModuleType | None:
         """The module of the shared cells, built anew only when a cell changed: cells may take long or print."""
@@ -184,6 +191,8 @@ class Orchestrator(Host):
         cache: str | None = None,
         cache_static: bool = False,
         data: str = "orchestrator",
+        budget_bytes: int | None = None,
+        save_path: str | Path | None = None,
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -220,50 +229,175 @@ class Orchestrator(Host):
                 loaded again. Without it every sample is loaded and compared, and sent where it changed.
             data: "worker" where `train_loader` is a `WorkerData`.
             metrics: of the validations, beside loss and accuracy; see `validate`.
+            budget_bytes: most bytes that the run may send and receive here, both together, before encryption: before it would
+                pass them it stops between two steps and saves a checkpoint to go on from. None takes the configuration's,
+                0 sets no limit. What workers exchange directly does not count.
+            save_path: where that checkpoint goes; None makes a name in `checkpoint_dir` of the configuration.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
         cluster = self._idle_cluster()
+        limit = chosen_limit(self.config, budget_bytes, save_path)
         with interrupts_remembered() as interrupts:
-            shared = self._shared()
-            refuse_place(data, train_loader)
-            specs, loaders = metric_specs(metrics, shared), (train_loader, val_loader)
-            own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
-            spec = build_spec(
-                self.config, shared, model=self._needed_factory(), criterion=None if step is not None else criterion,
+            composed = self._compose(
+                (train_loader, val_loader), len(cluster.roster.ready()), cuda_reach(cluster), data, metrics=metrics, cache=cache,
+                model=self._needed_factory(), criterion=None if step is not None else criterion,
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                preprocess=preprocess, augment=augment, metrics=specs,
-                parallel=parallel_spec(
-                    self.config, len(cluster.roster.ready()), self._tensor_plan,
-                    (lambda: False) if own else cuda_reach(cluster),
-                ),
-                cache=cache_spec(self.config, cache),
+                preprocess=preprocess, augment=augment,
             )  # fmt: skip
-            spec = self._with_data(spec, own, cache_static, interrupts.check)
-            feed, val_feed = feeds(loaders, spec.data)
-            plan = TrainingPlan(
-                feed=feed,
-                val_feed=val_feed,
-                cache_static=cache_static,
-                num_epochs=num_epochs,
-                val_interval=val_interval,
-                accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
-                shares=shares,
-                callbacks=callbacks,
-                split_fn=split_fn,
-                prefetch_steps=self.config.prefetch_steps,
-                prefetch_bytes=self.config.prefetch_bytes,
-                interrupt_grace_s=self.config.interrupt_grace_s,
-                rejoin_timeout_s=self.config.rejoin_timeout_s,
-                snapshot_every_steps=self.config.snapshot_every_steps,
-                validation=lambda: Validation(specs, merges_for(specs, shared)),
-            )
-            ensemble = self._place_start(spec, shared, plan, resume, fresh)
+            composed.spec = self._with_data(composed.spec, composed.own, cache_static, interrupts.check)
+            plan = self._plan(
+                composed, feeds((train_loader, val_loader), composed.spec.data), num_epochs=num_epochs,
+                val_interval=val_interval, accumulation_steps=accumulation_steps, shares=shares, callbacks=callbacks,
+                split_fn=split_fn, cache_static=cache_static,
+            )  # fmt: skip
+            ensemble = self._place_start(composed.spec, composed.shared, plan, resume, fresh)
+            if limit is not None:
+                plan.budget = self._budget(limit, ensemble, plan, composed)
             interrupts.check()
             return self._launch(ensemble, plan, detach, progress)
+
+    def _compose(
+        self, loaders: tuple[Any, Any], workers: int, reach: Callable[[], bool], data: str, *, metrics: Metrics | None,
+        cache: str | None, **options: Any,
+    ) -> Composed:  # fmt: skip
+        """The record of a run, and what it was made of."""
+        shared = self._shared()
+        refuse_place(data, loaders[0])
+        specs = metric_specs(metrics, shared)
+        own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+        parallel = parallel_spec(self.config, workers, self._tensor_plan, (lambda: False) if own else reach)
+        spec = build_spec(
+            self.config, shared, metrics=specs, parallel=parallel, cache=cache_spec(self.config, cache), **options
+        )
+        return Composed(spec, shared, own, lambda: Validation(specs, merges_for(specs, shared)))
+
+    def _plan(
+        self, composed: Composed, loaded: tuple[Feed, Feed | None], accumulation_steps: int | None, **options: Any
+    ) -> TrainingPlan:
+        return TrainingPlan(
+            *loaded,
+            accumulation_steps=self.config.accumulation_steps if accumulation_steps is None else accumulation_steps,
+            prefetch_steps=self.config.prefetch_steps,
+            prefetch_bytes=self.config.prefetch_bytes,
+            interrupt_grace_s=self.config.interrupt_grace_s,
+            rejoin_timeout_s=self.config.rejoin_timeout_s,
+            snapshot_every_steps=self.config.snapshot_every_steps,
+            save_every_steps=self.config.save_interval,
+            save_folder=Path(self.config.checkpoint_dir),
+            validation=composed.validation,
+            **options,
+        )
+
+    def _budget(self, limit: Limit, ensemble: Ensemble, plan: TrainingPlan, composed: Composed) -> Budget:
+        cluster = self._open_cluster()
+        workers = len(ensemble.pick(set(cluster.roster.ready())))
+        trained = ensemble.step >= 0 or bool(ensemble.master.optimizer.state)
+        with unchanged_randomness():
+            return budget_of(
+                limit, Outlook(ensemble, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
+            )
+
+    # ------------------------------------------------------------------------------------------------------- forecast
+
+    def forecast(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        num_epochs: int = 1,
+        val_interval: int | None = None,
+        *,
+        model: Reference | None = None,
+        model_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Forecast:
+        """Reckon what a run would send and receive, without starting it; nothing is changed, random state included.
+
+        Args:
+            model, model_args: as for `register_model`; None takes the model that is registered.
+            train_loader, val_loader, num_epochs, val_interval, options: as for `start_training`. Some first batches are
+                loaded to look at them; an iterator is left alone.
+
+        Returns:
+            Bytes per step, epoch and run, by kind and direction; with the time they take where the line was measured, and what
+            would make them less. With the workers that are here, or `num_workers` of the configuration before any is.
+
+        Raises:
+            GuavaError: what `start_training` would refuse before any work starts.
+        """
+        bound = inspect.signature(self.start_training).bind(
+            train_loader, val_loader, num_epochs, val_interval, **options
+        )
+        bound.apply_defaults()
+        with unchanged_randomness():
+            factory = self._needed_factory() if model is None else self._named_factory(model, model_args)
+            outlook = self._outlook(factory, bound.arguments)
+            sessions = [] if self._cluster is None else self._cluster.all_sessions()
+            down = outlook.composed.spec.optimizer_site == "orchestrator"
+            return forecast_of(outlook, self.config, self._rates(), squeezed_so_far(sessions, down))
+
+    def _outlook(self, factory: Factory, given: dict[str, Any]) -> Outlook:
+        """What a run of these arguments would be; built here only, and thrown away."""
+        loaders = (given["train_loader"], given["val_loader"])
+        ready = 0 if self._cluster is None else len(self._cluster.roster.ready())
+        workers = ready or self.config.num_workers
+        names = ("metrics", "cache", "criterion_args", "step", "optimizer", "optimizer_args", "scheduler", "scheduler_args",
+                 "threads", "scheduler_interval", "max_grad_norm", "precision", "seed", "optimizer_site", "preprocess",
+                 "augment")  # fmt: skip
+        composed = self._compose(
+            loaders, workers, lambda: False, given["data"], model=factory,
+            criterion=None if given["step"] is not None else given["criterion"], **{name: given[name] for name in names},
+        )  # fmt: skip
+        if given["cache_static"]:
+            refuse_static(composed.spec)
+        if composed.own:
+            refuse_group(composed.spec)
+        planned = (
+            "num_epochs",
+            "val_interval",
+            "accumulation_steps",
+            "shares",
+            "callbacks",
+            "split_fn",
+            "cache_static",
+        )
+        plan = self._plan(composed, guessed_feeds(loaders), **{name: given[name] for name in planned})
+        limit = chosen_limit(self.config, given["budget_bytes"], given["save_path"])
+        ensemble, trained = self._guessed_start(composed, plan, given["resume"], given["fresh"])
+        return Outlook(
+            ensemble, plan, composed, workers, trained, 0 if limit is None else limit.limit_bytes,
+            Caches() if self._cluster is None else self._cluster.caches,
+        )  # fmt: skip
+
+    def _guessed_start(
+        self, composed: Composed, plan: TrainingPlan, resume: str | Path | None, fresh: bool
+    ) -> tuple[Ensemble, bool]:
+        """The ensemble as it would begin, as to sizes; and whether there would be an optimizer's state."""
+        spec, cells = composed.spec, self._ledger.cells()
+        start = None if fresh else self._resume
+        if resume is not None:
+            start = (Path(resume), checkpoint.read(Path(resume)))
+        if is_own(spec):
+            raise ConfigError(
+                "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
+                "forecast; a budget holds all the same"
+            )
+        weights = self._instance if spec.model == self._factory else None
+        ensemble = build_ensemble(f"run-{self._runs + 1}", spec, cells, composed.shared, weights)
+        if start is not None:
+            from_checkpoint(ensemble, plan, *start, rewind=False)
+            return ensemble, True
+        last = None if fresh else self._ensemble
+        return ensemble, last is not None and goes_on(ensemble, last)
+
+    def _rates(self) -> tuple[float | None, float | None]:
+        """Bytes a second out and in, of all lines together, as far as they were measured."""
+        measured = [] if self._cluster is None else [session.rate_bytes_s for session in self._cluster.sessions()]
+        known = [[rate for rate in way if rate is not None] for way in zip(*measured, strict=True)] or [[], []]
+        return (sum(known[0]) or None, sum(known[1]) or None)
 
     def _idle_cluster(self) -> Cluster:
         """The cluster, if a run can begin there."""
@@ -356,10 +490,12 @@ class Orchestrator(Host):
         def save(path: Path, position: Position, step: int) -> None:
             checkpoint.write(path, ensemble.master.state(), step, position, ensemble.spec)
 
-        plan.save_every_steps = self.config.save_interval
         plan.save_path = Path(self.config.checkpoint_dir) / f"{ensemble.run_id}.pt"
+        meter = wire_meter(cluster, ensemble.spec)
+        if plan.budget is not None:
+            plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
         job = TrainingJob(ensemble, plan, run, cluster, save)
-        run.connect(wire_meter(cluster, ensemble.spec), job.interrupt, lambda: self._model_of(ensemble))
+        run.connect(meter, job.interrupt, lambda: self._model_of(ensemble))
         self.run, self._job, self._ensemble, self._asked = run, job, ensemble, None
         self._runs += 1
         if detach:
@@ -557,6 +693,7 @@ class Orchestrator(Host):
 
     def _job_save(self, target: Path) -> None:
         assert self._ensemble is not None and self._job is not None
+        self._job.spending.refuse_save()
         state = self._ensemble.fetch(self._job)
         checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ __all__ = [
     "start_listening_worker",
     "start_worker",
 ]
+
+
+log = logging.getLogger(__name__)
 
 
 def join_code_from(code: JoinCode | str | None) -> JoinCode:
@@ -164,7 +168,9 @@ class NetworkWorker:
         self.device = _device(gpu_id)
         own = _parts(own, model_ctor)
         self.model = None if own is None else own.model
-        self._member = Membership(code, self.device, name, own=own, options=link_options(config or DistributedConfig()))
+        options = link_options(config or DistributedConfig())
+        self._member = Membership(code, self.device, name, own=own, options=options, report=self._report)
+        self._told = ""
 
     @staticmethod
     def listen(**arguments: Any) -> ListeningWorker:
@@ -181,6 +187,13 @@ class NetworkWorker:
         """
         with _leaves_on_interrupt(self.leave):
             return self._member.run()
+
+    def _report(self, state: str, step: int, detail: str) -> None:
+        """Warn once each time that the orchestrator is away: this call shows nothing else, and may need a new code."""
+        away = detail if state == "reconnecting" else ""
+        if away and away != self._told:
+            log.warning("%s", away)
+        self._told = away
 
     def redirect(self, code: JoinCode | str) -> None:
         """Dial the same session by another code from now on, as when a tunnel got another address; from any thread.

@@ -14,6 +14,7 @@ from typing import Any
 from guava_nb.config import sources
 from guava_nb.config.mesh import Mesh, divide_layers, largest_divisor, make_mesh
 from guava_nb.config.modes import SCHEDULES, mode_name
+from guava_nb.config.units import parse_bytes
 from guava_nb.config.values import Origin, check, near, parse, setting
 from guava_nb.errors import ConfigError
 
@@ -86,6 +87,8 @@ class DistributedConfig:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
         connection. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients, parameters
         and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
+        budget_bytes (0): most bytes that a run may send and receive here, both together; 0 sets no limit. A text has a unit:
+        GUAVA_BUDGET_BYTES=900MB.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
@@ -165,6 +168,7 @@ class DistributedConfig:
     window_mb: int = setting(256, low=1)
     bucket_mb: float = setting(4.0, above=0, high=1024)
     compression: str = setting("auto", choices=("auto", "on", "off"))
+    budget_bytes: int = setting(0, low=0)
 
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)
@@ -403,9 +407,18 @@ def _table() -> sources.Table:
 
 
 def _checked(name: str, value: Any, origin: Origin) -> Any:
+    if name == "budget_bytes" and isinstance(value, str) and value.strip() != "0":
+        value = _bytes_of(name, value, origin)
     if isinstance(value, sources.Text):
         value = parse(name, value, _kinds()[name], origin)
     return check(name, value, _kinds()[name], _limits()[name], origin)
+
+
+def _bytes_of(name: str, text: str, origin: Origin) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name} (from {origin}): {error}") from None
 
 
 def _known(name: str, origin: Origin) -> str:

@@ -9,7 +9,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from guava_nb.data.loader_parts import LeaveOut
 from guava_nb.data.loading import LoadError, Source, make_source
@@ -67,6 +70,8 @@ class Feed:
         self._source: Source = make_source(loader)
         self._number = source
         self._one_shot = isinstance(loader, Iterator)
+        self._drawn_once = _is_drawn_once(loader)
+        self._is_shuffled = not _is_in_order(loader)
         self._epoch = -1
         self._batches = 0
         self._resume: Mapping[str, Any] | None = None
@@ -149,6 +154,36 @@ class Feed:
         finally:
             state.put(generators)
 
+    @property
+    def drawn_once(self) -> bool:
+        """Whether the loader is an iterator, whose batches are gone once they are looked at."""
+        return self._drawn_once
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether another order is to be expected in each epoch: all but lists, and loaders that read in order."""
+        return self._is_shuffled
+
+    def peek(self, batches: int) -> list[LoadedBatch]:
+        """Draw the first batches of an epoch only to look at them: random state and position stay as they are.
+
+        Nothing is drawn of a loader that can be drawn once only.
+
+        Raises:
+            LoadError: one cannot be loaded.
+        """
+        if self._drawn_once or batches < 1:
+            return []
+        generators = self._source.generators()
+        state = RandomState.take(generators)
+        walk = self._source.open(0, None)
+        try:
+            drawn = islice(walk, batches)
+            return [LoadedBatch(i, batch, ids, rows, self._number) for i, (batch, ids, rows) in enumerate(drawn)]
+        finally:
+            getattr(walk, "close", lambda: None)()
+            state.put(generators)
+
     def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
         """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
 
@@ -207,6 +242,24 @@ class Feed:
     def close(self) -> None:
         """End loader processes that persist between epochs; the feed cannot be walked again."""
         self._source.close()
+
+
+def _is_drawn_once(loader: Any) -> bool:
+    """Whether the loader, or what its samples or their order come from, is an iterator."""
+    parts = [loader]
+    for name in ("dataset", "sampler", "batch_sampler"):
+        parts.append(getattr(loader, name, None))
+    return any(isinstance(part, Iterator) for part in parts)
+
+
+def _is_in_order(loader: Any) -> bool:
+    if isinstance(loader, list | tuple):
+        return True
+    batches = getattr(
+        loader, "batch_sampler", None
+    )  # a loader with one of the user's own has a sampler that says nothing
+    sampler = loader.sampler if type(batches) is BatchSampler else None
+    return isinstance(sampler, SequentialSampler)
 
 
 _K = TypeVar("_K", bound=Hashable)

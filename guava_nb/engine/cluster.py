@@ -216,6 +216,12 @@ class Cluster:
         for rank in ranks:
             self.send(rank, message, buffers)
 
+    def let_go(self, rank: int, reason: str) -> None:
+        """End a member's session for good, so that nothing is sent to it or by it again."""
+        session = self._sessions.get(rank)
+        if session is not None:
+            self._events.put(SessionClosed(session, LinkClosed(reason), False))
+
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
@@ -230,6 +236,11 @@ class Cluster:
     def session(self, rank: int) -> Session | None:
         """Return the session of a member that still holds its seat."""
         return self._sessions.get(rank)
+
+    def is_in_outage(self, rank: int) -> bool:
+        """Whether a member is away because a tunnel broke, and not by itself."""
+        session = self._sessions.get(rank)
+        return session is not None and session.in_outage
 
     def sessions(self) -> list[Session]:
         """Return all sessions whose seat is held."""

@@ -23,7 +23,7 @@ from guava_nb.engine.treatment import pair_of
 from guava_nb.errors import ConfigError, NotFinite
 from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
 
-__all__ = ["GroupExchange", "parts_for", "shares_of"]
+__all__ = ["GroupExchange", "parts_for", "shares_of", "tasks_of"]
 
 
 class GroupExchange(Exchange):
@@ -62,7 +62,7 @@ class GroupExchange(Exchange):
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
         treated = spec.preprocess is not None or spec.augment is not None
-        tasks, shards = _tasks(
+        tasks, shards = tasks_of(
             ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated, self._writer, splitter
         )
         machine = StepMachine(
@@ -200,7 +200,7 @@ def parts_for(mesh: Mesh, stage: int, pieces: Sequence[Any], treated: bool = Fal
     return [(x if stage == 0 else None, y if stage == mesh.stages - 1 else None) for x, y in pairs]
 
 
-def _tasks(
+def tasks_of(
     run_id: str,
     generation: int,
     step: int,

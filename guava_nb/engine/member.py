@@ -109,7 +109,7 @@ class Membership:
         if isinstance(session, DialledSession):
             with self._telling:
                 if self._away:
-                    self._tell(_waiting(session, f"dialling {code.address}"))
+                    self._tell(f"dialling {code.address} for up to {session.waits_s:g} s")
             session.redirect(code)
 
     def greet(self, session: Session) -> None:
@@ -189,7 +189,7 @@ class Membership:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
 
 
-def _waiting(session: Session, cause: object) -> str:
+def _waiting(session: Session, cause: GuavaError) -> str:
     """What a worker waits for whose connection broke, and how long."""
     if not isinstance(session, DialledSession):
         return str(cause)

@@ -19,7 +19,7 @@ from guava_nb.engine.replica import Replica
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 
-__all__ = ["build_ensemble", "from_checkpoint", "from_last_run"]
+__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on"]
 
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
@@ -56,18 +56,33 @@ def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_
     Raises:
         WorkerLost: the workers that hold those weights are gone.
     """
-    if last.spec.model != ensemble.spec.model or last.cells != ensemble.cells:
+    if not _is_same_model(ensemble, last):
         return False
     state = fetch_between_runs(last, cluster, timeout_s)
-    same = (last.spec.optimizer, last.spec.scheduler, last.spec.precision) == (
-        ensemble.spec.optimizer, ensemble.spec.scheduler, ensemble.spec.precision,
-    )  # fmt: skip
-    ensemble.master.load_state(state if same else {"model": state["model"]})
+    ensemble.master.load_state(state if _has_same_optimizer(ensemble, last) else {"model": state["model"]})
     return True
 
 
-def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any]) -> list[str]:
+def goes_on(ensemble: Ensemble, last: Ensemble) -> bool:
+    """Whether a run would go on from the last one's optimizer, too."""
+    return _is_same_model(ensemble, last) and _has_same_optimizer(ensemble, last)
+
+
+def _is_same_model(ensemble: Ensemble, last: Ensemble) -> bool:
+    return last.spec.model == ensemble.spec.model and last.cells == ensemble.cells
+
+
+def _has_same_optimizer(ensemble: Ensemble, last: Ensemble) -> bool:
+    return all(getattr(last.spec, n) == getattr(ensemble.spec, n) for n in ("optimizer", "scheduler", "precision"))
+
+
+def from_checkpoint(
+    ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any], rewind: bool = True
+) -> list[str]:
     """Go on from a checkpoint: state, step and place in the data.
+
+    Args:
+        rewind: bring the loader there; without, only the plan says where the run would begin.
 
     Returns:
         Sentences on what the checkpoint decides instead of this call.
@@ -88,7 +103,8 @@ def from_checkpoint(ensemble: Ensemble, plan: TrainingPlan, path: Path, content:
         ) from error
     ensemble.step = ensemble.master_step = int(content["step"])
     plan.start = Position(**content["position"])
-    plan.start.rewind(plan.feed)
+    if rewind:
+        plan.start.rewind(plan.feed)
     if plan.start.epoch >= plan.num_epochs:
         raise ConfigError(
             f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "

@@ -75,6 +75,9 @@ class Pass(ABC):
     Args:
         job: attached, or about to be.
         ensemble: stands at the last committed state when `run` is called.
+
+    Attributes:
+        before_batch: called with each batch before it is sent; may raise, and the pass is given up.
     """
 
     def __init__(self, job: Job, ensemble: Ensemble) -> None:
@@ -85,6 +88,7 @@ class Pass(ABC):
         self._progress: Progress = lambda done, total: None
         self._done, self._shown = 0, 0.0
         self._total: int | None = None
+        self.before_batch: Callable[[LoadedBatch], None] = lambda batch: None
         job.on(Evaluated, self._on_answer)
         job.on(Predicted, self._on_answer)
         job.about_request = self._about
@@ -115,6 +119,7 @@ class Pass(ABC):
                     break
                 if group[0].rows:
                     self._pump(self._has_room)
+                    self.before_batch(group[0])
                     self._deal(group[0])
             self._pump(lambda: not self._asked)
             self._progress(self._done, self._total)  # whatever was shown last

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.data.feed import Feed
+from guava_nb.engine.budget import Budget
 from guava_nb.engine.evaluation import Validation
 from guava_nb.errors import ConfigError
 
@@ -87,6 +88,8 @@ class TrainingPlan:
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps: 0 saves no checkpoint by itself.
         start: where the data begins; from a checkpoint.
+        save_folder: where a checkpoint goes that the user gave no path for.
+        budget: most bytes that the run may take; None sets no limit.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
     """
 
@@ -107,6 +110,8 @@ class TrainingPlan:
     save_path: Path | None = None
     cache_static: bool = False
     start: Position = field(default_factory=Position)
+    save_folder: Path = Path("checkpoints")
+    budget: Budget | None = None
     validation: Callable[[], Validation] = Validation
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from guava_nb.engine.budget import Budget
 from guava_nb.engine.route import Route
 from guava_nb.engine.status import RunStatus, WireBytes
 from guava_nb.engine.waits import Feeding
@@ -31,6 +32,7 @@ class Run:
         validations: one dict per validation: step, loss, accuracy, samples.
         wire: bytes by kind so far.
         energy: list of worker, device, joules or None, method.
+        budget: most bytes that it may take; None without.
     """
 
     def __init__(self, run_id: str, mode: str, num_epochs: int, total_steps: int | None) -> None:
@@ -47,6 +49,7 @@ class Run:
         self.duplicated_samples = 0
         self.workers: list[dict[str, Any]] = []
         self.parity: dict[str, float] | None = None
+        self.budget: Budget | None = None
         self._route: Callable[[], Route | None] = lambda: None
         self._feeding: Callable[[], Feeding] = _nothing_fed
         self._waits: Callable[[], list[dict[str, Any]]] = list
@@ -166,6 +169,7 @@ class Run:
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 steps_before=history[0]["step"] - 1 if history else 0,
+                budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
             )
 
     def report(self) -> dict[str, Any]:
@@ -188,6 +192,7 @@ class Run:
             "wall_s": self._elapsed_s(),
             "step_s": step_s,
             "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
+            "budget": None if self.budget is None else self.budget.record(),
             "energy": self.energy,
             "waits": self._waits(),
             "parity": self.parity,
@@ -265,6 +270,8 @@ class Run:
             self._wall_s = time.monotonic() - self._started
             self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
             self._feeding, self._waits = _nothing_fed, (lambda: waits)
+            if self.budget is not None:
+                self.budget.end(wire.out_bytes + wire.in_bytes)
         self._ended.set()
 
 

@@ -90,6 +90,7 @@ class RunStatus:
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
     loaded_bytes: int = 0
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
+    budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.roster import Member
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status, WireBytes, WorkerStatus
+from guava_nb.engine.traffic import KINDS, collectives_of, kind_of
 from guava_nb.errors import ConfigError
 from guava_nb.link.session import Session
 from guava_nb.protocol.messages import Channel, RunSpec
 
-__all__ = ["note_workers", "note_waits", "survey", "wire_bytes", "wire_meter"]
+__all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", "wire_meter"]
 
 
 def survey(
@@ -77,43 +78,23 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
 
 
 def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool, collectives: str = "gradient") -> WireBytes:
-    """Add up the counters of sessions by kind of traffic; `collectives` says what a group's operations carry."""
-    out = dict.fromkeys(Channel, 0)
-    back = dict.fromkeys(Channel, 0)
+    """Add up the counters of sessions by kind of traffic; see `guava_nb.engine.traffic.kind_of`."""
+    kinds = dict.fromkeys(KINDS, 0)
+    out_bytes = in_bytes = 0
     for session in sessions:
-        for total, counted in ((out, session.wire.out_bytes), (back, session.wire.in_bytes)):
+        wire = session.wire
+        for outwards, counted in ((True, wire.out_bytes), (False, wire.in_bytes)):
             for channel, nbytes in counted.items():
-                total[Channel(channel)] += nbytes
-    gradient, parameter = back[Channel.GRADIENT], out[Channel.CHECKPOINT] + back[Channel.CHECKPOINT]
-    if parameters_come_down:
-        parameter += out[Channel.GRADIENT]
-    else:
-        gradient += out[Channel.GRADIENT]
-    activation = out[Channel.ACTIVATION] + back[Channel.ACTIVATION]
-    grouped = out[Channel.COLLECTIVE] + back[Channel.COLLECTIVE]
-    if collectives == "gradient":
-        gradient += grouped
-    else:
-        activation += grouped
-    samples = out[Channel.BATCH]
-    total_out, total_in = sum(out.values()), sum(back.values())
-    return WireBytes(
-        out_bytes=total_out,
-        in_bytes=total_in,
-        sample_bytes=samples,
-        gradient_bytes=gradient,
-        activation_bytes=activation,
-        parameter_bytes=parameter,
-        control_bytes=total_out + total_in - samples - gradient - parameter - activation,
-    )
+                kinds[kind_of(Channel(channel), outwards, parameters_come_down, collectives)] += nbytes
+        out_bytes += sum(wire.out_bytes.values())
+        in_bytes += sum(wire.in_bytes.values())
+    return WireBytes(out_bytes, in_bytes, **{f"{kind}_bytes": nbytes for kind, nbytes in kinds.items()})
 
 
 def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
     """Return a function that counts the bytes since now, of workers that are gone too."""
     down = spec.optimizer_site == "orchestrator"
-    # Pipelines and layers that are shared exchange activations (and their gradients), replicas exchange gradients.
-    shape = spec.parallel
-    kind = "gradient" if shape is None or shape.pp * shape.tp == 1 else "activation"
+    kind = collectives_of(spec)
     start = wire_bytes(cluster.all_sessions(), down, kind)
 
     def read() -> WireBytes:
@@ -121,6 +102,11 @@ def wire_meter(cluster: Cluster, spec: RunSpec) -> Callable[[], WireBytes]:
         return WireBytes(**{name: getattr(now, name) - getattr(start, name) for name in WireBytes.__slots__})
 
     return read
+
+
+def total_bytes(wire: WireBytes) -> int:
+    """Return the bytes of both directions."""
+    return wire.out_bytes + wire.in_bytes
 
 
 def note_waits(members: Iterable[Member]) -> list[dict[str, Any]]:

@@ -73,6 +73,10 @@ class TeamJob(Job):
             self.ensemble.load(self, fit, self.ensemble.fetch(self), self.ensemble.step)
             self.behind.difference_update(fit)
 
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Members that take no part in this run."""
+        self._unfit.update(ranks)
+
     def check(self) -> None:
         """Unwind when nobody holds the state any more."""
         if not (self.current() if self._formed else self.ready | self.suspects):

@@ -21,6 +21,7 @@ from typing import Any
 from guava_nb.data.feed import MOST_BATCHES, LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.engine.blame import Blame
+from guava_nb.engine.budget import BudgetSpent
 from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.credit import Credit
@@ -32,6 +33,7 @@ from guava_nb.engine.job import NobodyLeft, StopRequested
 from guava_nb.engine.ledger import SampleLedger
 from guava_nb.engine.plan import Position, Snapshot, TrainingPlan
 from guava_nb.engine.run import Run
+from guava_nb.engine.spending import Spending
 from guava_nb.engine.survey import note_waits, note_workers
 from guava_nb.engine.team import TeamJob
 from guava_nb.engine.tools import GroupLost, tools_for
@@ -57,6 +59,7 @@ class TrainingJob(TeamJob):
 
     Attributes:
         position: how far the data has been committed.
+        spending: asks the run's budget, if it has one.
     """
 
     def __init__(self, ensemble: Ensemble, plan: TrainingPlan, run: Run, cluster: Cluster, save: Save) -> None:
@@ -89,6 +92,9 @@ class TrainingJob(TeamJob):
             ensemble.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
         self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
+        self.spending = Spending(self, plan.budget)
+        self._walk.before_batch = self.spending.before_batch
+        self._ending = ""
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def start(self) -> None:
@@ -125,7 +131,7 @@ class TrainingJob(TeamJob):
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())
-        self.run.end(state, error)
+        self.run.end(state, error, self._ending)
         self._refuse_calls()
 
     def _refuse_calls(self) -> None:
@@ -139,6 +145,9 @@ class TrainingJob(TeamJob):
         except StopRequested:
             self._abort("stopped by the user")
             self._settle()
+            return "stopped"
+        except BudgetSpent:
+            self._ending = self._stop_at_budget()
             return "stopped"
         except BaseException:
             self._abort("the run failed", hear_all=True)
@@ -167,6 +176,7 @@ class TrainingJob(TeamJob):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
+        self.spending.begin()
         self.ensemble.writer.next_pass()
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
         feeder = self._feeder = Feeder(
@@ -186,7 +196,9 @@ class TrainingJob(TeamJob):
                 group = feeder.take()
                 if group is None:
                     break
+                cost = self.spending.afford_step(group)
                 self._issue(epoch, group)
+                self.spending.issued(self._exchange.next_step - 1, cost)
         finally:
             feeder.close()
         self._end_epoch(epoch)
@@ -216,13 +228,19 @@ class TrainingJob(TeamJob):
         if not (self._due or newcomers or self._calls):
             return
         self.drain()
-        if newcomers:
-            self.bring_in(newcomers)
+        if newcomers and self.spending.affords_newcomers(newcomers):
+            with self.spending.aside():
+                self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
-                action()
+                if name == "validate":
+                    action()
+                elif self.spending.affords_state(name):
+                    with self.spending.aside():
+                        action()
                 self._due.discard(name)
-        self._calls.answer()
+        with self.spending.aside():
+            self._calls.answer()
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
@@ -234,7 +252,8 @@ class TrainingJob(TeamJob):
         assert self.plan.val_feed is not None
         self.run.move("validating")
         question = self.plan.validation()
-        self._walk.run(self.plan.val_feed, question)
+        with self.spending.validation():
+            self._walk.run(self.plan.val_feed, question)
         result = question.result()
         record = {"step": self.ensemble.step + 1, **result.record()}
         self.run.add_validation(record)
@@ -287,6 +306,7 @@ class TrainingJob(TeamJob):
         """Give its shards to others at once; it keeps its seat."""
         self._note_work(rank)
         self._exchange.adopt(self.available())
+        self.spending.on_broken(rank)
 
     def on_lost(self, rank: int) -> None:
         """Give its shards to others.
@@ -347,6 +367,7 @@ class TrainingJob(TeamJob):
         if needed > 0:
             what = "one to join" if needed == 1 else f"{needed} to join"
             self.run.move("waiting", f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}")
+        self.spending.afford_start_over()
         self.start_over(cause)
         self._exchange.give_up()
 
@@ -469,6 +490,29 @@ class TrainingJob(TeamJob):
                 self.run.move("stopping", f"{type(callback).__name__}.{hook} asked to stop")
 
     # ------------------------------------------------------------------------------------------------------------- end
+
+    def _stop_at_budget(self) -> str:
+        """Bring the state of the last committed step here and save it; returns the sentence on it."""
+        budget = self.plan.budget
+        assert budget is not None
+        budget.stopped = True
+        self.run.move("stopping", "the budget is used up: the state comes back for a checkpoint")
+        saved = None
+        try:
+            if self._formed and not self._at_orchestrator:
+                self.ensemble.fetch(self)
+        except (NobodyLeft, WorkerLost, GroupLost):  # what the last snapshot holds is left
+            self.on_started_over()
+            self.ensemble.go_back(self.snapshot.step)
+            self.ensemble.master.load_state(self.snapshot.state)
+            self.ensemble.master_step = self.snapshot.step
+        except StopRequested:
+            return budget.sentence(len(self.run.history), self.run.total_steps, saved)
+        if self.ensemble.step >= 0:
+            saved = budget.path(self.plan.save_folder, self.ensemble.run_id, self.ensemble.step + 1)
+            self._save(saved, self.where(), self.ensemble.step)
+        self._calls.answer()
+        return budget.sentence(len(self.run.history), self.run.total_steps, saved)
 
     def _abort(self, reason: str, hear_all: bool = False) -> None:
         """Have everyone forget what is not committed, and hear how far they are.

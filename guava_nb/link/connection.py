@@ -209,6 +209,7 @@ class Connection:
             saved = sum(map(len, part.buffers)) - sum(map(len, packed))
             with self._lane.lock:
                 self._lane.out_bytes[part.channel] -= saved
+                self._lane.out_saved[part.channel] += saved
         return buffers
 
     def _sent(self, sent_bytes: int) -> None:
@@ -352,6 +353,7 @@ class Connection:
         with self._lane.lock:
             self._state = advance(self._state, self._role, received(type(message)))
             self._lane.in_bytes[arrived.channel] += arrived.wire_bytes
+            self._lane.in_saved[arrived.channel] += max(0, arrived.total_bytes - arrived.wire_bytes)
             self._lane.arrivals.count(arrived.wire_bytes, time.monotonic())
         if arrived.sequence:
             self._on_message(self, arrived)

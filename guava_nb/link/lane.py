@@ -20,7 +20,7 @@ from guava_nb.protocol.session import Inbox, Outbox
 if TYPE_CHECKING:
     from guava_nb.link.connection import Connection
 
-__all__ = ["BULK", "CONTROL", "Lane", "Wire", "lane_of"]
+__all__ = ["BULK", "CONTROL", "Lane", "Progress", "Wire", "lane_of"]
 
 CONTROL, BULK = "control", "bulk"
 
@@ -43,6 +43,21 @@ class Wire:
     in_bytes: dict[Channel, int]
 
 
+@dataclass
+class Progress:
+    """How far a side has come; told to the peer whenever a connection is attached.
+
+    Attributes:
+        last_generation: generation of the last committed step, -1 before the first.
+        last_step: last committed step, -1 before the first.
+        last_kind: kind number of the last message handled.
+    """
+
+    last_generation: int = -1
+    last_step: int = -1
+    last_kind: int = 0
+
+
 class Lane:
     """One lane of a session.
 
@@ -57,6 +72,7 @@ class Lane:
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
         squeezer: decides what goes out compressed.
+        out_saved, in_saved: bytes that compression spared, per channel.
     """
 
     def __init__(self, name: str, window_bytes: int, compression: str) -> None:
@@ -74,6 +90,8 @@ class Lane:
         self.squeezer = Squeezer(compression)
         self.out_bytes = dict.fromkeys(Channel, 0)
         self.in_bytes = dict.fromkeys(Channel, 0)
+        self.out_saved = dict.fromkeys(Channel, 0)
+        self.in_saved = dict.fromkeys(Channel, 0)
 
     def consumed(self, arrived: Arrived, ack_delay_s: float) -> None:
         """The owner is done with a message: acknowledge it, now or in company."""

@@ -110,6 +110,12 @@ class ListenedSession(Session):
     def _wake(self) -> None:
         self._changed_hook()
 
+    @property
+    def in_outage(self) -> bool:
+        """As of any session; the listener knows of outages."""
+        lost_at = self.lost_at
+        return lost_at is not None and self._kept_until(lost_at) > lost_at + self._options.grace_s
+
     def _kept_until(self, lost_at: float) -> float:
         return self._patience.kept_until(lost_at)
 

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from guava_nb.errors import GuavaError, LinkBroken, LinkClosed, LinkTimeout, ProtocolError
@@ -25,33 +24,18 @@ from guava_nb.link.events import (
     SessionResumed,
     SessionSuspect,
 )
-from guava_nb.link.lane import BULK, CONTROL, Lane, Wire, lane_of
+from guava_nb.link.lane import BULK, CONTROL, Lane, Progress, Wire, lane_of
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder
 from guava_nb.protocol.messages import Attach, Attached, Channel, Goodbye, Message
 from guava_nb.protocol.state import Role
 from guava_nb.transport.stream import Stream
 
-__all__ = ["Progress", "Session"]
+__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-
-
-@dataclass
-class Progress:
-    """How far a side has come; told to the peer whenever a connection is attached.
-
-    Attributes:
-        last_generation: generation of the last committed step, -1 before the first.
-        last_step: last committed step, -1 before the first.
-        last_kind: kind number of the last message handled.
-    """
-
-    last_generation: int = -1
-    last_step: int = -1
-    last_kind: int = 0
 
 
 class Session:
@@ -108,6 +92,15 @@ class Session:
         """Bytes a second that long messages lately reached the peer with, and came from it; None until measured."""
         lane = self._lanes[BULK]
         return lane.delivery.meter.bytes_s, lane.arrivals.bytes_s
+
+    @property
+    def saved(self) -> Wire:
+        """Bytes that compression spared so far, per channel, both ways."""
+        lanes = self._lanes.values()
+        return Wire(
+            {channel: sum(lane.out_saved[channel] for lane in lanes) for channel in Channel},
+            {channel: sum(lane.in_saved[channel] for lane in lanes) for channel in Channel},
+        )
 
     @property
     def wire(self) -> Wire:
@@ -292,6 +285,11 @@ class Session:
         with self._events:
             lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
             return min(lost) if lost and self._state == "suspect" else None
+
+    @property
+    def in_outage(self) -> bool:
+        """Whether it is waited for longer than a peer that is gone: what broke is the way to it, as far as one can tell."""
+        return False
 
     def _kept_until(self, lost_at: float) -> float:
         """When to give up what is away since `lost_at`."""

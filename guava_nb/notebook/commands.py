@@ -6,6 +6,7 @@ from guava_nb.config import MODES, SCHEDULES
 from guava_nb.notebook.options import (
     Command,
     Option,
+    byte_size,
     choice,
     flag,
     integer,
@@ -213,6 +214,14 @@ TRAIN = Command(
         flag(
             "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
         ),
+        option(
+            "--budget",
+            metavar="SIZE",
+            type=byte_size,
+            help="most bytes to send and receive here, such as 900MB: stops before, with a checkpoint to go on from",
+        ),
+        option("--save", metavar="PATH", help="where that checkpoint goes (default: checkpoints/, the name is told)"),
+        flag("--dry-run", help="only show what the run would send and receive, and what would make it less"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
         option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
         flag(

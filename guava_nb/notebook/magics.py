@@ -104,7 +104,9 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.TRAIN)
     def guava_train(self, args: argparse.Namespace) -> Any:
-        """Train and return the run."""
+        """Train and return the run, or only show what it would send and receive."""
+        if args.dry_run:
+            return self._show(self.session.forecast(args))
         return self.session.train(args, make_panel(choose_ui(self.shell)))
 
     @line_magic

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from guava_nb.config.units import parse_bytes
+from guava_nb.errors import ConfigError
 from guava_nb.notebook.tokens import expand, near, split_line, take_code
 from guava_nb.render import redact
 from guava_nb.tunnels import tunnel_names
@@ -22,6 +24,7 @@ from guava_nb.tunnels import tunnel_names
 __all__ = [
     "Command",
     "Option",
+    "byte_size",
     "choice",
     "flag",
     "integer",
@@ -219,6 +222,14 @@ def number(text: str) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
+
+
+def byte_size(text: str) -> int:
+    """A type for sizes with their unit, such as 900MB."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def json_object(example: str) -> Callable[[str], dict[str, Any]]:

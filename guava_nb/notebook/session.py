@@ -32,7 +32,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, forecast_view, ready_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -171,10 +171,7 @@ class NotebookSession:
         orchestrator, names = self._need_session(), self._shell.user_ns
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
-        arguments = training_arguments(args, names)
-        if args.out is not None and not args.out.isidentifier():
-            raise UsageError(f"--out {args.out}: not a name for a variable")
-        self._check_shared(args)
+        arguments = self._arguments(args)
         self._gather()
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
@@ -187,6 +184,20 @@ class NotebookSession:
         else:
             self._follow(run, tail, notices, panel)
         return run
+
+    def forecast(self, args: argparse.Namespace) -> View:
+        """What the run of such a line would send and receive; nothing is started."""
+        orchestrator, arguments = self._need_session(), self._arguments(args)
+        self._apply_mode()
+        return forecast_view(orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args))
+
+    def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Keyword arguments for a run, checked as far as this notebook can."""
+        arguments = training_arguments(args, self._shell.user_ns)
+        if args.out is not None and not args.out.isidentifier():
+            raise UsageError(f"--out {args.out}: not a name for a variable")
+        self._check_shared(args)
+        return arguments
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""

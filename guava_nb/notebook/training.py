@@ -37,6 +37,7 @@ _PASSED_ON = {
     "preprocess": "preprocess",
     "augment": "augment",
     "cache": "cache",
+    "budget": "budget_bytes",
 }
 
 
@@ -85,6 +86,8 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         given["cache_static"] = True
     if args.resume is not None:
         given["resume"] = Path(args.resume).expanduser()
+    if args.save is not None:
+        given["save_path"] = Path(args.save).expanduser()
     if args.fresh and args.resume is not None:
         raise UsageError("%guava_train: --fresh and --resume contradict each other; keep one")
     _check_companions(args)
@@ -115,6 +118,7 @@ def _check_companions(args: argparse.Namespace) -> None:
         ("scheduler_interval", "scheduler"),
         ("val_interval", "val"),
         ("metrics", "val"),
+        ("save", "budget"),
     ):
         if getattr(args, option) is not None and getattr(args, needed) is None:
             raise UsageError(f"%guava_train: --{option.replace('_', '-')} needs --{needed}")

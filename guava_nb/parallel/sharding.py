@@ -21,7 +21,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import repeated_blocks
 from guava_nb.parallel.touch import Touch
 
-__all__ = ["Sharded", "shard_over_data"]
+__all__ = ["Sharded", "gathered_in", "shard_over_data"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -116,6 +116,24 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
     model.register_forward_pre_hook(sharded.begin)
     sharded.factor = _sum_not_mean(sharded.groups, mesh.size())
     return sharded
+
+
+def gathered_in(model: nn.Module, stage: int) -> list[tuple[list[nn.Parameter], bool]]:
+    """Return the parameters that are gathered together, group by group, and whether they are gathered again for backward.
+
+    Args:
+        model: whole; it is not changed.
+        stage: 2 or 3.
+    """
+    whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
+    taken: set[int] = set()
+    found = []
+    for _, module in _targets(model, whole):
+        own = [p for p in module.parameters() if p not in whole and id(p) not in taken]
+        taken |= {id(p) for p in own}
+        if own:
+            found.append((own, stage == 3 and module is not model))
+    return found
 
 
 def _sum_not_mean(groups: list[FSDPModule], ranks: int) -> float:

@@ -39,6 +39,7 @@ __all__ = [
     "Limits",
     "OutgoingMessage",
     "check_tensors",
+    "message_bytes",
     "pack_chunk",
 ]
 
@@ -121,6 +122,12 @@ class OutgoingMessage:
     def __repr__(self) -> str:
         name = type(self.message).__name__
         return f"<{name} {self.channel.name} #{self.sequence}, payload {self.payload_bytes} bytes>"
+
+
+def message_bytes(message: Message, payload_bytes: int = 0) -> int:
+    """Return how many bytes a message takes on the wire, the headers of all its frames included, uncompressed."""
+    frames = max(1, -(-payload_bytes // CHUNK_BYTES))
+    return frames * HEADER_BYTES + len(_ENCODER.encode(message)) + payload_bytes
 
 
 def pack_chunk(head: memoryview | bytes, packed: bytes) -> list[memoryview | bytes]:

@@ -2,6 +2,7 @@
 
 from guava_nb.render.checks import checks_view
 from guava_nb.render.errors import error_html, error_text
+from guava_nb.render.forecast import forecast_view
 from guava_nb.render.html import to_html
 from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
@@ -24,6 +25,7 @@ __all__ = [
     "WorkerSelf",
     "error_html",
     "error_text",
+    "forecast_view",
     "predictions_view",
     "ready_workers",
     "redact",

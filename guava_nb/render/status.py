@@ -52,7 +52,14 @@ def session_view(status: Status) -> View:
     facts += [("tunnel", status.tunnel)] if status.tunnel else []
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
-    facts += [("run", f"{run.state}, {_headline(run)}"), *_path(run), *_loaded(run)] if run is not None else []
+    if run is not None:
+        facts += [
+            ("run", f"{run.state}, {_headline(run)}"),
+            ("wire", _wire(run)),
+            *_budget(run),
+            *_path(run),
+            *_loaded(run),
+        ]
     notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
     tables = (Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers))
@@ -62,7 +69,7 @@ def session_view(status: Status) -> View:
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    facts = (("wire", _wire(run)), *_path(run), *_loaded(run))
+    facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_loaded(run))
     there = _taking_part(workers)
     tables = (Table((), facts), _workers(there), _feeding(there))
     return View(run.state, _headline(run), progress, tables, _notes(run, notices))
@@ -77,7 +84,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts += [("wire", _wire(run)), *_path(run)]
+    facts += [("wire", _wire(run)), *_budget(run), *_path(run)]
     tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
     return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told))
@@ -131,11 +138,20 @@ def _wire(run: RunStatus) -> str:
         ("gradients", wire.gradient_bytes),
         ("activations", wire.activation_bytes),
         ("parameters", wire.parameter_bytes),
+        ("control", wire.control_bytes),
     ]
     detail = ", ".join(f"{name} {show_bytes(count)}" for name, count in named if count)
     uncounted = " and ".join(name for name, count in named if count is None)
     direct = f"; {uncounted} are exchanged directly between the workers: not counted" if uncounted else ""
     return ", ".join(parts) + (f" ({detail})" if detail else "") + direct
+
+
+def _budget(run: RunStatus) -> list[tuple[str, str]]:
+    if not run.budget_bytes:
+        return []
+    used = run.wire.out_bytes + run.wire.in_bytes
+    share = show_percent(used / run.budget_bytes)
+    return [("budget", f"{show_bytes(used)} of {show_bytes(run.budget_bytes)} used, {share}")]
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 
+from guava_nb.config.units import show_bytes as decimal_bytes
+
 __all__ = ["NOT_MEASURED", "show_bytes", "show_float", "show_percent", "show_rate", "show_seconds", "short_bytes"]
 
 NOT_MEASURED = "not measured"
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def show_bytes(count_bytes: int | None) -> str:
     """Bytes in decimal units, as networks count them: 1500 is "1.5 kB"."""
-    if count_bytes is None:
-        return NOT_MEASURED
-    value, unit = float(count_bytes), 0
-    # 999.95 would print as "1000.0": it belongs to the next unit already.
-    while abs(value) >= (1000 if unit == 0 else 999.95) and unit < len(_BYTE_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_BYTE_UNITS[unit]}"
+    return NOT_MEASURED if count_bytes is None else decimal_bytes(count_bytes)
 
 
 def short_bytes(count_bytes: int | None) -> str:

@@ -200,6 +200,16 @@ class GPUTrainer:
         if self._working is not None:
             self._working.leave()
 
+    def redirect(self, code: JoinCode | str) -> None:
+        """Let the call in progress, which dialled the CPU side, go on by a new code of the same session; from any thread.
+
+        Raises:
+            ConfigError: no such call is in progress; a damaged code, or one of another session, is a JoinCodeError.
+        """
+        if not isinstance(self._working, NetworkWorker):
+            raise ConfigError("nothing here has dialled: a new code is for the side that dials")
+        self._working.redirect(code)
+
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
         listening, self._listening = self._listening, None

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -169,7 +170,7 @@ class SshTunnel(Tunnel):
             client = self._try(wanted, port, until)
         if client.forwards:
             return client
-        if not client.ended:
+        if client.late:
             raise ConfigError(
                 f"ssh to {self._target} did not forward a port within {START_S:g} s; try it by hand: ssh {self._target}"
             )
@@ -235,12 +236,14 @@ class _Client:
 
     Attributes:
         port: that is forwarded, 0 until it is.
+        ended: it is gone.
+        late: it did neither in the time that `wait` was given.
         lines: the last ones that are no chatter.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
         self.port = 0
-        self.ended = False
+        self.ended = self.late = False
         self.lines: deque[str] = deque(maxlen=40)
         self._news = threading.Condition()
         try:
@@ -258,7 +261,12 @@ class _Client:
             )
         except OSError as problem:
             raise ConfigError(f"ssh cannot be run: {problem}") from problem
-        self._record = remember(self._process, SshTunnel.name)
+        try:
+            self._record = remember(self._process, SshTunnel.name)
+        except BaseException:
+            self._process.kill()
+            self._process.communicate()
+            raise
         self._thread = threading.Thread(target=self._read, name="guava-ssh", daemon=True)
         self._thread.start()
 
@@ -285,19 +293,27 @@ class _Client:
     def wait(self, until: float) -> bool:
         """Wait until it forwards or has ended, or until a monotonic time; returns whether it forwards."""
         with self._news:
-            self._news.wait_for(lambda: self.port or self.ended, max(0.0, until - time.monotonic()))
+            self.late = not self._news.wait_for(lambda: self.port or self.ended, max(0.0, until - time.monotonic()))
             return self.port > 0 and not self.ended
 
     def stop(self) -> None:
         """End it; leaves no thread. Safe to call twice."""
-        with contextlib.suppress(OSError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                self._process.kill()
+            self._signal(getattr(signal, "SIGKILL", signal.SIGTERM))
         if threading.current_thread() is not self._thread:
             self._thread.join(END_S)
         if self._process.stderr is not None and not self._thread.is_alive():
             self._process.stderr.close()
+
+    def _signal(self, number: int) -> None:
+        """To ssh and, where it has a session of its own, to what it started: a ProxyCommand need not notice its end."""
+        if self._process.poll() is not None:
+            return
+        with contextlib.suppress(OSError):
+            if os.name == "nt":
+                self._process.terminate()
+            else:
+                os.killpg(self._process.pid, number)

@@ -117,7 +117,7 @@ def _closed(text: str, asked: Asked) -> str:
 
 
 _SENTENCES: tuple[tuple[str, Callable[[str, Asked], str]], ...] = (
-    (r"REMOTE HOST IDENTIFICATION HAS CHANGED", _changed),
+    (r"HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed", _changed),
     (r"Host key verification failed", _unknown),
     (r"Could not resolve hostname", _no_name),
     (FORWARDING_REFUSED, _forbidden),

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from guava_nb.errors import ConfigError
+from guava_nb.tunnels import ssh
 from guava_nb.tunnels.ssh import SshTunnel
 from tests.support.links import nothing_left_behind
 from tests.support.processes import eventually
@@ -149,6 +151,28 @@ def test_a_changed_host_key_is_a_warning_and_nothing_is_sent(
 def passes_once(made: SshTunnel, here: socket.socket) -> bool:
     made.start(here.getsockname()[1])
     return passes(made, here)
+
+
+def test_a_server_that_says_nothing_is_left_in_time_and_so_is_what_ssh_started(
+    tunnel: Callable[..., SshTunnel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = ("-o", "ProxyCommand=sleep 77")
+    monkeypatch.setattr(ssh, "START_S", 0.5)
+    with pytest.raises(ConfigError, match=r"did not forward a port within 0\.5 s"):
+        tunnel("relay", *silent).start(4242)
+    monkeypatch.setattr(ssh, "START_S", 30.0)
+    made = tunnel("relay", *silent)
+    main = threading.main_thread().ident
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        made.start(4242)
+    stopper = threading.Timer(0.5, made.stop)
+    stopper.start()
+    with pytest.raises(ConfigError):  # a stop breaks off a start
+        made.start(4242)
+    stopper.join()
+    assert not clients()
+    assert not any("77" in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
 def test_what_a_killed_program_left_is_ended_by_the_next_start(

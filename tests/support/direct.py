@@ -19,7 +19,8 @@ from guava_nb.engine.own import OwnParts
 from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
-from guava_nb.protocol.messages import Hello, Message, channel_of
+from guava_nb.protocol.framing import message_bytes
+from guava_nb.protocol.messages import Channel, Hello, Message, channel_of, counted_as
 from guava_nb.protocol.tensors import check_tensors
 
 
@@ -40,7 +41,7 @@ class DirectSession:
 
     def __init__(self, worker: DirectWorker) -> None:
         self.session_id = worker.identity
-        self.wire = Wire({}, {})
+        self.wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))  # counted as a real session counts
         self.round_trip_s = None
         self.rate_bytes_s = (None, None)
         self.closed = False
@@ -52,6 +53,8 @@ class DirectSession:
             raise LinkClosed("closed")
         assert channel == channel_of(message)
         copy = _copy(message, buffers)
+        size = len(copy[1])
+        self.wire.out_bytes[counted_as(message, size)] += message_bytes(message, size)
         with self._worker.lock:
             if self._worker.away:
                 self._kept.append(copy)
@@ -125,6 +128,7 @@ class DirectWorker:
         if self.dead:
             return
         copy, payload = _copy(message, buffers)
+        self.session.wire.in_bytes[counted_as(message, len(payload))] += message_bytes(message, len(payload))
         event = MessageArrived(self.session, channel_of(message), copy, payload, lambda: None)  # type: ignore[arg-type]
         with self.lock:
             if self.away:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
+from guava_nb.engine.forecast import Forecast
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
+from guava_nb.engine.traffic import Traffic
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
 
@@ -149,6 +151,12 @@ class FakeOrchestrator:
 
     def register_model(self, model: Any, args: dict[str, Any] | None = None) -> None:
         self.calls.append(("model", (model, args)))
+
+    def forecast(self, **options: Any) -> Forecast:
+        self.calls.append(("forecast", options))
+        part = Traffic.going("sample", 4_000_000)
+        budget = options.get("budget_bytes") or 0
+        return Forecast("data", 2, 10, 10, part, part, None, part, (part,), part, budget_bytes=budget)
 
     def start_training(self, train_loader: Any, val_loader: Any = None, **options: Any) -> FakeRun:
         self.calls.append(("train", {"train_loader": train_loader, "val_loader": val_loader, **options}))

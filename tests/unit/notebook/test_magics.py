@@ -384,6 +384,9 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
         ("--model Net --loss L --data loader --fresh --resume a.pt", "contradict"),
         ("--model Net --loss L --data loader --lr nan", "not a finite number"),
+        ("--model Net --loss L --data loader --budget 900", "'900' has no unit: write 900MB"),
+        ("--model Net --loss L --data loader --budget 900Mbit", "'Mbit' is no unit of bytes"),
+        ("--model Net --loss L --data loader --save x.pt", "--save needs --budget"),
     ],
 )
 def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, said: str) -> None:
@@ -393,6 +396,25 @@ def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, s
     assert len(shown.lines) == 1, shown.text
     assert said in shown.text
     assert notebook.orchestrator.run is None
+
+
+def test_a_dry_run_shows_the_forecast_and_starts_nothing(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = [1]")
+    before = list(notebook.orchestrator.calls)
+    shown = notebook.run(TRAIN + " --model-args {'width':3} --dry-run --budget 2MB")
+    assert shown.ok and shown.value is None and notebook.orchestrator.run is None
+    assert shown.lines[0] == "forecast: data mode, 2 workers, 10 steps in 1 epoch, 4.0 MB in all"
+    assert "would stop after about 50%" in shown.text and "sample" in shown.text
+    ((name, options),) = notebook.orchestrator.calls[len(before) :]
+    assert name == "forecast" and options["model"] == "Net" and options["model_args"] == {"width": 3}
+    assert options["train_loader"] == [1] and options["budget_bytes"] == 2_000_000
+
+
+def test_a_budget_goes_on_in_bytes_with_the_place_of_its_checkpoint(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = [1]")
+    notebook.run(TRAIN + " --budget 1.5GiB --save ~/run.pt --detach")
+    (options,) = [given for name, given in notebook.orchestrator.calls if name == "train"]
+    assert options["budget_bytes"] == 3 << 29 and options["save_path"] == Path("~/run.pt").expanduser()
 
 
 def test_magics_that_need_a_session_say_so(notebook: Any) -> None:

@@ -76,6 +76,14 @@ def test_what_workers_exchange_directly_is_said_to_be_uncounted() -> None:
         ) in to_text(view)
 
 
+def test_the_budget_stands_beside_what_is_used_of_it() -> None:
+    limited = replace(RUN, budget_bytes=44_000_000)
+    for view in (run_view(limited), summary_view(limited), session_view(replace(STATUS, run=limited))):
+        assert "11.0 MB of 44.0 MB used, 25 %" in to_text(view)
+    assert "budget" not in to_text(run_view(RUN)) + to_text(session_view(STATUS))
+    assert "10.0 MB out, 1.0 MB in (samples 5.0 MB" in to_text(session_view(STATUS))
+
+
 def test_steps_since_a_resume_are_not_mixed_with_epochs_from_the_beginning() -> None:
     resumed = replace(RUN, epoch=3, steps_before=46)
     assert run_view(resumed).headline.startswith("epoch 3/3, step 5/69 since step 46, loss")

@@ -1,0 +1,47 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from guava_nb.errors import ConfigError
+
+__all__ = ["parse_bytes", "show_bytes"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_FACTORS: dict[str, int] = {
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
+}
+_TEXT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return how many bytes a text such as "900MB", "1.5 GB" or "64 KiB" names: decimal units, or binary ones with an i.
+
+    Raises:
+        ConfigError: it is no size above 0, or has no unit.
+    """
+    found = _TEXT.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{text!r} is no number of bytes; write it like 900MB, 1.5GB or 512MiB")
+    number, unit = found.groups()
+    if not unit:
+        raise ConfigError(f"{text!r} has no unit: write {number}MB, {number}GB or {number}MiB, for instance")
+    factor = _FACTORS.get(unit.lower())
+    if factor is None:
+        raise ConfigError(f"{text!r}: {unit!r} is no unit of bytes; there are B, kB, MB, GB, TB and KiB, MiB, GiB, TiB")
+    size = round(float(number) * factor)
+    if size < 1:
+        raise ConfigError(f"{text!r} is less than one byte; write it like 900MB")
+    return size
+
+
+def show_bytes(count_bytes: int) -> str:
+    """Bytes in decimal units, as networks count them: 1500 is "1.5 kB"."""
+    value, unit = float(count_bytes), 0
+    # 999.95 would print as "1000.0": it belongs to the next unit already.
+    while abs(value) >= (1000 if unit == 0 else 999.95) and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"

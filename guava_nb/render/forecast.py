@@ -1,0 +1,16 @@
+"""The forecast of a run as a view: bytes of its parts by kind, and what would make it smaller."""
+
+from __future__ import annotations
+
+from guava_nb.engine.forecast import Forecast, cells_of
+from guava_nb.engine.traffic import KINDS
+from guava_nb.render.view import Table, View
+
+__all__ = ["forecast_view"]
+
+
+def forecast_view(forecast: Forecast) -> View:
+    """Return the view of a forecast, see `guava_nb.engine.forecast.Forecast`."""
+    title, _, headline = forecast.headline().partition(": ")
+    table = Table(("bytes of", "out", "in", *KINDS), tuple(cells_of(forecast)))
+    return View(title, headline, None, (table,), tuple(forecast.sentences()))
