@@ -119,7 +119,7 @@ class Orchestrator(Host):
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._ledger.cells())
-        return survey(self._cluster, self._code, self.config, self.run, cells, self._notices.last(10))
+        return survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.last(10))
 
     # ---------------------------------------------------------------------------------------------------------- model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from guava_nb.engine.own import OwnParts
 from guava_nb.engine.reception import Reception
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.tunnels import Tunnel
 
 __all__ = [
     "ListeningWorker",
@@ -32,6 +34,9 @@ __all__ = [
     "start_listening_worker",
     "start_worker",
 ]
+
+
+log = logging.getLogger(__name__)
 
 
 def join_code_from(code: JoinCode | str | None) -> JoinCode:
@@ -163,7 +168,9 @@ class NetworkWorker:
         self.device = _device(gpu_id)
         own = _parts(own, model_ctor)
         self.model = None if own is None else own.model
-        self._member = Membership(code, self.device, name, own=own, options=link_options(config or DistributedConfig()))
+        options = link_options(config or DistributedConfig())
+        self._member = Membership(code, self.device, name, own=own, options=options, report=self._report)
+        self._told = ""
 
     @staticmethod
     def listen(**arguments: Any) -> ListeningWorker:
@@ -180,6 +187,23 @@ class NetworkWorker:
         """
         with _leaves_on_interrupt(self.leave):
             return self._member.run()
+
+    def _report(self, state: str, step: int, detail: str) -> None:
+        """Warn once each time that the orchestrator is away: this call shows nothing else, and may need a new code."""
+        away = detail if state == "reconnecting" else ""
+        if away and away != self._told:
+            log.warning("%s", away)
+        self._told = away
+
+    def redirect(self, code: JoinCode | str) -> None:
+        """Dial the same session by another code from now on, as when a tunnel got another address; from any thread.
+
+        Raises:
+            JoinCodeError: the code is damaged or belongs to another session; nothing has changed.
+        """
+        new = join_code_from(code)
+        self._member.redirect(new)
+        self.code = new
 
     def leave(self) -> None:
         """Leave after the step in work; from any thread."""
@@ -233,6 +257,25 @@ class ListeningWorker:
     def port(self) -> int:
         """The port that is listened on."""
         return self._reception.port
+
+    @contextlib.contextmanager
+    def behind(
+        self, tunnel: Tunnel, on_notice: Callable[[str], None], on_code: Callable[[JoinCode], None] = lambda code: None
+    ) -> Iterator[JoinCode]:
+        """Be reached through a tunnel inside the block; gives the code that leads through it.
+
+        Args:
+            on_notice: gets sentences for a person: the tunnel broke, is back, has to be reached in another way.
+            on_code: gets each new code when its address changed: the orchestrator goes on by `connect(code)`.
+
+        Raises:
+            ConfigError: the tunnel cannot be started, or needs to be listened for elsewhere than here.
+        """
+        keeper = self._reception.keeper(on_notice, self._config.rejoin_timeout_s, on_code)
+        try:
+            yield keeper.use(tunnel)
+        finally:
+            keeper.close()
 
     def serve(self, once: bool = False) -> str:
         """Work for whoever dials; returns why it ended.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ VARIABLE = "GUAVA_JOIN_CODE"
 POLL_S = 0.5
 CRASH_LINES = 10
 ENDED = frozenset({"left", "failed", "crashed"})
+AWAY = "reconnecting"
 
 EPILOG = f"""\
 The join code is a secret. As an argument it can be seen in this machine's process list while the command runs. Safer
@@ -55,11 +57,13 @@ def run(args: argparse.Namespace) -> int:
     devices = devices_for(args.gpus, args.device)
     names = [args.name if len(devices) == 1 or not args.name else f"{args.name}-{k}" for k in range(len(devices))]
     workers: list[WorkerHandle] = []
+    pasted = PastedLines()
     try:
         for k, (device, name) in enumerate(zip(devices, names, strict=True)):
             workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
-        return follow(workers, _say)
+        return follow(workers, _say, pasted=None if code is None else pasted.take)
     finally:
+        pasted.close()
         for worker in workers:
             worker.close()
 
@@ -117,10 +121,18 @@ def devices_for(gpus: str | None, device: str) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def follow(workers: Sequence[WorkerHandle], say: Callable[[str], None], poll_s: float = POLL_S) -> int:
+def follow(
+    workers: Sequence[WorkerHandle],
+    say: Callable[[str], None],
+    poll_s: float = POLL_S,
+    pasted: Callable[[], list[str]] | None = None,
+) -> int:
     """Say each change of state until all have ended.
 
     The first interrupt lets each worker leave after the step in work, the second ends the processes.
+
+    Args:
+        pasted: gives lines of standard input, looked at while a session is away: one with its new join code leads there.
 
     Returns:
         0 when all left as they should, else 1.
@@ -134,6 +146,8 @@ def follow(workers: Sequence[WorkerHandle], say: Callable[[str], None], poll_s: 
             said = [_say_change(worker, last, say) for worker, last in zip(workers, said, strict=True)]
             if not alive:
                 return 0 if all(worker.status().state == "left" for worker in workers) else 1
+            if pasted is not None and AWAY in said:
+                _follow_codes(alive, pasted(), say)
         except KeyboardInterrupt:
             interrupts += 1
             say("leaving after this step; interrupt again to end it now" if interrupts == 1 else "ending now")
@@ -141,14 +155,32 @@ def follow(workers: Sequence[WorkerHandle], say: Callable[[str], None], poll_s: 
                 worker.leave() if interrupts == 1 else worker.kill()
 
 
+def _follow_codes(workers: Sequence[WorkerHandle], lines: Sequence[str], say: Callable[[str], None]) -> None:
+    """Lead the workers by each join code among the lines; never shows one."""
+    from guava_nb.errors import JoinCodeError
+    from guava_nb.protocol.joincode import JoinCode
+
+    for line in filter(str.strip, lines):
+        try:
+            code = JoinCode.decode(line)
+            for worker in workers:
+                worker.redirect(code)
+        except JoinCodeError as problem:
+            say(f"not used: {problem}")
+        else:
+            say(f"dialling the session at {code.address} now")
+
+
 def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> str:
     """Say the worker's state if it is another than `last`; return the present one."""
     status = worker.status()
     if status.state != last:
-        detail = f" ({status.detail})" if status.detail and status.state in ENDED else ""
+        detail = f" ({status.detail})" if status.detail and status.state in (*ENDED, AWAY) else ""
         say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
         if status.state == "listening" and worker.code is not None:
             say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
+        if status.state == AWAY:
+            say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
         if status.state in ("failed", "crashed"):
             for line in status.lines[-CRASH_LINES:]:
                 say(f"    {line}")

@@ -49,6 +49,8 @@ class DistributedConfig:
         master_ip ("127.0.0.1"): where the orchestrator listens, and where workers find it.
         master_port (0): its one port; 0 takes a free one, which the join code then carries.
         gpu_host (""): the GPU machine, where that side listens and the orchestrator dials (CPU/GPU split).
+        tunnel (""): how others reach the orchestrator: "local", "direct[:HOST[:PORT]]", "ngrok", "ngrok-http", "cloudflared",
+        "ssh:[USER@]HOST[:PORT]", or one of another package; "" listens on master_ip and starts nothing.
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
 
     Data:
@@ -126,6 +128,7 @@ class DistributedConfig:
     master_ip: str = setting("127.0.0.1", env=("MASTER_IP", "CPU_HOST"))
     master_port: int = setting(0, low=0, high=65535, env=("MASTER_PORT", "TRAINING_PORT"))
     gpu_host: str = setting("", env=("GPU_HOST",))
+    tunnel: str = setting("")
     num_workers: int = setting(1, low=1, high=4096, env=("NUM_WORKERS",))
     tls: bool = setting(True)
 

@@ -1,6 +1,7 @@
-"""Checks of this machine: what is here, what is missing, what to do about it. Shows nothing itself."""
+"""Checks of this machine and of a join code: what is here, what is missing, what to do about it. Shows nothing itself."""
 
 from guava_nb.doctor.check import Check, exit_status
+from guava_nb.doctor.joining import check_join
 from guava_nb.doctor.run import run_checks
 
-__all__ = ["Check", "exit_status", "run_checks"]
+__all__ = ["Check", "check_join", "exit_status", "run_checks"]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from guava_nb.doctor.check import Check
 
-__all__ = ["check_gpu", "check_nvml"]
+__all__ = ["check_energy", "check_gpu", "check_nvml"]
 
+#: What can be read of a GPU, and the call that reads it; each is missing on some cards, drivers and virtual machines.
+READINGS = {
+    "total energy": "nvmlDeviceGetTotalEnergyConsumption",
+    "power": "nvmlDeviceGetPowerUsage",
+    "utilisation": "nvmlDeviceGetUtilizationRates",
+}
 OWNER = "nvidia-ml-py"  # the distribution that the module pynvml belongs to
 MEND = f"python -m pip uninstall -y pynvml && python -m pip install --force-reinstall {OWNER}"
 
@@ -45,6 +53,37 @@ def check_nvml() -> Check:
         return Check("nvml", "warning", "the deprecated package pynvml is installed as well", MEND)
     driver = _driver()
     return Check("nvml", "ok", driver if driver is not None else "library here, no NVIDIA driver")
+
+
+def check_energy() -> Check:
+    """What each GPU tells of its energy, tried call by call."""
+    if _driver() is None:
+        return Check("energy", "ok", "no NVIDIA GPU to read")
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        told = [_readable(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    detail = "; ".join(
+        f"GPU {index}: " + ", ".join(f"{name} {'yes' if name in readable else 'no'}" for name in READINGS)
+        for index, readable in enumerate(told)
+    )
+    if all({"total energy", "power"} & readable for readable in told):
+        return Check("energy", "ok", detail)
+    fix = "energy of such a GPU is shown as not measured; a newer driver, or a machine that is not shared, may tell it"
+    return Check("energy", "warning", detail, fix)
+
+
+def _readable(pynvml: Any, index: int) -> set[str]:
+    """Which of `READINGS` a GPU gives."""
+    readable = set()
+    for name, call in READINGS.items():
+        with contextlib.suppress(Exception):  # not supported, no permission, an old library: each its own class
+            getattr(pynvml, call)(pynvml.nvmlDeviceGetHandleByIndex(index))
+            readable.add(name)
+    return readable
 
 
 def _driver() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from guava_nb.doctor.check import Check
-from guava_nb.doctor.gpu import check_gpu, check_nvml
+from guava_nb.doctor.gpu import check_energy, check_gpu, check_nvml
 from guava_nb.doctor.machine import check_cores, check_disk, check_memory
 from guava_nb.doctor.network import check_connection, check_port
 from guava_nb.doctor.software import (
@@ -15,6 +15,7 @@ from guava_nb.doctor.software import (
     check_python,
     check_torch,
 )
+from guava_nb.doctor.tunnels import check_cloudflared, check_ngrok, check_ngrok_token, check_pyngrok, check_ssh
 
 __all__ = ["CHECKS", "run_checks"]
 
@@ -23,11 +24,17 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_torch,
     check_gpu,
     check_nvml,
+    check_energy,
     check_ipykernel,
     check_ipywidgets,
     check_packages,
     check_port,
     check_connection,
+    check_pyngrok,
+    check_ngrok_token,
+    check_ngrok,
+    check_cloudflared,
+    check_ssh,
     check_memory,
     check_cores,
     check_disk,

@@ -24,6 +24,7 @@ OLDEST_IPYWIDGETS = (7, 7)
 PACKAGES = {
     "msgspec": "msgspec",
     "cryptography": "cryptography",
+    "websockets": "websockets",
     "numpy": "numpy",
     "psutil": "psutil",
     "yaml": "pyyaml",

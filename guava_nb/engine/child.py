@@ -1,8 +1,8 @@
 """Entry of a worker process: `python -m guava_nb.engine.child`, started by `guava_nb.engine.launcher` and by nothing else.
 
 Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
-single words ("leave"). End of input means that whoever started this process is gone. Standard output: what the user's code
-prints, and lines that start with `MARK` with this worker's state as JSON.
+"leave", or "dial CODE" when the session has a new join code. End of input means that whoever started this process is gone.
+Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:  # torch is loaded when the order is read
     from guava_nb.config import DistributedConfig
     from guava_nb.engine.member import Membership
+    from guava_nb.protocol.joincode import JoinCode
     from guava_nb.protocol.messages import Message
 
 __all__ = ["MARK", "main"]
@@ -84,7 +85,7 @@ def _work(order: dict[str, Any]) -> int:
 
 def _dial(member: Membership) -> str:
     _tee(member.send)
-    _obey(member.loop.leave)
+    _obey(member.loop.leave, member.redirect)
     return member.run()
 
 
@@ -125,14 +126,21 @@ def _tee(send: Callable[[Message], None]) -> None:
     sys.stderr = LineTee(sys.stderr, "stderr", emit)
 
 
-def _obey(leave: Callable[[str], None]) -> None:
-    threading.Thread(target=_listen, args=(leave, sys.stdin), name="guava-orders", daemon=True).start()
+def _obey(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None = None) -> None:
+    threading.Thread(target=_listen, args=(leave, redirect, sys.stdin), name="guava-orders", daemon=True).start()
 
 
-def _listen(leave: Callable[[str], None], orders: TextIO) -> None:
+def _listen(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None, orders: TextIO) -> None:
+    from guava_nb.errors import JoinCodeError
+    from guava_nb.protocol.joincode import JoinCode
+
     for line in orders:
-        if line.strip() == "leave":
+        word, _, rest = line.strip().partition(" ")
+        if word == "leave":
             leave("asked to leave")
+        elif word == "dial" and redirect is not None:
+            with contextlib.suppress(JoinCodeError):  # whoever sends it has read it before
+                redirect(JoinCode.decode(rest))
     # The parent is gone. Leave properly if that is possible soon; a step that never ends must not keep this process.
     leave("the process that started this worker ended")
     threading.Timer(10.0, os._exit, (EXIT_LOST,)).start()

@@ -254,6 +254,11 @@ class Cluster:
         """Return the session of a member that still holds its seat."""
         return self._sessions.get(rank)
 
+    def is_in_outage(self, rank: int) -> bool:
+        """Whether a member is away because a tunnel broke, and not by itself."""
+        session = self._sessions.get(rank)
+        return session is not None and session.in_outage
+
     def sessions(self) -> list[Session]:
         """Return all sessions whose seat is held."""
         return list(self._sessions.values())

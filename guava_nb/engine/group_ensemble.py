@@ -148,8 +148,10 @@ class GroupEnsemble(Ensemble):
             GroupLost: a member is lost, or away for too long, or reported that the group broke.
         """
         now = time.monotonic()
+        # All are away, so nobody waits for another; or a tunnel broke: whoever is away comes back with its part of the state.
+        outage = all(rank in job.suspects for rank in self.team)
         for rank in self.team:
-            if rank in job.ready:
+            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
                 self._broken = ""  # that is why others report a break

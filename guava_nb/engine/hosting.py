@@ -19,14 +19,18 @@ from guava_nb.engine.notices import Notices
 from guava_nb.engine.options import link_options
 from guava_nb.engine.output import OutputLog
 from guava_nb.engine.own_ensemble import common_parts
+from guava_nb.engine.tunnelling import TunnelKeeper, asked_here, bind_for
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
 from guava_nb.link.listener import Listener
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
 
 __all__ = ["Host"]
+
+_ANYWHERE = ("", "0.0.0.0", "::")
 
 
 class Host:
@@ -52,36 +56,90 @@ class Host:
         self._notices = Notices()
         self._listener: Listener | None = None
         self._cluster: Cluster | None = None
-        self._code: JoinCode | None = None
+        self._keeper: TunnelKeeper | None = None
+        self._way = ""  # the text that the tunnel was made of
+        self._on_code: Callable[[JoinCode], None] = lambda code: None
         name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.log_folder = Path(tempfile.gettempdir()) / name
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
-    def open(self) -> JoinCode:
-        """Start listening and return the join code; an open session just returns its code again.
+    def open(
+        self,
+        tunnel: Tunnel | str | None = None,
+        ask: Callable[[], str] | None = None,
+        on_code: Callable[[JoinCode], None] | None = None,
+    ) -> JoinCode:
+        """Start listening, and the tunnel; returns the join code that leads here.
+
+        An open session returns its code again. Its tunnel is started anew if it is down; another `tunnel` takes the place
+        of the one in use, and the code changes: the secret stays, so workers keep seat and state and need the new code.
+
+        Args:
+            tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel`, or a tunnel; None takes `tunnel` of the configuration,
+                on an open session the one in use.
+            ask: asks for the tunnel's authtoken where none is found; None where nobody can be asked.
+            on_code: gets the new code whenever a tunnel's address changes, from a thread of the session.
 
         Raises:
-            ConfigError: the address cannot be listened on; the message names it.
+            ConfigError: the address cannot be listened on, or contradicts the tunnel; or the tunnel cannot be started. Then
+                nothing is left running that did not run before.
         """
-        if self._code is None:
-            cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
-            listener = Listener(
-                link_options(self.config),
-                cluster.on_event,
-                self.config.master_ip,
-                self.config.master_port,
-                tls=self.config.tls,
-            )
+        self._on_code = on_code or self._on_code
+        text, way = self._way_to(tunnel, ask)
+        had_cluster, listened = self._cluster is not None, self._listener is not None
+        if not listened:
+            self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
+        if way is not None:
             try:
-                listener.start()
-            except GuavaError:
-                if self._cluster is None:
-                    cluster.close()
+                self._lead_through(way)
+            except BaseException:
+                if not listened:
+                    self._stop_listening(had_cluster)
                 raise
-            self._notices.listen()
-            self._cluster, self._listener, self._code = cluster, listener, listener.join_code()
-        return self._code
+            self._way = text
+        return self.join_code
+
+    def _way_to(self, tunnel: Tunnel | str | None, ask: Callable[[], str] | None) -> tuple[str, Tunnel | None]:
+        """The text that names the tunnel to use, and the tunnel itself; None for none."""
+        present = self.tunnel
+        if isinstance(tunnel, Tunnel):
+            return (self._way if tunnel is present else ""), tunnel
+        if present is not None and tunnel in (None, "", self._way):
+            return self._way, present
+        text = self.config.tunnel if tunnel is None else tunnel
+        return text, (make_tunnel(text, asked_here(ask)) if text else None)
+
+    def _listen(self, host: str) -> None:
+        cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
+        listener = Listener(
+            link_options(self.config), cluster.on_event, host, self.config.master_port, tls=self.config.tls
+        )
+        try:
+            listener.start()
+        except GuavaError:
+            if self._cluster is None:
+                cluster.close()
+            raise
+        self._notices.listen()
+        self._cluster, self._listener = cluster, listener
+
+    def _stop_listening(self, keep_cluster: bool) -> None:
+        assert self._listener is not None and self._cluster is not None
+        self._listener.close("its tunnel could not be started")
+        self._listener = None
+        if not keep_cluster:
+            self._cluster.close()
+            self._notices.stop()
+            self._cluster = None
+
+    def _lead_through(self, way: Tunnel) -> None:
+        assert self._listener is not None
+        keeper = self._keeper or TunnelKeeper(
+            self._listener, self._notices.add, self.config.rejoin_timeout_s, lambda code: self._on_code(code)
+        )
+        keeper.use(way)
+        self._keeper = keeper
 
     @classmethod
     def dialling(cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any) -> Self:
@@ -119,9 +177,20 @@ class Host:
             ClusterError: the session is not open, or only dials.
         """
         self._open_cluster()
-        if self._code is None:
+        if self._listener is None:
             raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
-        return self._code
+        return self._listener.join_code() if self._keeper is None else self._keeper.code
+
+    @property
+    def tunnel(self) -> Tunnel | None:
+        """The tunnel that leads here, None without one."""
+        return None if self._keeper is None else self._keeper.tunnel
+
+    def _where(self) -> tuple[str, str]:
+        """Address that the code leads to, and how the tunnel stands; both empty where nobody can dial."""
+        if self._listener is None:
+            return "", ""
+        return self.join_code.address, "" if self._keeper is None else self._keeper.state()
 
     @property
     def expected_workers(self) -> int:
@@ -135,14 +204,18 @@ class Host:
 
     def _close(self) -> None:
         self._dialled.close("the orchestrator closed the session")
+        if self._keeper is not None:
+            self._keeper.begin_close()
         if self._listener is not None:
             self._listener.close("the orchestrator closed the session")
+        if self._keeper is not None:
+            self._keeper.close()
         if self._cluster is not None:
             self._cluster.close()
         self._notices.stop()
         close_all(self._local)
         self._local.clear()
-        self._cluster = self._listener = self._code = None
+        self._cluster = self._listener = self._keeper = None
 
     def __enter__(self) -> Self:
         """Open the session, unless it has dialled its workers."""
@@ -187,10 +260,14 @@ class Host:
 
         Args:
             threads: torch's threads in each.
+
+        Raises:
+            ClusterError: the session is not open, or only dials.
         """
-        code = self.join_code
-        if code.host in ("0.0.0.0", "::"):
-            code = code.with_address("127.0.0.1", code.port)
+        if self._listener is None:
+            raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
+        # Not through the tunnel: they are here.
+        code = self._listener.join_code(LOOPBACK if self._listener.host in _ANYWHERE else None)
         started = [
             launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
             for k in range(count)

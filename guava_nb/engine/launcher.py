@@ -28,7 +28,7 @@ from guava_nb.engine.tee import MAX_LINE_CHARS
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 
 __all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch"]
@@ -230,9 +230,25 @@ class WorkerHandle:
 
     def leave(self) -> None:
         """Ask it to leave after the step in work."""
+        self._order("leave")
+
+    def redirect(self, code: JoinCode | str) -> None:
+        """Let it dial the same session by another code from now on, as when a tunnel got another address.
+
+        Raises:
+            JoinCodeError: the code is damaged, belongs to another session, or this worker does not dial; nothing has changed.
+        """
+        new = code if isinstance(code, JoinCode) else JoinCode.decode(code)
+        if self._code is None or self._listens is not None:
+            raise JoinCodeError("this worker listens: the other side dials it, and the new code is for that side")
+        check_same_session(self._code, new)
+        self._code = new
+        self._order(f"dial {new.encode()}")
+
+    def _order(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended already
-            self._process.stdin.write("leave\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:

@@ -6,6 +6,7 @@ Who opened the session does not matter here: `run` dials one, `greet` and `work`
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,8 +18,8 @@ from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
-from guava_nb.errors import GuavaError, LinkClosed
-from guava_nb.link.dialler import dial
+from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
+from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.events import (
     Event,
     MessageArrived,
@@ -28,7 +29,7 @@ from guava_nb.link.events import (
 )
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
 
 __all__ = ["Membership"]
@@ -69,7 +70,9 @@ class Membership:
         self._report = report
         self._session: Session | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
-        self._step = -1
+        self._state, self._step = "ready", -1
+        self._away = ""  # what it waits for while the orchestrator is away
+        self._telling = threading.Lock()
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
         self._prober = Prober(self._send)
@@ -94,6 +97,23 @@ class Membership:
         self._report("joining", -1, f"dialling {self._code.address}")
         self.greet(dial(self._code, self.on_event, self._options, self._identity))
         return self.work()
+
+    def redirect(self, code: JoinCode) -> None:
+        """Dial the same orchestrator by another code from now on; from any thread.
+
+        Raises:
+            JoinCodeError: the code belongs to another session, or this worker does not dial; nothing has changed.
+        """
+        if self._code is None:
+            raise JoinCodeError("this worker listens: the other side dials it, and the new code is for that side")
+        check_same_session(self._code, code)
+        self._code = code
+        session = self._session
+        if isinstance(session, DialledSession):
+            with self._telling:
+                if self._away:
+                    self._tell(f"dialling {code.address} for up to {session.waits_s:g} s")
+            session.redirect(code)
 
     def greet(self, session: Session) -> None:
         """Take a session that stands, and say hello on it."""
@@ -148,15 +168,34 @@ class Membership:
             self._seat.abort(_ANY_GENERATION, str(event.cause))
             self.loop.end()
         elif isinstance(event, SessionSuspect):
-            self._report("reconnecting", self._step, str(event.cause))
+            with self._telling:
+                self._tell(_waiting(event.session, event.cause))
         elif isinstance(event, SessionResumed):
-            self._report("ready", self._step, "the connection is back")
+            with self._telling:
+                self._tell("")
 
     def _on_state(self, state: str, step: int) -> None:
-        self._step = step
-        self._report(state, step, self.loop.name)
+        with self._telling:
+            self._state, self._step = state, step
+            self._tell(self._away)
+
+    def _tell(self, away: str) -> None:
+        """Report what it does; while the orchestrator is away, that it waits: the step in work may well go on."""
+        self._away = away
+        if away:
+            self._report("reconnecting", self._step, self._away)
+        else:
+            self._report(self._state, self._step, self.loop.name)
 
     def _on_commit(self, generation: int, step: int) -> None:
         self._step = step
         if self._session is not None:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
+
+
+def _waiting(session: Session, cause: GuavaError) -> str:
+    """What a worker waits for whose connection broke, and how long."""
+    if not isinstance(session, DialledSession):
+        return str(cause)
+    sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
+    return f"{sentence}; a new join code may be needed" if session.is_tunnelled else sentence

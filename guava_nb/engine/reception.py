@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from guava_nb.engine.member import Membership
+from guava_nb.engine.tunnelling import TunnelKeeper
 from guava_nb.errors import LinkBroken, LinkClosed, LinkTimeout, WorkerLost
 from guava_nb.link.events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
 from guava_nb.link.listener import Listener
@@ -68,6 +69,12 @@ class Reception:
     def port(self) -> int:
         """The port that is listened on."""
         return self._listener.port
+
+    def keeper(
+        self, on_notice: Callable[[str], None], patience_s: float, on_code: Callable[[JoinCode], None]
+    ) -> TunnelKeeper:
+        """Make the keeper of a tunnel that leads here; arguments as for `TunnelKeeper`."""
+        return TunnelKeeper(self._listener, on_notice, patience_s, on_code)
 
     def serve(self, once: bool, patience_s: float | None = None, on_wait: Callable[[], None] = lambda: None) -> str:
         """Work for whoever dials.

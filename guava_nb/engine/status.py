@@ -103,7 +103,12 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A whole session. `address` is host:port of the listener; the join code itself is a secret and not part of it."""
+    """A whole session.
+
+    Attributes:
+        address: host:port that workers dial; the join code itself is a secret and not part of it.
+        tunnel: the tunnel that leads there and how it stands; "" without one.
+    """
 
     state: str  # "closed", "open"
     address: str
@@ -113,3 +118,4 @@ class Status:
     run: RunStatus | None = None
     cells: tuple[str, ...] = ()  # names of shared cells
     notes: tuple[str, ...] = ()
+    tunnel: str = ""

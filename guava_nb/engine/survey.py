@@ -13,7 +13,6 @@ from guava_nb.engine.status import Status, WireBytes, WorkerStatus
 from guava_nb.engine.traffic import KINDS, collectives_of, kind_of
 from guava_nb.errors import ConfigError
 from guava_nb.link.session import Session
-from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, RunSpec
 
 __all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", "wire_meter"]
@@ -21,23 +20,24 @@ __all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", 
 
 def survey(
     cluster: Cluster | None,
-    code: JoinCode | None,
+    where: tuple[str, str],
     config: DistributedConfig,
     run: Run | None,
     cells: tuple[str, ...],
     notes: tuple[str, ...],
 ) -> Status:
-    """Return a snapshot of a session."""
+    """Return a snapshot of a session; `where`: its address, and how the tunnel that leads there stands, "" for none."""
     workers = () if cluster is None else tuple(_worker(m, cluster, run) for m in cluster.members())
     return Status(
         state="closed" if cluster is None else "open",
-        address="" if code is None else code.address,
+        address=where[0],
         mode=_mode(config, cluster),
         expected_workers=config.num_workers,
         workers=workers,
         run=None if run is None else run.status(),
         cells=cells,
         notes=notes,
+        tunnel=where[1],
     )
 
 

@@ -16,7 +16,7 @@ from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
 from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import OutgoingMessage
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Attach, Channel, Message
 from guava_nb.protocol.state import Role
 
@@ -26,6 +26,7 @@ IDENTITY_BYTES = 32
 _SESSION_ID_BYTES = 16
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 3.0
+_LONGEST_OUTAGE_S = 86400.0  # whatever the listener says
 _STEADY_S = 10.0  # a connection that stood for so long makes the next outage a new one
 
 
@@ -62,12 +63,33 @@ class DialledSession(Session):
         self._backoff = _Backoff()
         self._look_again = threading.Event()
         self._redialler: threading.Thread | None = None
+        self._outage_s = 0.0
+        self._redirected_at = float("-inf")
 
     def redirect(self, code: JoinCode) -> None:
-        """The same listener is reached by another code now: dial that one from here on."""
+        """The same listener is reached by another code now: dial that one, with all patience from here on.
+
+        Raises:
+            JoinCodeError: the code is of another listener; nothing has changed.
+        """
+        check_same_session(self._code, code)
         self._code = code
+        self._redirected_at = time.monotonic()
         self._backoff = _Backoff()
         self._look_again.set()
+
+    @property
+    def waits_s(self) -> float:
+        """How long it is dialled again when a connection breaks, in seconds."""
+        return max(self._options.grace_s, self._outage_s)
+
+    @property
+    def is_tunnelled(self) -> bool:
+        """Whether it was let in through a tunnel, whose address may change."""
+        return self._outage_s > 0
+
+    def _kept_until(self, lost_at: float) -> float:
+        return max(lost_at, self._redirected_at) + self.waits_s
 
     def connect(self) -> None:
         """Open both connections for the first time.
@@ -108,6 +130,7 @@ class DialledSession(Session):
             offered(self._options.compression),
         )
         made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
+        self._outage_s = min(made.attached.outage_s, _LONGEST_OUTAGE_S)
         try:
             self.adopt(name, made.stream, made.decoder, made.attached, made.early)
         except BaseException:
@@ -150,9 +173,7 @@ class DialledSession(Session):
             return missing
 
     def _give_up_at(self) -> float:
-        with self._events:
-            lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
-            return min(lost, default=time.monotonic()) + self._options.grace_s
+        return self._kept_until(self.lost_at or time.monotonic())
 
 
 def dial(
@@ -163,7 +184,8 @@ def dial(
 ) -> DialledSession:
     """Join a listener: prove both sides, open control and bulk, and keep them.
 
-    A connection that breaks later is dialled again for `options.grace_s`; then the session is closed.
+    A connection that breaks later is dialled again for `options.grace_s`, and behind a tunnel for as long as the listener
+    then waits; after that the session is closed.
 
     Args:
         code: from the listener.

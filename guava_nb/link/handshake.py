@@ -5,10 +5,12 @@ Knows the order of the first bytes; knows nothing of sessions. Whatever goes wro
 
 from __future__ import annotations
 
+import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from guava_nb.errors import ConfigError, GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
+from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder, Limits, OutgoingMessage
 from guava_nb.protocol.joincode import JoinCode
@@ -18,8 +20,12 @@ from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import connect
 from guava_nb.transport.tls import TlsStream
+from guava_nb.transport.websocket import WebSocketStream, begins_http
+from guava_nb.tunnels.ngrok_errors import sentence
 
-__all__ = ["Attachment", "Deadline", "attach", "prove", "receive_record", "send_record"]
+__all__ = ["Attachment", "Deadline", "attach", "prove", "receive_record", "send_record", "unwrap"]
+
+_BEGINNING_BYTES = 4  # enough to tell TLS, HTTP and our own proof apart; each of them begins with more
 
 
 class Deadline:
@@ -73,8 +79,8 @@ class Attachment:
     early: list[Arrived]  # messages that came in the same read
 
 
-def prove(stream: Stream, proof: DiallerProof | ListenerProof, deadline: Deadline) -> None:
-    """Run one side of the mutual proof.
+def prove(stream: Stream, proof: DiallerProof | ListenerProof, deadline: Deadline, early: bytes = b"") -> None:
+    """Run one side of the mutual proof; `early` was received already.
 
     Raises:
         AuthenticationError: the secrets differ.
@@ -83,6 +89,7 @@ def prove(stream: Stream, proof: DiallerProof | ListenerProof, deadline: Deadlin
         LinkTimeout: the peer is too slow.
         LinkBroken: the peer left.
     """
+    proof.receive(early)
     while True:
         outgoing = proof.to_send()
         if outgoing:
@@ -120,8 +127,22 @@ def receive_record(stream: Stream, decoder: Decoder, deadline: Deadline) -> tupl
             raise decoder.error
 
 
-def attach(code: JoinCode, record: Attach, options: LinkOptions, timeout_s: float) -> Attachment:
+def attach(
+    code: JoinCode,
+    record: Attach,
+    options: LinkOptions,
+    timeout_s: float,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> Attachment:
     """Open one connection to a listener, from the socket to `Attached`.
+
+    Args:
+        code: where the listener is.
+        record: what to say.
+        options: sizes.
+        timeout_s: seconds for all of it.
+        on_step: hears what begins, so that a failure can be placed: "tcp", "gateway" (the operator's TLS), "websocket",
+            "tls" (ours, with the fingerprint), "secret", "attach".
 
     Raises:
         AuthenticationError: secret or fingerprint do not match.
@@ -132,36 +153,82 @@ def attach(code: JoinCode, record: Attach, options: LinkOptions, timeout_s: floa
         LinkBroken: it cannot be reached, or left.
     """
     deadline = Deadline(timeout_s, "let us in", code.address)
-    stream = _reach(code, options, deadline)
+    stream = _reach(code, options, deadline, on_step)
     try:
+        on_step("secret")
         prove(stream, DiallerProof(code.secret, code.fingerprint), deadline)
-        state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
-        send_record(stream, record)
-        state = advance(state, Role.DIALLER, sent(Attach))
-        decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)))
-        answer, early = receive_record(stream, decoder, deadline)
-        advance(state, Role.DIALLER, received(type(answer.message)))
-        if isinstance(answer.message, Refused):
-            raise _refusal(answer.message)
-        if not isinstance(answer.message, Attached):
-            raise RemoteProtocolError(f"{code.address} answered Attach with {type(answer.message).__name__}")
+        on_step("attach")
+        return _ask(stream, code, record, options, deadline)
     except BaseException:
         stream.close()
         raise
+
+
+def _ask(stream: Stream, code: JoinCode, record: Attach, options: LinkOptions, deadline: Deadline) -> Attachment:
+    state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
+    send_record(stream, record)
+    state = advance(state, Role.DIALLER, sent(Attach))
+    decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)))
+    answer, early = receive_record(stream, decoder, deadline)
+    advance(state, Role.DIALLER, received(type(answer.message)))
+    if isinstance(answer.message, Refused):
+        raise _refusal(answer.message)
+    if not isinstance(answer.message, Attached):
+        raise RemoteProtocolError(f"{code.address} answered Attach with {type(answer.message).__name__}")
     return Attachment(stream, decoder, answer.message, early)
 
 
-def _reach(code: JoinCode, options: LinkOptions, deadline: Deadline) -> Stream:
-    if code.scheme not in ("tcp", "tls"):
-        raise ConfigError(f"the join code asks for {code.scheme}, which this version cannot dial")
-    stream = connect(code.host, code.port, deadline.left_s(), options.socket)
-    if code.scheme == "tcp":
-        return stream
+def _reach(code: JoinCode, options: LinkOptions, deadline: Deadline, on_step: Callable[[str], None]) -> Stream:
+    on_step("tcp")
+    stream: Stream = connect(code.host, code.port, deadline.left_s(), options.socket)
     try:
-        return TlsStream.over_client(stream, code.fingerprint, deadline.left_s())
+        if code.scheme == "wss":
+            on_step("gateway")
+            stream = TlsStream.over_gateway(stream, code.host, deadline.left_s())
+        if code.scheme in ("ws", "wss"):
+            on_step("websocket")
+            where = (code.host, code.port, code.scheme == "wss")
+            stream = WebSocketStream.over_client(stream, *where, deadline.left_s(), ngrok=sentence)
+        if code.fingerprint:
+            on_step("tls")
+            stream = TlsStream.over_client(stream, code.fingerprint, deadline.left_s())
     except BaseException:
         stream.close()
         raise
+    return stream
+
+
+def unwrap(tcp: Stream, tls: ssl.SSLContext | None, deadline: Deadline) -> tuple[Stream, bytes]:
+    """Look at the first bytes of a newcomer and take off the layers that it came with.
+
+    Args:
+        tcp: just accepted; closed by the caller if this raises.
+        tls: what the proof must be wrapped in; None when this listener does not encrypt.
+        deadline: of the newcomer.
+
+    Returns:
+        The stream on which it must prove itself, and what was received of its proof already.
+
+    Raises:
+        RemoteProtocolError: something else; a browser has been told so.
+        LinkTimeout: it is too slow.
+        LinkBroken: it left.
+    """
+    stream, early = tcp, _beginning(tcp, deadline)
+    if begins_http(early):
+        stream = WebSocketStream.over_server(tcp, early, deadline.left_s())
+        early = _beginning(stream, deadline)
+    if tls is None:
+        return stream, early
+    return TlsStream.over_server(stream, tls, deadline.left_s(), early), b""
+
+
+def _beginning(stream: Stream, deadline: Deadline) -> bytes:
+    view = memoryview(bytearray(_BEGINNING_BYTES))
+    done = 0
+    while done < len(view):
+        done += deadline.receive(stream, view[done:])
+    return bytes(view)
 
 
 def _refusal(refused: Refused) -> GuavaError:

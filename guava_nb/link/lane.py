@@ -20,7 +20,7 @@ from guava_nb.protocol.session import Inbox, Outbox
 if TYPE_CHECKING:
     from guava_nb.link.connection import Connection
 
-__all__ = ["BULK", "CONTROL", "Lane", "Wire", "lane_of"]
+__all__ = ["BULK", "CONTROL", "Lane", "Progress", "Wire", "lane_of"]
 
 CONTROL, BULK = "control", "bulk"
 
@@ -41,6 +41,21 @@ class Wire:
 
     out_bytes: dict[Channel, int]
     in_bytes: dict[Channel, int]
+
+
+@dataclass
+class Progress:
+    """How far a side has come; told to the peer whenever a connection is attached.
+
+    Attributes:
+        last_generation: generation of the last committed step, -1 before the first.
+        last_step: last committed step, -1 before the first.
+        last_kind: kind number of the last message handled.
+    """
+
+    last_generation: int = -1
+    last_step: int = -1
+    last_kind: int = 0
 
 
 class Lane:

@@ -28,10 +28,12 @@ from guava_nb.errors import (
 )
 from guava_nb.link.events import Event, VisitArrived
 from guava_nb.link.guests import Guests
-from guava_nb.link.handshake import Deadline, prove, receive_record, send_record
+from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.loglimit import LogLimit
+from guava_nb.link.measure import Measuring, answer_measuring
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.registry import REPORT, RefusedJoin, Registry
+from guava_nb.link.patience import Patience
+from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.squeeze import offered
 from guava_nb.protocol.framing import Decoder, Limits
@@ -44,7 +46,6 @@ from guava_nb.transport.certificate import self_signed_certificate
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
-from guava_nb.transport.tls import TlsStream
 
 __all__ = ["ListenedSession", "Listener", "ListenerStats"]
 
@@ -96,17 +97,27 @@ class ListenedSession(Session):
         on_event: Callable[[Event], None],
         on_closed: Callable[[ListenedSession], None],
         on_change: Callable[[], None],
+        patience: Patience,
     ) -> None:
         super().__init__(attach.session_id, attach.identity, peer_address, options, on_event)
         self.attaching = threading.Lock()
         self.seen_before = False
-        self._closed_hook, self._changed_hook = on_closed, on_change
+        self._closed_hook, self._changed_hook, self._patience = on_closed, on_change, patience
 
     def _forget(self) -> None:
         self._closed_hook(self)
 
     def _wake(self) -> None:
         self._changed_hook()
+
+    @property
+    def in_outage(self) -> bool:
+        """As of any session; the listener knows of outages."""
+        lost_at = self.lost_at
+        return lost_at is not None and self._kept_until(lost_at) > lost_at + self._options.grace_s
+
+    def _kept_until(self, lost_at: float) -> float:
+        return self._patience.kept_until(lost_at)
 
 
 class Listener:
@@ -119,6 +130,10 @@ class Listener:
         port: 0 lets the system choose.
         tls: encrypt; without it, proof and identity hold but everybody on the way can read and change what passes.
         secret: 16 bytes; drawn when None.
+
+    Attributes:
+        host: where it listens.
+        patience: with sessions whose connections broke; whoever keeps the tunnel tells it of outages, then calls `look`.
     """
 
     def __init__(
@@ -132,13 +147,15 @@ class Listener:
     ) -> None:
         self._options = options or LinkOptions()
         self._on_event = on_event
-        self._host, self._wanted_port = host, port
+        self.host, self._wanted_port = host, port
         self._secret = secret or secrets.token_bytes(_SECRET_BYTES)
         certificate = self_signed_certificate() if tls else None
         self._tls = certificate.server_context() if certificate else None
         self._fingerprint = certificate.fingerprint16 if certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Guests(self._options.max_unauthenticated)
+        self.patience = Patience(self._options.grace_s)
+        self._measuring = Measuring()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -153,7 +170,7 @@ class Listener:
         Raises:
             ConfigError: the port is taken or the address is not ours.
         """
-        self._sockets = listen(self._host, self._wanted_port, self._options.socket)
+        self._sockets = listen(self.host, self._wanted_port, self._options.socket)
         self._waker, self._woken = socket.socketpair()
         for sock in (self._waker, self._woken):
             close_in_children(sock)
@@ -168,7 +185,7 @@ class Listener:
 
     def join_code(self, host: str | None = None, port: int | None = None) -> JoinCode:
         """The code that lets a dialler in, for this address or for the one of a tunnel."""
-        default = self._host if self._host not in ("", "0.0.0.0", "::") else socket.gethostname()
+        default = self.host if self.host not in ("", "0.0.0.0", "::") else socket.gethostname()
         return JoinCode.new(host or default, port or self.port, self._fingerprint, self._secret)
 
     @property
@@ -235,13 +252,19 @@ class Listener:
         """Give up what is overdue; seconds until the next may be."""
         now = time.monotonic()
         shortest: float | None = None
-        for session in self._registry.sessions():
+        sessions = self._registry.sessions()
+        self.patience.look(now, [session.lost_at for session in sessions if session.state in ("open", "suspect")])
+        for session in sessions:
             left_s = session.patience_s(now)
             if left_s is not None and left_s <= 0:
                 session.give_up()
             elif left_s is not None:
                 shortest = left_s if shortest is None else min(shortest, left_s)
         return shortest
+
+    def look(self) -> None:
+        """See anew how long each session may stay away, after `patience` was told something."""
+        self._wake()
 
     def _wake(self) -> None:
         try:
@@ -270,8 +293,8 @@ class Listener:
 
     def _let_in(self, tcp: Stream) -> None:
         deadline = Deadline(self._options.auth_timeout_s, "prove itself", tcp.peer)
-        stream = tcp if self._tls is None else TlsStream.over_server(tcp, self._tls, deadline.left_s())
-        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline)
+        stream, begun = unwrap(tcp, self._tls, deadline)
+        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline, begun)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
         decoder = Decoder(Limits.before_join())
         arrived, early = receive_record(stream, decoder, deadline)
@@ -291,6 +314,11 @@ class Listener:
         if attach.purpose == REPORT:
             self._take_report(stream, decoder, attach, deadline)
             return
+        if attach.purpose == MEASURE:
+            with self._measuring.seat():
+                send_record(stream, Attached(False, {}, self._options.grace_s))
+                answer_measuring(stream, decoder)
+            return
         session = self._registry.find(attach)
         if session is None:
             session = self._new_session(attach, stream.peer)
@@ -300,11 +328,14 @@ class Listener:
                 max_payload_bytes=self._options.max_payload_bytes, compressed=bool(offered(self._options.compression))
             )
             session.adopt(attach.purpose, stream, decoder, attach)
+        self._wake()  # one that came back ends an outage for all
         if session.state == "joining" and session.whole:
             self._open(session)
 
     def _new_session(self, attach: Attach, peer: str) -> ListenedSession:
-        session = ListenedSession(attach, peer, self._options, self._on_event, self._registry.forget, self._wake)
+        session = ListenedSession(
+            attach, peer, self._options, self._on_event, self._registry.forget, self._wake, self.patience
+        )
         session.seen_before = self._registry.add(session)
         self._wake()  # its patience has to be watched
         return session
@@ -315,6 +346,7 @@ class Listener:
         return Attached(
             *(resumed, received_here, self._options.grace_s, mine.last_generation, mine.last_step, mine.last_kind),
             codecs=offered(self._options.compression),
+            outage_s=self.patience.outage_s,
         )
 
     def _open(self, session: ListenedSession) -> None:
@@ -339,7 +371,9 @@ class Listener:
         reason = next((name for kind, name in _REASONS if isinstance(problem, kind)), "refused")
         self._count_refusal(reason)
         peer = stream.peer if stream is not None else "a newcomer"
-        self._log.warning("refused a connection from %s (%s): %s", peer, reason, problem)
+        # Scanners, and tunnels that try whether their address is reached, connect and leave: nobody can do anything about it.
+        tell = logger.debug if reason == "left" else self._log.warning
+        tell("refused a connection from %s (%s): %s", peer, reason, problem)
 
     def _count_refusal(self, reason: str) -> None:
         with self._counting:

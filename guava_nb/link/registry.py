@@ -17,9 +17,9 @@ from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.session import Session
 from guava_nb.protocol.messages import Attach, Refused
 
-__all__ = ["REPORT", "Registry", "RefusedJoin"]
+__all__ = ["MEASURE", "REPORT", "Registry", "RefusedJoin"]
 
-REPORT = "report"
+REPORT, MEASURE = "report", "measure"  # visits without a session
 _SESSION_ID_BYTES, _IDENTITY_BYTES = 16, 32
 _MAX_REMEMBERED = 1024
 _S = TypeVar("_S", bound=Session)
@@ -58,7 +58,7 @@ class Registry(Generic[_S]):
         """
         if len(attach.session_id) != _SESSION_ID_BYTES or len(attach.identity) != _IDENTITY_BYTES:
             raise RefusedJoin("malformed", "session id or identity have the wrong length", "update guava-nb there")
-        if attach.purpose not in (CONTROL, BULK, REPORT):
+        if attach.purpose not in (CONTROL, BULK, REPORT, MEASURE):
             raise RefusedJoin(
                 "purpose", f"connections for {attach.purpose[:20]!r} are not known", "update guava-nb here"
             )

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from guava_nb.errors import GuavaError, LinkBroken, LinkClosed, LinkTimeout, ProtocolError
@@ -25,33 +24,18 @@ from guava_nb.link.events import (
     SessionResumed,
     SessionSuspect,
 )
-from guava_nb.link.lane import BULK, CONTROL, Lane, Wire, lane_of
+from guava_nb.link.lane import BULK, CONTROL, Lane, Progress, Wire, lane_of
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder
 from guava_nb.protocol.messages import Attach, Attached, Channel, Goodbye, Message
 from guava_nb.protocol.state import Role
 from guava_nb.transport.stream import Stream
 
-__all__ = ["Progress", "Session"]
+__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-
-
-@dataclass
-class Progress:
-    """How far a side has come; told to the peer whenever a connection is attached.
-
-    Attributes:
-        last_generation: generation of the last committed step, -1 before the first.
-        last_step: last committed step, -1 before the first.
-        last_kind: kind number of the last message handled.
-    """
-
-    last_generation: int = -1
-    last_step: int = -1
-    last_kind: int = 0
 
 
 class Session:
@@ -292,13 +276,31 @@ class Session:
         with self._events:
             if self._state == "joining":
                 return max(0.0, self._began + self._options.auth_timeout_s - now)
+            lost_at = self.lost_at
+            return None if lost_at is None else max(0.0, self._kept_until(lost_at) - now)
+
+    @property
+    def lost_at(self) -> float | None:
+        """Since when a connection of an open session is away, on the monotonic clock; None when both stand."""
+        with self._events:
             lost = [lane.lost_at for lane in self._lanes.values() if lane.lost_at is not None]
-            return max(0.0, min(lost) + self._options.grace_s - now) if lost and self._state == "suspect" else None
+            return min(lost) if lost and self._state == "suspect" else None
+
+    @property
+    def in_outage(self) -> bool:
+        """Whether it is waited for longer than a peer that is gone: what broke is the way to it, as far as one can tell."""
+        return False
+
+    def _kept_until(self, lost_at: float) -> float:
+        """When to give up what is away since `lost_at`."""
+        return lost_at + self._options.grace_s
 
     def give_up(self, last: GuavaError | None = None) -> None:
         """The grace period is over."""
+        lost_at = self.lost_at
+        waited_s = self._options.grace_s if lost_at is None else round(self._kept_until(lost_at) - lost_at, 1)
         problem = LinkTimeout(
-            f"{self.peer_address} was away for more than {self._options.grace_s:g} s: the session is over"
+            f"{self.peer_address} was away for more than {waited_s:g} s: the session is over"
             + (f" (last try: {last})" if last is not None else "")
         )
         problem.__cause__ = last

@@ -41,8 +41,16 @@ def _expression(flag_name: str, text: str, required: bool = False) -> Option:
 
 UP = Command(
     "guava_up",
-    "Open a session: listen for workers and show the join code. Run again: shows the same session.",
+    "Open a session: listen for workers and show the join code. Run again: shows the same session, and starts its tunnel anew "
+    "if that is down; another --tunnel takes its place, and workers go on with the new code.",
     (
+        option(
+            "--tunnel",
+            metavar="NAME[:WHAT]",
+            complete="tunnels",
+            help="how others reach this machine: ngrok, ngrok-http, cloudflared, ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]], "
+            "local (default: GUAVA_TUNNEL; without one only this machine, or --host, is reached)",
+        ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
         option(
@@ -66,12 +74,13 @@ UP = Command(
         flag("--no-tls", help="do not encrypt; only for a network that encrypts already"),
         flag("--show-code", help="show the join code even when all workers are local"),
     ),
-    "%guava_up --workers 2",
+    "%guava_up --tunnel ngrok --workers 2",
     code_to="connect",
 )
 WORKER = Command(
     "guava_worker",
-    "Work for a session until it closes. First interrupt: leave after the step; second: end the process.",
+    "Work for a session until it closes. First interrupt: leave after the step; second: end the process. With a new code of the "
+    "same session: go on there, with all state.",
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE)"),
         option("--device", metavar="D", complete=_DEVICES, help="cpu, cuda:0, ... (default: auto)"),
@@ -289,5 +298,15 @@ STOP = Command(
     "guava_stop", "Stop the detached run after its step (again: at once), or let this notebook's worker leave."
 )
 DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
+DOCTOR = Command(
+    "guava_doctor",
+    "Check this machine; with a join code also the way to its session, step by step, and how fast the line is.",
+    (
+        word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE, if set)"),
+        flag("--join", help="ask for the join code, which is then in no cell and no output"),
+    ),
+    "%guava_doctor guava1:...",
+    code_to="code",
+)
 
-COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN)
+COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR)

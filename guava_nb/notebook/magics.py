@@ -16,6 +16,7 @@ from guava_nb.notebook import commands
 from guava_nb.notebook.announce import code_html, code_text, grant_text
 from guava_nb.notebook.asking import forget_results, show_results
 from guava_nb.notebook.completion import install_completion, remove_completion
+from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import make_panel
@@ -71,16 +72,17 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.WORKER)
     def guava_worker(self, args: argparse.Namespace) -> None:
-        """Say what joining grants, join, and show the worker."""
-        panel, code = make_panel(choose_ui(self.shell)), self.session.code_to_join(args)
-        if code is not None:
-            say(grant_text(detect_host(self.shell)))
-            self.session.join(code, args)
+        """Say what joining grants, join, and show the worker; lead one that is here by its session's new code."""
+        panel, worker = make_panel(choose_ui(self.shell)), self.session.worker
+        code = worker.code(args.code)
+        if worker.lives:
+            say(worker.follow(code))
         else:
-            say("This notebook's worker is in that session already.")
+            say(grant_text(detect_host(self.shell)))
+            worker.join(code, args.device, args.name)
         if args.detach:
             return self._show(*self.session.views())
-        return self.session.work(panel)
+        return worker.work(panel)
 
     @line_cell_magic
     @_command(commands.SHARE)
@@ -171,6 +173,12 @@ class GuavaMagics(Magics):
     def guava_down(self, args: argparse.Namespace) -> None:
         """Close everything."""
         say("Closed. %guava_up opens a new session." if self.session.close() else "Nothing was open.")
+
+    @line_magic
+    @_command(commands.DOCTOR)
+    def guava_doctor(self, args: argparse.Namespace) -> None:
+        """Check this machine and the way to a session."""
+        self._show(examine(args, self.session.worker.ask_for_code))
 
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""

@@ -19,6 +19,7 @@ from guava_nb.config.units import parse_bytes
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.tokens import expand, near, split_line, take_code
 from guava_nb.render import redact
+from guava_nb.tunnels import tunnel_names
 
 __all__ = [
     "Command",
@@ -43,7 +44,7 @@ class Option:
     Attributes:
         flags: "--port", or a bare name for a positional argument.
         settings: passed on to argparse.
-        complete: what tab offers as its value: a tuple of choices, "names" (variables), or None (files).
+        complete: what tab offers as its value: a tuple of choices, "names" (variables), "tunnels", or None (files).
     """
 
     flags: tuple[str, ...]
@@ -270,6 +271,8 @@ def shares(text: str) -> tuple[float, ...]:
 def _values(entry: Option, symbol: str, namespace: Mapping[str, Any]) -> list[str]:
     if isinstance(entry.complete, tuple):
         return [name for name in entry.complete if name.startswith(symbol)]
+    if entry.complete == "tunnels":
+        return [name for name in tunnel_names() if name.startswith(symbol)]
     if entry.complete == "names":
         return sorted(name for name in namespace if name.startswith(symbol) and not name.startswith("_"))
     return []

@@ -7,6 +7,7 @@ twin along.
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from IPython.display import display
 from guava_nb.notebook.tokens import near
 from guava_nb.render import View, redact, to_html, to_text
 
-__all__ = ["UI_NAMES", "choose_ui", "say", "show", "show_bundle", "show_png"]
+__all__ = ["UI_NAMES", "ask_hidden", "can_ask", "choose_ui", "say", "show", "show_bundle", "show_png"]
 
 UI_NAMES = ("widget", "html", "text", "none")
 
@@ -37,6 +38,22 @@ def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: ob
     stream = type(sys.stdout if stdout is None else stdout).__module__
     in_kernel = getattr(shell, "kernel", None) is not None and stream.startswith("ipykernel")
     return "html" if in_kernel and not environ.get("CI") else "text"
+
+
+def can_ask(shell: object) -> bool:
+    """Whether a person may be there to answer."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        return bool(getattr(kernel, "_allow_stdin", True))  # not where a program runs the notebook
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def ask_hidden(question: str, shell: object) -> str:
+    """Ask for a secret: what is typed is kept in no cell, no history and no output. "" where nobody can be asked."""
+    try:
+        return getpass.getpass(question) if can_ask(shell) else ""
+    except Exception:  # each front end that cannot ask says so in its own way
+        return ""
 
 
 def say(text: str, *, secret: bool = False) -> None:

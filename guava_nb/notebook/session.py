@@ -8,12 +8,9 @@ Holds no network and no training of its own; every method is a few calls into `O
 from __future__ import annotations
 
 import argparse
-import getpass
 import inspect
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +19,23 @@ from IPython.core.error import UsageError
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
-from guava_nb.errors import ClusterError, GuavaError
+from guava_nb.errors import GuavaError
 from guava_nb.notebook.asking import predict, validate
-from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
+from guava_nb.notebook.lines import Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
-from guava_nb.notebook.screen import say
+from guava_nb.notebook.screen import ask_hidden, can_ask, say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import training_arguments
-from guava_nb.notebook.watching import interrupt_run, interrupt_worker, watch
-from guava_nb.protocol.joincode import JoinCode
+from guava_nb.notebook.watching import interrupt_run, watch
+from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, forecast_view, ready_workers, run_view, session_view, summary_view, worker_view
+from guava_nb.render import View, forecast_view, ready_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
-#: Seconds that a worker gets to finish its step when the notebook closes.
-LEAVE_S = 5.0
-#: States of a worker that ended otherwise than it should.
-_BAD_ENDS = ("failed", "crashed")
 #: Settings of the orchestrator by the option that gives them.
 _FLAGS = {
     "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
@@ -74,12 +67,10 @@ class NotebookSession:
     ) -> None:
         self._shell = shell
         self._new_orchestrator = new_orchestrator
-        self._start_worker = start_worker
+        self.worker = OwnWorker(shell, start_worker)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
-        self._worker: Any = None
-        self._worker_code: JoinCode | None = None
         self._cells: dict[str, str] = {}
         self._mode: dict[str, Any] = {}
 
@@ -91,7 +82,7 @@ class NotebookSession:
         return self._orchestrator is not None and self._orchestrator.status().state == "open"
 
     def open(self, args: argparse.Namespace) -> list[str]:
-        """Open the session, or keep the open one, and start the local workers still missing.
+        """Open the session, or keep the open one, see to its tunnel, and start the local workers still missing.
 
         Returns:
             Sentences on what was not done as asked.
@@ -101,15 +92,24 @@ class NotebookSession:
         if not self.is_open:
             expected = {"num_workers": args.local} if args.local else {}
             orchestrator = self._new_orchestrator(**{**expected, **settings})
-            if args.connect is None or args.local:
-                orchestrator.open()
+            if args.connect is None or args.local or args.tunnel:
+                orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
             notes += self._share_again()
+        elif self.has_code or args.tunnel:
+            self._orchestrator.open(
+                args.tunnel, self._token_prompt()
+            )  # a tunnel that is down is started, or another one
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         if self._local is not None:
             self._local.start(args.local or 0)
         return notes
+
+    def _token_prompt(self) -> Callable[[], str] | None:
+        if not can_ask(self._shell):
+            return None
+        return lambda: ask_hidden("Authtoken of ngrok (it is shown and kept nowhere): ", self._shell)
 
     @property
     def has_code(self) -> bool:
@@ -123,7 +123,7 @@ class NotebookSession:
     @property
     def is_local_only(self) -> bool:
         """Whether every worker that is here or expected was started here: then nobody needs the code."""
-        return self._local is not None and self._local.are_all
+        return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
 
     def share(self, given_name: str | None, text: str) -> str:
         """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
@@ -235,8 +235,8 @@ class NotebookSession:
 
     def log(self, worker: str | None, num_lines: int) -> list[str]:
         """Last lines of one worker or of all; in a worker's notebook, of that worker."""
-        if not self.is_open and self._worker is not None:
-            return list(self._worker.status().lines)[-num_lines:]
+        if not self.is_open and self.worker.exists:
+            return self.worker.lines()[-num_lines:]
         orchestrator = self._need_session()
         known = self.worker_names()
         if worker is not None and worker not in known:
@@ -251,94 +251,26 @@ class NotebookSession:
     def views(self) -> list[View]:
         """What there is to show: the session, the worker of this notebook, both, or nothing."""
         views = [session_view(self._orchestrator.status())] if self.is_open else []
-        return views + ([worker_view(self._worker.status())] if self._worker is not None else [])
+        return views + ([self.worker.view()] if self.worker.exists else [])
 
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
             return interrupt_run(self._orchestrator.run)
-        if self._worker is not None and self._worker.alive:
-            self._worker.leave()
+        if self.worker.lives:
+            self.worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
         return "Nothing is running here."
 
     def close(self) -> bool:
         """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
-        orchestrator, self._orchestrator = self._orchestrator, None
-        worker, self._worker = self._worker, None
-        self._local = self._worker_code = None
+        orchestrator, self._orchestrator, self._local = self._orchestrator, None, None
         try:
-            if worker is not None and worker.alive:
-                worker.leave()
-                if not worker.wait(LEAVE_S):
-                    worker.kill()
+            had_worker = self.worker.close()
         finally:
             if orchestrator is not None:
                 orchestrator.close()
-        return orchestrator is not None or worker is not None
-
-    # ------------------------------------------------------------------------------------------------------ worker
-
-    @property
-    def has_worker(self) -> bool:
-        """Whether a worker started from this notebook lives."""
-        return self._worker is not None and bool(self._worker.alive)
-
-    def code_to_join(self, args: argparse.Namespace) -> JoinCode | None:
-        """The code of the session to join; None when this notebook's worker is in that session already.
-
-        Raises:
-            UsageError: no code, or a living worker belongs to another session.
-            JoinCodeError: the code is damaged.
-        """
-        text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or self._ask_for_code()
-        code = JoinCode.decode(text)
-        if not self.has_worker or self._worker_code is None:
-            return code
-        if code.secret != self._worker_code.secret:
-            raise UsageError("this notebook works for another session already; %guava_down leaves it")
-        return None
-
-    def _ask_for_code(self) -> str:
-        """A hidden prompt: what is typed there is kept in no cell, no history and no output."""
-        if self.has_worker and self._worker_code is not None:
-            return self._worker_code.encode()
-        can_ask = getattr(self._shell, "kernel", None) is not None or (sys.stdin is not None and sys.stdin.isatty())
-        try:
-            text = "" if not can_ask else getpass.getpass("Join code (from %guava_up in the other notebook): ")
-        except Exception:  # each front end that cannot ask says so in its own way
-            text = ""
-        if not text.strip():
-            raise UsageError(
-                "%guava_worker needs the join code that %guava_up shows in the other notebook: %guava_worker guava1:..."
-            )
-        return text
-
-    def join(self, code: JoinCode, args: argparse.Namespace) -> None:
-        """Start the worker."""
-        self._worker = self._start_worker(code.encode(), device=args.device or "auto", name=args.name)
-        self._worker_code = code
-
-    def work(self, panel: Panel) -> None:
-        """Block until the worker ended.
-
-        Raises:
-            ClusterError: it did not leave as it should.
-        """
-        worker = self._worker
-        tail = LineTail(lambda: worker.status().lines)
-
-        def frame() -> Frame:
-            return worker_view(worker.status()), tail.new()
-
-        def last_frame() -> Frame:
-            view, lines = frame()
-            return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), lines
-
-        watch(worker.wait, frame, last_frame, panel, lambda count: interrupt_worker(worker, count))
-        last = worker.status()
-        if last.state in _BAD_ENDS:
-            raise ClusterError(f"worker {last.name} {last.state}: {last.detail}. To join again, run this cell again")
+        return orchestrator is not None or had_worker
 
     # ----------------------------------------------------------------------------------------------------- private
 

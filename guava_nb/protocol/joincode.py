@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from guava_nb.errors import JoinCodeError
 
-__all__ = ["SCHEMES", "JoinCode"]
+__all__ = ["SCHEMES", "JoinCode", "check_same_session"]
 
 #: How the listener is reached; the position is the number in the code.
 SCHEMES = ("tcp", "tls", "ws", "wss")
@@ -134,6 +134,19 @@ class JoinCode:
         return f"JoinCode({self.address}, secret hidden)"
 
     __str__ = __repr__
+
+
+def check_same_session(old: JoinCode, new: JoinCode) -> None:
+    """Refuse a new code that does not lead to the listener of the old one.
+
+    Raises:
+        JoinCodeError: it is of another listener.
+    """
+    if not secrets.compare_digest(old.secret, new.secret):
+        raise JoinCodeError(
+            "this join code belongs to another session than the one that is worked for: take the newest code of the same "
+            "session, or leave this one first"
+        )
 
 
 def _bare(host: str) -> str:

@@ -79,7 +79,8 @@ class Attach(Message, frozen=True):
     Attributes:
         session_id: 16 bytes that name the session; public.
         identity: 32 secret bytes; who shows the same ones again resumes the session.
-        purpose: "control", "bulk", or "report" (a short visit that tells of a worker's death).
+        purpose: "control", "bulk", "report" (a short visit that tells of a worker's death), or "measure" (one that
+            measures the line).
         incarnation: how many times this session's connection of this purpose was dialled before.
         received: highest sequence number received whole, per channel of this connection.
         last_generation: generation of the last committed step, -1 before the first.
@@ -100,7 +101,13 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`, `resumed`: the session was known."""
+    """Listener to dialler: accepted; `received` and `codecs` as in `Attach`.
+
+    Attributes:
+        resumed: the session was known.
+        grace_s: how long the listener keeps a session whose connection broke.
+        outage_s: behind a tunnel, how long it keeps all of them when the tunnel broke; 0 without one. Dial for so long.
+    """
 
     resumed: bool
     received: dict[int, int]
@@ -109,6 +116,7 @@ class Attached(Message, frozen=True):
     last_step: int = -1
     last_kind: int = 0
     codecs: tuple[str, ...] = ()
+    outage_s: float = 0.0
 
 
 class Refused(Message, frozen=True):
@@ -983,6 +991,27 @@ class GroupEnded(Message, frozen=True):
     reason: str
 
 
+# ---------------------------------------------------------------------------------------------------- a visit to measure
+
+
+class Filler(Message, frozen=True):
+    """Either side: bytes that mean nothing, to measure the line with."""
+
+    tensor: FlatTensor
+
+
+class Measure(Message, frozen=True):
+    """Visitor to listener: send me so many bytes of `Filler`, then `Measured`."""
+
+    nbytes: int
+
+
+class Measured(Message, frozen=True):
+    """Listener to visitor: so much `Filler` came since the last `Measured`."""
+
+    nbytes: int
+
+
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
@@ -1146,6 +1175,9 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     95: RowsWanted,
     96: AskData,
     97: DataFacts,
+    100: Filler,
+    101: Measure,
+    102: Measured,
     112: Energy,
     113: AskEnergy,
 }

@@ -1,5 +1,6 @@
 """Status, tables and errors as plain text and HTML. Knows no IPython, no sockets and no torch."""
 
+from guava_nb.render.checks import checks_view
 from guava_nb.render.energy import energy_view
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.forecast import forecast_view
@@ -19,6 +20,7 @@ from guava_nb.render.view import Curve, Progress, Table, View
 
 __all__ = [
     "Curve",
+    "checks_view",
     "Progress",
     "Table",
     "View",

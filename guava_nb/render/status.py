@@ -51,6 +51,7 @@ def ready_workers(status: Status) -> int:
 def session_view(status: Status) -> View:
     """A whole session: where it listens, who is there, what runs. Never the join code."""
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
+    facts += [("tunnel", status.tunnel)] if status.tunnel else []
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
     run = status.run
     if run is not None:

@@ -17,7 +17,8 @@ from guava_nb.engine.run import Run
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.orchestrator import Orchestrator
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.split.codes import Codes, ShowCode, given_codes, show_code
+from guava_nb.split.codes import Codes, ShowCode, given_codes, show_code, token_prompt
+from guava_nb.tunnels import Tunnel
 
 __all__ = ["CPULoader"]
 
@@ -29,6 +30,8 @@ class CPULoader:
         num_workers: processes of the DataLoader; None takes `loader_workers` of the configuration.
         config: settings; None reads config.yaml, `.env` and the environment (`DistributedConfig.load`).
         show: called with the join code and the other side's call when this side listens; None prints them.
+        tunnel: when this side listens: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel` ("ngrok", "ssh:me@lab.example"), or
+            a tunnel; None takes `tunnel` of the configuration. If its address changes, the new code is shown.
 
     Attributes:
         orchestrator: the session of the present `with` or call, None outside.
@@ -40,13 +43,14 @@ class CPULoader:
         *,
         config: DistributedConfig | None = None,
         show: ShowCode | None = None,
+        tunnel: Tunnel | str | None = None,
     ) -> None:
         """Check the settings; nothing is started."""
         self.config = config or DistributedConfig.load()
         if num_workers is not None:
             self.config = self.config.replace(loader_workers=num_workers)
         self.orchestrator: Orchestrator | None = None
-        self._show = show or show_code
+        self._show, self._tunnel = show or show_code, tunnel
         self._dataset: Any = None
         self._val_dataset: Any = None
         self._arguments: dict[str, Any] = {}
@@ -134,7 +138,10 @@ class CPULoader:
         if self.orchestrator is None:
             self.orchestrator = Orchestrator(self.config)
         self._stays += 1
-        return self.orchestrator.open()
+        return self._open(self.orchestrator, "GPUTrainer().start_training(")
+
+    def _open(self, orchestrator: Orchestrator, call: str) -> JoinCode:
+        return orchestrator.open(self._tunnel, token_prompt(), lambda code: self._show(code, call))
 
     def close(self) -> None:
         """End the session; the GPU side's `start_training` returns. Safe to call twice."""
@@ -191,7 +198,7 @@ class CPULoader:
                 "it starts to listen: give it as join_code=, or set GUAVA_JOIN_CODE"
             )
         if not any(worker.state == "ready" for worker in orchestrator.status().workers):
-            self._show(orchestrator.open(), call)
+            self._show(self._open(orchestrator, call), call)
         orchestrator.wait_for_workers(timeout=self.config.rejoin_timeout_s)
 
     def _own(self, orchestrator: Orchestrator) -> set[str]:

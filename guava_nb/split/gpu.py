@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.hardware import pick_device
 from guava_nb.engine.own import OwnParts
+from guava_nb.engine.tunnelling import asked_here
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.split.codes import ShowCode, given_codes, show_code
-from guava_nb.tunnels import Address, NgrokTunnel, Tunnel
+from guava_nb.split.codes import ShowCode, given_codes, show_code, show_notice, token_prompt
+from guava_nb.tunnels import NgrokTunnel, Tunnel, make_tunnel
 from guava_nb.worker import ListeningWorker, NetworkWorker
 
 __all__ = ["ColabGPUTrainer", "GPUTrainer"]
@@ -198,6 +200,16 @@ class GPUTrainer:
         if self._working is not None:
             self._working.leave()
 
+    def redirect(self, code: JoinCode | str) -> None:
+        """Let the call in progress, which dialled the CPU side, go on by a new code of the same session; from any thread.
+
+        Raises:
+            ConfigError: no such call is in progress; a damaged code, or one of another session, is a JoinCodeError.
+        """
+        if not isinstance(self._working, NetworkWorker):
+            raise ConfigError("nothing here has dialled: a new code is for the side that dials")
+        self._working.redirect(code)
+
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
         listening, self._listening = self._listening, None
@@ -221,42 +233,58 @@ class ColabGPUTrainer(GPUTrainer):
     Free Colab runtimes do not allow distributed workers and may be ended; paid plans with compute units do allow them.
     """
 
-    _tunnelled: Address | None = None
+    _tunnelled: JoinCode | None = None
 
-    def start_training_with_tunnel(self, tunnel: Tunnel | None = None, authtoken: str | None = None) -> str:
+    def start_training_with_tunnel(self, tunnel: Tunnel | str | None = None, authtoken: str | None = None) -> str:
         """As `start_training`, listening behind a tunnel; the code that is shown leads through it.
 
+        A tunnel that breaks is started again, for `rejoin_timeout_s`. If its address changed, the new code is shown: on the
+        CPU side `loader.orchestrator.connect(code)` goes on with it.
+
         Args:
-            tunnel: see `guava_nb.tunnels`; None opens one of ngrok.
-            authtoken: of ngrok; None takes NGROK_AUTHTOKEN.
+            tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel` ("ngrok", "cloudflared", "ssh:me@lab.example"), or a
+                tunnel; None takes `tunnel` of the configuration, else ngrok.
+            authtoken: of ngrok; None takes NGROK_AUTHTOKEN, the secrets of Colab and Kaggle, or asks.
 
         Raises:
             ConfigError: the tunnel cannot be opened; the message says what to do.
             WorkerLost: the CPU side was lost and did not come back.
         """
-        return self._behind(tunnel, authtoken, lambda: super(ColabGPUTrainer, self).start_training())
+        return self._behind(tunnel, authtoken, self.start_training)
 
     def start_service_with_tunnel(
         self,
         mode: str = "validation",
-        tunnel: Tunnel | None = None,
+        tunnel: Tunnel | str | None = None,
         authtoken: str | None = None,
         *,
         once: bool = False,
     ) -> str:
         """As `start_service`, listening behind a tunnel; arguments as for both."""
-        return self._behind(tunnel, authtoken, lambda: super(ColabGPUTrainer, self).start_service(mode, once=once))
+        return self._behind(tunnel, authtoken, partial(self.start_service, mode, once=once))
 
-    def _behind(self, tunnel: Tunnel | None, authtoken: str | None, call: Callable[[], str]) -> str:
-        way = NgrokTunnel(authtoken=authtoken) if tunnel is None else tunnel
+    def _behind(self, tunnel: Tunnel | str | None, authtoken: str | None, call: Callable[[], str]) -> str:
+        way = self._way(tunnel, authtoken)
+        self._host = self._host or self.config.gpu_host or way.bind
         self.listen()
         assert self._listening is not None
         try:
-            self._tunnelled = way.start(self._listening.port)
-            return call()
+            with self._listening.behind(way, show_notice, self._moved) as self._tunnelled:
+                return call()
         finally:
             self._tunnelled = None
-            way.stop()
+
+    def _way(self, tunnel: Tunnel | str | None, authtoken: str | None) -> Tunnel:
+        if isinstance(tunnel, Tunnel):
+            return tunnel
+        text = tunnel or self.config.tunnel or "ngrok"
+        if text == "ngrok" and authtoken is not None:
+            return NgrokTunnel(authtoken=authtoken)
+        return make_tunnel(text, asked_here(token_prompt()))
+
+    def _moved(self, code: JoinCode) -> None:
+        self._tunnelled = code
+        self._show(code, "loader.orchestrator.connect(")
 
     def _address(self, code: JoinCode) -> JoinCode:
-        return code if self._tunnelled is None else code.with_address(self._tunnelled.host, self._tunnelled.port)
+        return self._tunnelled or code

@@ -21,7 +21,7 @@ from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.options import SocketOptions
 from guava_nb.transport.stream import Buffer, Stream, flatten
 
-__all__ = ["TcpStream", "connect", "listen", "name_of"]
+__all__ = ["TcpStream", "connect", "listen", "look_up", "name_of"]
 
 _MAX_BUFFERS_PER_CALL = 512  # below IOV_MAX of every system we know (1024)
 _BACKLOG = 256
@@ -163,7 +163,7 @@ def connect(host: str, port: int, timeout_s: float = 10.0, options: SocketOption
     """
     options = options or SocketOptions()
     deadline = time.monotonic() + timeout_s
-    addresses = _look_up(host, port)
+    addresses = look_up(host, port)
     problem: OSError = TimeoutError("no time left")
     for index, (family, address) in enumerate(addresses):
         share_s = (deadline - time.monotonic()) / (len(addresses) - index)
@@ -175,14 +175,21 @@ def connect(host: str, port: int, timeout_s: float = 10.0, options: SocketOption
             problem = error
     where = name_of((host, port))
     if isinstance(problem, TimeoutError):
-        raise LinkTimeout(f"{where} did not answer within {timeout_s:g} s: is the other side running?") from problem
+        raise LinkTimeout(f"{where} did not answer within {timeout_s:.3g} s: is the other side running?") from problem
     raise LinkBroken(f"cannot connect to {where}: {_reason(problem)}; is the other side running?") from problem
 
 
-def _look_up(host: str, port: int) -> list[_Address]:
+def look_up(host: str, port: int) -> list[_Address]:
+    """Return the addresses of a host name, as socket families with what `socket.connect` takes.
+
+    Raises:
+        LinkBroken: the name is unknown, or nobody answers who would know it.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as problem:
+        if isinstance(problem, socket.gaierror) and problem.errno == socket.EAI_AGAIN:
+            raise LinkBroken(f"no name server answers when asked for {host!r}: is this machine online?") from problem
         raise LinkBroken(f"the host name {host!r} is not known here: check the address in the join code") from problem
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import importlib
 import ssl
 import threading
 import time
@@ -24,22 +26,24 @@ from guava_nb.transport.stream import Buffer, Stream, flatten
 
 __all__ = ["TlsStream"]
 
+_FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
 
 
 class TlsStream(Stream):
-    """An encrypted stream over another one. Made by `over_client` or `over_server`."""
+    """An encrypted stream over another one. Made by `over_client`, `over_server` or `over_gateway`."""
 
-    def __init__(self, stream: Stream, context: ssl.SSLContext, server_side: bool) -> None:
+    def __init__(self, stream: Stream, context: ssl.SSLContext, server_side: bool, name: str | None = None) -> None:
         self.local, self.peer = stream.local, stream.peer
         self._stream = stream
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side, server_hostname=name)
         self._crypto = threading.Lock()
         self._sending = threading.Lock()
         self._fetched = memoryview(bytearray(_RECORD_BYTES))
+        self._first = b""  # bytes of the other side: they tell who it is when it is no TLS
 
     @classmethod
     def over_client(cls, stream: Stream, fingerprint: bytes, timeout_s: float = 10.0) -> TlsStream:
@@ -71,13 +75,37 @@ class TlsStream(Stream):
         return tls
 
     @classmethod
-    def over_server(cls, stream: Stream, context: ssl.SSLContext, timeout_s: float = 10.0) -> TlsStream:
+    def over_gateway(cls, stream: Stream, name: str, timeout_s: float = 10.0) -> TlsStream:
+        """Shake hands with the HTTPS server of a tunnel's operator, whose certificate an authority vouches for.
+
+        What passes is ours to encrypt once more: this layer only gets it through the operator's door.
+
+        Args:
+            stream: connected; closed by the caller if this raises.
+            name: host name that the certificate must be for.
+            timeout_s: seconds for the whole handshake.
+
+        Raises:
+            AuthenticationError: no authority that this machine trusts vouches for that name.
+            RemoteProtocolError: the other side does not speak TLS.
+            LinkTimeout: the handshake took too long.
+            LinkBroken: the connection ended.
+        """
+        tls = cls(stream, _gateway_context(), server_side=False, name=name)
+        tls._shake_hands(timeout_s)
+        return tls
+
+    @classmethod
+    def over_server(
+        cls, stream: Stream, context: ssl.SSLContext, timeout_s: float = 10.0, early: bytes = b""
+    ) -> TlsStream:
         """Shake hands as the listener.
 
         Args:
             stream: connected; closed by the caller if this raises.
             context: from `Certificate.server_context`.
             timeout_s: seconds for the whole handshake.
+            early: what was received of the other side's hello already.
 
         Raises:
             RemoteProtocolError: the other side does not speak TLS 1.3.
@@ -85,18 +113,26 @@ class TlsStream(Stream):
             LinkBroken: the connection ended.
         """
         tls = cls(stream, context, server_side=True)
+        tls._incoming.write(early)
+        tls._first = early
         tls._shake_hands(timeout_s)
         return tls
 
     def _shake_hands(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        late = LinkTimeout(f"the TLS handshake with {self.peer} was not done within {timeout_s:.3g} s")
         while not self._handshake_step():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise LinkTimeout(f"the TLS handshake with {self.peer} was not done within {timeout_s:g} s")
+                raise late
             self._stream.set_deadline(left_s)
-            if not self._fetch():
+            try:
+                count = self._fetch()
+            except LinkTimeout:
+                raise late from None
+            if not count:
                 raise LinkBroken(f"{self.peer} closed the connection during the TLS handshake")
+            self._first = self._first or bytes(self._fetched[: min(count, _FIRST_BYTES)])
         self._stream.set_deadline(None)
         self._fetched = memoryview(bytearray(_FETCH_BYTES))
 
@@ -106,8 +142,16 @@ class TlsStream(Stream):
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return False
+        except ssl.SSLCertVerificationError as problem:
+            raise AuthenticationError(
+                f"{self._tls.server_hostname} shows a certificate that this machine does not trust "
+                f"({problem.verify_message}): another's address, a wrong clock here, or a proxy that opens encrypted "
+                "traffic, whose own authority SSL_CERT_FILE must name"
+            ) from problem
         except ssl.SSLError as problem:
-            raise RemoteProtocolError(f"{self.peer} does not speak our TLS: {_reason(problem)}") from problem
+            raise RemoteProtocolError(
+                f"{self.peer} does not speak our TLS: {_reason(problem, self._first)}"
+            ) from problem
         finally:
             if self._outgoing.pending:
                 self._stream.send_all((self._outgoing.read(),))
@@ -200,6 +244,17 @@ class TlsStream(Stream):
         self._stream.close()
 
 
+def _gateway_context() -> ssl.SSLContext:
+    """Trust whom the system trusts, or the authorities in SSL_CERT_FILE; HTTP/1.1, since HTTP/2 has no upgrade."""
+    context = ssl.create_default_context()
+    if not context.cert_store_stats()["x509_ca"]:  # none, or a folder that is read when it is asked
+        with contextlib.suppress(ImportError):
+            certifi = importlib.import_module("certifi")
+            context.load_verify_locations(certifi.where())
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
 def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
     """Group views to be encrypted and sent at once.
 
@@ -233,7 +288,11 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
         yield [memoryview(b"".join(small))]
 
 
-def _reason(problem: ssl.SSLError) -> str:
+def _reason(problem: ssl.SSLError, first: bytes = b"") -> str:
+    if first.startswith(b"SSH-"):
+        return "an SSH server or client answers there"
+    if first.startswith(b"HTTP/"):
+        return "a web server answers there"
     known = {
         "HTTP_REQUEST": "it sent a plain HTTP request (a web browser or scanner)",
         "HTTPS_PROXY_REQUEST": "it sent an HTTP proxy request (a web browser or scanner)",

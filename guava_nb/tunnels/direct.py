@@ -39,7 +39,8 @@ class DirectTunnel(Tunnel):
     """Others reach this machine by itself, as in one network, over a VPN, or behind a forwarded port.
 
     Args:
-        host: name or address by which they do; None takes this machine's name.
+        host: name or address by which they do; None takes the address that this machine has in its network, which need not
+            be the one that others far away see.
         port: where they knock, when a router forwards another number; None is the port that is listened on.
     """
 
@@ -47,12 +48,12 @@ class DirectTunnel(Tunnel):
     bind = "0.0.0.0"
 
     def __init__(self, host: str | None = None, port: int | None = None) -> None:
-        self._host, self._port = host or socket.gethostname(), port
+        self._host, self._port = host, port
         self._at: Address | None = None
 
     def start(self, port: int) -> Address:
         """Return that address; the listener must be bound beyond the loopback, as `bind` says."""
-        self._at = Address(self._host, self._port or port)
+        self._at = Address(self._host or _own_address(), self._port or port)
         return self._at
 
     def stop(self) -> None:
@@ -66,3 +67,23 @@ class DirectTunnel(Tunnel):
     def address(self) -> Address | None:
         """Where others connect."""
         return self._at
+
+    def note(self) -> str:
+        """Where others look for this machine, when nobody said."""
+        at = self._at
+        if at is None or self._host is not None:
+            return ""
+        return (
+            f"workers look for this machine at {at.host}, its address in its own network; if they are elsewhere, name the one "
+            "by which they reach it: --tunnel direct:HOST or direct:HOST:PORT"
+        )
+
+
+def _own_address() -> str:
+    """The address that this machine sends from; nothing is sent to find out. Its name where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # set aside for documentation: routed like any address far away
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])

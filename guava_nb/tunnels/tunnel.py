@@ -61,3 +61,7 @@ class Tunnel(ABC):
     def address(self) -> Address | None:
         """Where others connect now, which may change while it is alive; None when it does not forward. From any thread."""
         return None
+
+    def note(self) -> str:
+        """What people must know or do to come through it, in a sentence or two; "" when nothing. From any thread."""
+        return ""

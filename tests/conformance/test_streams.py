@@ -1,4 +1,4 @@
-"""One suite over every stream: memory, TCP over IPv4 and IPv6, TLS over TCP, TLS over memory."""
+"""One suite over every stream: memory, TCP over IPv4 and IPv6, TLS and WebSocket over either, TLS inside WebSocket."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from guava_nb.transport.memory import memory_pair
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, connect, listen
 from guava_nb.transport.tls import TlsStream
+from guava_nb.transport.websocket import WebSocketStream
 
 pytestmark = pytest.mark.timeout(60)
 Pair = tuple[Stream, Stream]
@@ -44,12 +45,23 @@ def encrypted(pair: Pair) -> Pair:
         return client, server.result()
 
 
+def in_websocket(pair: Pair) -> Pair:
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(WebSocketStream.over_server, pair[1])
+        client = WebSocketStream.over_client(pair[0], "127.0.0.1", 80, secure=False)
+        return client, server.result()
+
+
 MAKERS: dict[str, Callable[[], Pair]] = {
     "memory": memory_pair,
     "tcp4": lambda: tcp_pair("127.0.0.1"),
     "tcp6": lambda: tcp_pair("::1"),
     "tls-tcp": lambda: encrypted(tcp_pair("127.0.0.1")),
     "tls-memory": lambda: encrypted(memory_pair()),
+    "ws-tcp": lambda: in_websocket(tcp_pair("127.0.0.1")),
+    "ws-memory": lambda: in_websocket(memory_pair()),
+    "tls-ws-tcp": lambda: encrypted(in_websocket(tcp_pair("127.0.0.1"))),
+    "tls-ws-tls-tcp": lambda: encrypted(in_websocket(encrypted(tcp_pair("127.0.0.1")))),
 }
 
 

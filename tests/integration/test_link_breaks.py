@@ -300,3 +300,55 @@ def test_an_interrupt_while_sending_costs_only_the_connection(monkeypatch: pytes
         made.there.wait_for(SessionResumed)
         made.here.wait_for(MessageArrived, 2)
         check_exactly_once(made.here, [Channel.CONTROL], 2, sizes)
+
+
+def outage(made: World, first: Relay, second: Relay) -> list:
+    """A listener behind a tunnel, with a session through each relay; gives the dialled ends."""
+    made.listener.patience.outage_s = 60.0
+    return [made.dial(relay.port)[0] for relay in (first, second)]
+
+
+def test_behind_a_tunnel_one_that_is_gone_is_given_up_after_its_grace() -> None:
+    options = replace(QUICK, grace_s=0.5)
+    with (
+        nothing_left_behind(),
+        world(options) as made,
+        Relay(made.listener.port) as one,
+        Relay(made.listener.port) as two,
+    ):
+        gone, stays = outage(made, one, two)
+        one.refuse()
+        one.cut_all()
+        closed = made.here.wait_for(SessionClosed)[0]
+        assert closed.session.session_id == gone.session_id and "away for more than 0.5 s" in str(closed.cause)
+        assert stays.state == "open" and gone.state == "suspect", "who dials is patient: it may be the tunnel"
+
+
+def test_behind_a_tunnel_all_are_kept_when_all_break_together_and_when_it_says_that_it_is_down() -> None:
+    options = replace(QUICK, grace_s=0.5)
+    with (
+        nothing_left_behind(),
+        world(options) as made,
+        Relay(made.listener.port) as one,
+        Relay(made.listener.port) as two,
+    ):
+        ours, theirs = outage(made, one, two), made.listener.sessions
+        for relay in (one, two):
+            relay.refuse()
+            relay.cut_all()
+        made.here.wait_for(SessionSuspect, 2)
+        eventually(lambda: min(session.patience_s(time.monotonic()) or 0 for session in theirs) > 30, "both are kept")
+        assert min(session.patience_s(time.monotonic()) or 0 for session in ours) > 30
+        one.admit()
+        made.here.wait_for(SessionResumed, 1)
+        closed = made.here.wait_for(SessionClosed)[0]
+        assert closed.session.session_id == ours[1].session_id, "one is back, so the other one is gone"
+        made.listener.patience.went_down(time.monotonic())
+        one.refuse()
+        one.cut_all()
+        made.here.wait_for(SessionSuspect, 3)
+        (kept,) = made.listener.sessions
+        assert (kept.patience_s(time.monotonic()) or 0) > 30
+        ours[0].redirect(made.listener.join_code("127.0.0.1", made.listener.port))
+        made.here.wait_for(SessionResumed, 2)
+        made.listener.patience.came_up(time.monotonic(), moved=True)

@@ -21,6 +21,7 @@ from guava_nb.errors import AuthenticationError, ConfigError, GuavaError, JoinCo
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.console import Console
 from tests.support.processes import ROOT, eventually, loader
+from tests.support.relay import Relay
 from tests.support.training import SmallNet
 from tests.support.training import difference as difference_of_modules
 
@@ -208,3 +209,31 @@ def test_a_code_that_does_not_fit_gives_a_line_and_a_status(orch: Orchestrator, 
     }
     assert re.search(wanted[damage], told[0]), told
     assert "Traceback" not in out + err
+
+
+@pytest.mark.timeout(60)
+def test_it_goes_on_by_a_new_code_and_says_that_it_waits_for_one(
+    orch: Orchestrator, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, ends = orch.join_code, []
+    with Relay(code.port) as relay:
+        worker = NetworkWorker(code.with_address("127.0.0.1", relay.port), gpu_id="cpu", model_ctor=SmallNet)
+        thread = threading.Thread(target=lambda: ends.append(worker.connect_and_train()))
+        thread.start()
+        try:
+            orch.wait_for_workers(1, timeout=30)
+            orch.register_model("tests.support.training:SmallNet")
+            run = orch.start_training(loader(), criterion="CrossEntropyLoss", num_epochs=30, detach=True, **ARGUMENTS)
+            eventually(lambda: len(run.history) > 5, 30, "it trains")
+            relay.refuse()
+            relay.cut_all()
+            eventually(lambda: "dialling again for up to 30 s" in caplog.text, 20, "it says so")
+            with pytest.raises(JoinCodeError, match="another session"):
+                worker.redirect(JoinCode.new("127.0.0.1", code.port, code.fingerprint))
+            worker.redirect(code)
+            assert run.wait(40) and run.result() is run and len(run.history) == 120
+            assert (run.lost_samples, run.duplicated_samples) == (0, 0) and worker.code == code
+        finally:
+            worker.leave()
+            thread.join(20)
+    assert ends == ["it was asked to leave"]

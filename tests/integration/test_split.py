@@ -18,7 +18,7 @@ from guava_nb.data.loading import LoadError
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.console import Console
 from tests.support.processes import eventually
-from tests.support.split import Rows
+from tests.support.split import Rows, StandIn
 
 CONFIG = DistributedConfig(grace_s=20, rejoin_timeout_s=60, batch_size=32)
 GPU_SIDE = """
@@ -163,7 +163,7 @@ def test_a_data_set_that_raises_is_told_here_and_the_gpu_side_stays(gpu: Console
 CPU_SIDE = """
 import os, torch
 from guava_nb import CPULoader, DistributedConfig
-from tests.support.split import Rows
+from tests.support.split import Rows, StandIn
 
 loader = CPULoader(config=DistributedConfig(grace_s=20, rejoin_timeout_s=60))
 loader.setup_dataset(Rows(), batch_size=8)
@@ -202,9 +202,11 @@ def test_a_killed_cpu_side_comes_back_as_another_process_and_goes_on_with_the_mo
 
 @pytest.mark.timeout(150)
 def test_the_cpu_side_listens_and_a_killed_gpu_side_is_replaced(gpu: Console, tmp_path: Path) -> None:
-    loader = CPULoader(config=CONFIG.replace(master_port=0, rejoin_timeout_s=90))
+    way = StandIn()
+    loader = CPULoader(config=CONFIG.replace(master_port=0, rejoin_timeout_s=90), tunnel=way)
     with Console() as first:
         code = loader.listen()
+        assert way.relay is not None and code.port == way.relay.port, "it is dialled through the tunnel"
         first.run(GPU_SIDE.replace("answer = trainer.listen().encode()", ""))
         dialling = (
             f"trainer.close()\nanswer = trainer.start_training('127.0.0.1', {code.port}, join_code={code.encode()!r})"

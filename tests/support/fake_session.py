@@ -101,6 +101,7 @@ class FakeOrchestrator:
     coming: list[str] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
+    tunnel: str = ""
     config: DistributedConfig = field(default_factory=DistributedConfig)
     results: Any = None
 
@@ -112,8 +113,11 @@ class FakeOrchestrator:
     def join_code(self) -> FakeCode:
         return FakeCode()
 
-    def open(self) -> FakeCode:
+    def open(self, tunnel: str | None = None, ask: Any = None) -> FakeCode:
         self.state = "open"
+        if tunnel is not None:
+            self.tunnel = tunnel
+            self.calls.append(("open", (tunnel, ask)))
         return self.join_code
 
     def connect(self, *codes: str) -> list[str]:
@@ -185,7 +189,9 @@ class FakeOrchestrator:
         workers = tuple(WorkerStatus(name, rank, "ready", "cpu", "CPU", "host") for rank, name in enumerate(self.here))
         run = self.run.status() if self.run else None
         address = "" if ("connect" in [name for name, _ in self.calls]) else "127.0.0.1:4242"  # it dialled
-        return Status(self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells))
+        return Status(
+            self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells), tunnel=self.tunnel
+        )
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
         if worker is not None:
@@ -221,6 +227,7 @@ class FakeWorker:
     waits: int = 0
     calls: list[str] = field(default_factory=list)
     alive: bool = True
+    away: bool = False  # its session is
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if self.waits in self.interrupt_at:
@@ -234,11 +241,15 @@ class FakeWorker:
     def leave(self) -> None:
         self.calls.append("leave")
 
+    def redirect(self, code: JoinCode) -> None:
+        self.calls.append(f"redirect {code.address}")
+        self.away = False
+
     def kill(self) -> None:
         self.calls.append("kill")
         self.alive = False
 
     def status(self) -> FakeWorkerStatus:
-        state = "working" if self.alive else self.last_state
+        state = ("reconnecting" if self.away else "working") if self.alive else self.last_state
         detail = "exit status -9" if state == "crashed" else ""
         return FakeWorkerStatus(state, self.name or "worker-0", self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,19 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).resolve().parents[2]
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Kernel:
-    """A kernel and what its last cell has sent so far: `text`, and every message in `messages`."""
+    """A kernel and what its last cell has sent so far: `text`, and every message in `messages`.
 
-    def __init__(self, **environment: str) -> None:
+    `prefix`: words in front of its command, such as those that enter a network namespace; it is talked to through files.
+    """
+
+    def __init__(self, *prefix: str, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GUAVA_") and name != "CI"}
         env = {**kept, "GUAVA_UI": "text", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        self.manager, self.client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=90)
+        self.manager = KernelManager(kernel_name="python3", transport="ipc" if prefix else "tcp")
+        if prefix:
+            self.manager.kernel_spec.argv[:1] = [*prefix, sys.executable]
+        self.manager.start_kernel(env=env)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=90)
         self.text = ""
         self.messages: list[Any] = []
         self._threads: list[threading.Thread] = []

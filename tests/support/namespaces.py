@@ -49,11 +49,16 @@ class Island:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with log.open("w") as out:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, sys.executable, *words],
+                [*enter(self), sys.executable, *words],
                 stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, cwd=ROOT, env=environ,
             )  # fmt: skip
         self.processes.append(process)
         return process
+
+
+def enter(island: Island) -> tuple[str, ...]:
+    """Words in front of a command that runs in there."""
+    return ("ip", "netns", "exec", island.name)
 
 
 @contextmanager

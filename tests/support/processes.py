@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from guava_nb import DistributedConfig, Orchestrator
 from guava_nb.engine.launcher import WorkerHandle, launch
 from guava_nb.engine.run import Run
+from guava_nb.protocol.joincode import JoinCode
 from tests.support.relay import Link, Relay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +161,7 @@ class Worker:
     """A worker process of a test, behind a relay or not."""
 
     def __init__(self, session: Session, name: str, relayed: bool, identity: bytes | None = None) -> None:
-        code = session.orch.join_code
+        code = session.through(session.orch.join_code)
         self.relay = Relay(code.port) if relayed else None
         if self.relay is not None:
             code = code.with_address("127.0.0.1", self.relay.port)
@@ -216,9 +217,14 @@ class Worker:
 
 
 class Session:
-    """An orchestrator and its workers; `ensure` replaces those that a test has killed."""
+    """An orchestrator and its workers; `ensure` replaces those that a test has killed.
+
+    Attributes:
+        through: what workers make of the orchestrator's code, where they come another way.
+    """
 
     def __init__(self, folder: Path, relayed: bool = False, **settings: Any) -> None:
+        self.through: Callable[[JoinCode], JoinCode] = lambda code: code
         config = DistributedConfig(precision="fp64", bucket_mb=0.001, threads_per_worker=1, **settings)
         self.orch = Orchestrator(config)
         self.folder = folder

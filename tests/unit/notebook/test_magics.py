@@ -772,3 +772,33 @@ def test_a_shared_cell_says_at_once_what_it_still_lacks(notebook: Any) -> None:
     shown = notebook.run("%%guava_share --name half\ndef half(x):\n    return x * scale\n")
     assert "Cell half is shared" in shown.text
     assert "Not ready to train: name 'scale' is used in cell 'half' (line 2)" in shown.text
+
+
+# ------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_the_doctor_shows_checks_and_the_way_of_a_code_and_never_the_code(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from guava_nb.doctor import Check
+    from guava_nb.notebook import doctoring
+
+    asked: list[str] = []
+
+    def check_join(text: str) -> list[Check]:
+        asked.append(text)
+        return [Check("tcp", "fail", "connection refused", "is the session still open?"), Check("tls", "not tried", "")]
+
+    monkeypatch.setattr(doctoring, "run_checks", lambda: [Check("python", "ok", "3.11")])
+    monkeypatch.setattr(doctoring, "check_join", check_join)
+    monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
+    alone = notebook.run("%guava_doctor")
+    assert alone.ok and alone.text.startswith("Doctor: 1 ok, 0 to look at, 0 that cannot work") and asked == []
+    shown = notebook.run(f"%guava_doctor >>> '{SECRET_CODE}' # pasted")
+    assert shown.ok and "1 that cannot work, 1 not tried" in shown.text and "is the session still open?" in shown.text
+    assert SECRET_CODE not in shown.text and SECRET_CODE in asked[0]
+    monkeypatch.setattr("getpass.getpass", lambda prompt: SECRET_CODE)
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    assert notebook.run("%guava_doctor --join").ok and asked[1] == SECRET_CODE
+    monkeypatch.setenv("GUAVA_JOIN_CODE", SECRET_CODE)
+    assert notebook.run("%guava_doctor").ok and asked[2] == SECRET_CODE

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ssl
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from guava_nb.errors import AuthenticationError, GuavaError, LinkBroken, LinkTimeout, RemoteProtocolError
+from guava_nb.transport import tls
 from guava_nb.transport.certificate import Certificate, self_signed_certificate
 from guava_nb.transport.memory import memory_pair
 from guava_nb.transport.tls import TlsStream, _pieces
+from tests.support.nginx import certify
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -115,3 +119,18 @@ def test_pieces_keep_every_byte_in_order(sizes: list[int]) -> None:
     pieces = list(_pieces([memoryview(part) for part in data]))
     assert b"".join(bytes(view) for piece in pieces for view in piece) == b"".join(data)
     assert all(sum(map(len, piece)) < 144 << 10 for piece in pieces)
+
+
+def test_authorities_of_the_system_or_of_certifi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certify(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "none"))
+    (own,) = tls._gateway_context().get_ca_certs()
+    assert own["subject"] == ((("commonName", "guava test authority"),),)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))  # as on a machine that came without any
+    monkeypatch.setitem(sys.modules, "certifi", SimpleNamespace(where=lambda: str(tmp_path / "authority.pem")))  # type: ignore[arg-type]
+    assert tls._gateway_context().get_ca_certs() == [own]
+    monkeypatch.setitem(sys.modules, "certifi", None)  # type: ignore[arg-type]
+    context = tls._gateway_context()
+    assert context.get_ca_certs() == []
+    assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname

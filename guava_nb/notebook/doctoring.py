@@ -1,0 +1,23 @@
+"""%guava_doctor: what its line asks, as a view."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from guava_nb.doctor import check_join, run_checks
+from guava_nb.render import View, checks_view
+
+__all__ = ["examine"]
+
+
+def examine(args: argparse.Namespace, ask: Callable[[], str]) -> View:
+    """Check this machine, and the way to a session where a code is given.
+
+    Args:
+        args: `code`, in words as it was pasted, and `join`: ask for one.
+        ask: gives a code by hidden prompt.
+    """
+    text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or (ask() if args.join else "")
+    return checks_view(run_checks(), check_join(text) if text.strip() else [])

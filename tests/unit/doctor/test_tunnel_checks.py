@@ -1,0 +1,121 @@
+"""Checks of tokens and programs, and of what GPUs tell, against machines that are made up."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from guava_nb.doctor import gpu, tunnels
+
+TOKEN = "2abcdefghijklmnopqrstuvwxyz_3ABCDEFGHIJKLMNOPQRSTU"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No token, no program; gives a folder that is on PATH."""
+    for name in ("NGROK_AUTHTOKEN", "NGROK_PATH", "PYNGROK_NGROK_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "XDG_CONFIG_HOME", "PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    return tmp_path
+
+
+def program(folder: Path, name: str, says: str, to: str = "1") -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}' >&{to}\n")
+    path.chmod(0o700)
+    return path
+
+
+def test_a_token_is_named_by_its_source_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "only `%guava_up --tunnel ngrok` needs one" in tunnels.check_ngrok_token().detail
+    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+    check = tunnels.check_ngrok_token()
+    assert (check.status, check.detail) == ("ok", "from the environment variable NGROK_AUTHTOKEN")
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "your-token-here")
+    check = tunnels.check_ngrok_token()
+    assert check.status == "warning" and "placeholder" in check.detail and "your-token-here" not in repr(check)
+
+
+@pytest.mark.parametrize(
+    ("here", "status", "detail"),
+    [
+        ({"pyngrok": "9.1.0"}, "ok", "9.1.0"),
+        ({"pyngrok": "9.1.0", "ngrok": "1.4"}, "ok", '9.1.0; the package "ngrok" 1.4 is another one, and not used'),
+        ({"ngrok": "1.4"}, "warning", 'not installed (the package "ngrok" 1.4 is another one): no ngrok tunnels'),
+        ({}, "warning", "not installed: no ngrok tunnels"),
+    ],
+)
+def test_two_packages_with_nearly_one_name(
+    here: dict[str, str], status: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in here:
+            raise PackageNotFoundError(name)
+        return here[name]
+
+    monkeypatch.setattr(tunnels, "version", version)
+    check = tunnels.check_pyngrok()
+    assert (check.status, check.detail) == (status, detail)
+    assert bool(check.fix) == (status == "warning")
+
+
+def test_the_agent_of_ngrok(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = program(bare, "agent", "ngrok version 3.22.1")
+    monkeypatch.setenv("NGROK_PATH", str(agent))
+    assert tunnels.check_ngrok().detail == f"3.22.1 at {agent}"
+    monkeypatch.setenv("NGROK_PATH", str(program(bare, "old", "ngrok version 2.3.40")))
+    assert tunnels.check_ngrok().status == "warning" and "only 3 and newer" in tunnels.check_ngrok().detail
+    monkeypatch.setenv("NGROK_PATH", str(bare / "gone"))
+    assert "there is no such file" in tunnels.check_ngrok().detail
+
+
+def test_programs_on_path(bare: Path) -> None:
+    assert tunnels.check_cloudflared().status == tunnels.check_ssh().status == "ok"
+    assert "https://developers.cloudflare.com" in tunnels.check_cloudflared().detail
+    path = program(bare, "cloudflared", "cloudflared version 2026.11.0 (built 2026-11-05-1402 UTC)")
+    assert tunnels.check_cloudflared().detail == f"2026.11.0 at {path}"
+    path = program(bare, "ssh", "OpenSSH_9.2p1 Debian-2, OpenSSL 3.0.15", to="2")
+    assert tunnels.check_ssh().detail == f"9.2p1 at {path}"
+    path.write_text("#!/no/such/interpreter\n")
+    assert tunnels.check_ssh().status == "warning" and "does not run" in tunnels.check_ssh().detail
+
+
+@pytest.mark.parametrize(
+    ("missing", "status", "detail"),
+    [
+        ((), "ok", "GPU 0: total energy yes, power yes, utilisation yes; GPU 1: total energy yes, power yes, utilisation yes"),
+        (("utilisation",), "ok", "GPU 0: total energy yes, power yes, utilisation no; GPU 1: total energy yes, power yes, "
+         "utilisation no"),
+        (("total energy",), "ok", "GPU 0: total energy no, power yes, utilisation yes; GPU 1: total energy no, power yes, "
+         "utilisation yes"),
+        (("total energy", "power"), "warning", "GPU 0: total energy no, power no, utilisation yes; GPU 1: total energy no, "
+         "power no, utilisation yes"),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_tells_is_tried_call_by_call(
+    missing: tuple[str, ...], status: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def refuse(handle: int) -> None:
+        raise RuntimeError("Not Supported")
+
+    library = types.SimpleNamespace(
+        nvmlInit=lambda: calls.append("init"),
+        nvmlShutdown=lambda: calls.append("shutdown"),
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        **{call: (refuse if name in missing else lambda handle: 1) for name, call in gpu.READINGS.items()},
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]
+    monkeypatch.setattr(gpu, "_driver", lambda: "driver 570.1, 2 GPU(s)")
+    check = gpu.check_energy()
+    assert (check.status, check.detail) == (status, detail)
+    assert calls == ["init", "shutdown"] and bool(check.fix) == (status == "warning")
+    monkeypatch.setattr(gpu, "_driver", lambda: None)
+    assert gpu.check_energy().detail == "no NVIDIA GPU to read"

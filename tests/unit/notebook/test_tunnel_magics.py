@@ -1,0 +1,87 @@
+"""%guava_up --tunnel, and a worker's notebook whose session went away: codes, interrupts, what is said."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from guava_nb.protocol.joincode import JoinCode
+from tests.support.fake_session import SECRET_CODE
+
+NEW = JoinCode.decode(SECRET_CODE).with_address("two.example", 7).encode()
+OTHER = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"another 16 bytes").encode()
+
+
+def opened(notebook: Any) -> list[str]:
+    return [tunnel for name, (tunnel, _) in notebook.orchestrator.calls if name == "open"]
+
+
+def test_the_tunnel_is_chosen_on_the_line_and_may_be_changed_on_an_open_session(notebook: Any) -> None:
+    shown = notebook.run("%guava_up --tunnel ssh:me@lab.example:7000")
+    assert shown.ok and "ssh:me@lab.example:7000" in shown.text and SECRET_CODE in shown.text
+    assert notebook.run("%guava_up").ok and len(notebook.orchestrators) == 1
+    assert notebook.run("%guava_up --tunnel ngrok").ok
+    assert opened(notebook) == ["ssh:me@lab.example:7000", "ngrok"] and len(notebook.orchestrators) == 1
+
+
+def test_the_code_is_shown_although_all_workers_are_local_when_a_tunnel_is_wanted(notebook: Any) -> None:
+    assert SECRET_CODE not in notebook.run("%guava_up --local 1").text
+    assert SECRET_CODE in notebook.run("%guava_up --local 1 --tunnel local").text
+
+
+def test_a_session_that_only_dials_gets_no_listener_by_running_again(notebook: Any) -> None:
+    notebook.run(f"%guava_up --connect {SECRET_CODE}")
+    notebook.orchestrator.open = lambda *_: pytest.fail("nobody asked for it")
+    assert notebook.run("%guava_up --connect " + SECRET_CODE).ok
+
+
+def test_tab_offers_the_tunnels_and_help_shows_one(notebook: Any) -> None:
+    assert {"ngrok", "ngrok-http"} == set(notebook.complete("%guava_up --tunnel ng"))
+    assert "ssh" in notebook.complete("%guava_up --tunnel ")
+    shown = notebook.run("%guava_up -h").text
+    assert "--tunnel NAME[:WHAT]" in shown and "%guava_up --tunnel ngrok" in shown
+
+
+def test_the_token_is_asked_for_without_echo(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.run("%guava_up --tunnel ngrok")
+    assert dict(notebook.orchestrator.calls)["open"][1] is None, "nobody can be asked in a test without a terminal"
+    notebook.run("%guava_down")
+    monkeypatch.setattr(notebook.shell, "kernel", SimpleNamespace(_allow_stdin=True), raising=False)
+    monkeypatch.setattr("guava_nb.notebook.screen.getpass.getpass", lambda question: f"typed at {question!r}")
+    notebook.run("%guava_up --tunnel ngrok")
+    assert "ngrok" in dict(notebook.orchestrator.calls)["open"][1]()
+
+
+def test_a_new_code_of_the_same_session_leads_the_worker_there(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 8}
+    notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    again = notebook.run(f"%guava_worker {NEW} --detach")
+    (worker,) = notebook.workers
+    assert worker.calls == ["redirect two.example:7"] and "dials its session at two.example:7" in again.text
+    assert NEW not in again.text and SECRET_CODE not in again.text
+    same = notebook.run(f"%guava_worker {NEW} --detach")
+    assert "in that session already" in same.text and len(worker.calls) == 1
+    worker.away = True
+    assert notebook.run("%guava_worker --detach").ok, "without a code it dials on where it was told last"
+    assert worker.calls[1:] == ["redirect two.example:7"]
+
+
+@pytest.mark.parametrize("code", [OTHER, NEW[:-9]])
+def test_a_code_of_another_session_or_a_cut_one_changes_nothing(notebook: Any, code: str) -> None:
+    notebook.run(f"%guava_worker {SECRET_CODE} --detach")
+    refused = notebook.run(f"%guava_worker {code} --detach")
+    assert not refused.ok and code not in refused.text and notebook.workers[0].calls == []
+    assert "another session already" in refused.text or "cut off" in refused.text
+
+
+def test_an_interrupt_while_the_session_is_away_gives_the_cell_back_and_leaves_the_worker_be(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 9, "interrupt_at": (2,), "away": True}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    (worker,) = notebook.workers
+    assert not shown.ok and worker.alive and worker.calls == []
+    assert "%guava_worker NEWCODE" in shown.text and "Traceback" not in shown.text
+    went_on = notebook.run(f"%guava_worker {NEW}")
+    assert went_on.ok and worker.calls == ["redirect two.example:7"] and not worker.alive
+    assert "It waits: interrupt its cell" not in went_on.text
