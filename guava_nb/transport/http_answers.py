@@ -6,11 +6,12 @@ Knows status codes, and how the operators of tunnels mark their own pages; does 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 from guava_nb.errors import GuavaError, LinkBroken, RemoteProtocolError
 
-__all__ = ["ngrok_page", "refusal"]
+__all__ = ["Answer", "ngrok_page", "read_answer", "refusal"]
 
 _NEWEST = "ask for the newest join code"
 _RUNNING = "is guava_nb still running there? Its session may have to be opened again"
@@ -43,39 +44,57 @@ def ngrok_page(code: int) -> str:
     return f"see https://ngrok.com/docs/errors/err_ngrok_{code} (ERR_NGROK_{code})"
 
 
-def refusal(
-    where: str, status: int, headers: Mapping[str, str], body: bytes, ngrok: Callable[[int], str] = ngrok_page
-) -> GuavaError:
+class Answer(NamedTuple):
+    """What was read of an HTTP answer.
+
+    Attributes:
+        status: 100 to 999.
+        head: its header lines, in lower case.
+        body: as far as it came, in whatever encoding for the transfer.
+    """
+
+    status: int
+    head: str
+    body: str
+
+
+def read_answer(heard: bytes) -> Answer | None:
+    """Take apart what came of an HTTP answer, whole or not; None when it is none."""
+    head, _, body = heard.decode("latin-1").partition("\r\n\r\n")
+    first, _, lines = head.partition("\r\n")
+    status = re.match(r"HTTP/1\.[01] (\d{3})\b", first)
+    return Answer(int(status[1]), lines.lower(), body) if status else None
+
+
+def refusal(where: str, answer: Answer, ngrok: Callable[[int], str] = ngrok_page) -> GuavaError:
     """Make the error for an answer that is not 101.
 
     Args:
         where: host and port that were asked.
-        status: 200 to 599.
-        headers: of the answer.
-        body: of the answer, as far as it was read.
+        answer: what came.
         ngrok: what a code of ngrok means.
 
     Returns:
         LinkBroken where it may pass by itself, RemoteProtocolError where it will not.
     """
-    lowered = {key.lower(): value for key, value in headers.items()}
-    sentence, passing, mark = _ngroks(lowered, body, ngrok) or _meaning(status, body)
+    sentence, passing, mark = _ngroks(answer, ngrok) or _meaning(answer)
     kind = LinkBroken if passing else RemoteProtocolError
     return kind(f"{where} answered {mark}: {sentence}")
 
 
-def _ngroks(headers: Mapping[str, str], body: bytes, says: Callable[[int], str]) -> tuple[str, bool, str] | None:
-    """The same as `_meaning`, of an answer of ngrok's own."""
-    marked = "ERR_NGROK_" in headers.get("ngrok-error-code", "")
-    found = re.search(r"ERR_NGROK_(\d{1,5})", headers["ngrok-error-code"] if marked else body.decode("latin-1"))
+def _ngroks(answer: Answer, says: Callable[[int], str]) -> tuple[str, bool, str] | None:
+    """The same as `_meaning`, of an answer of ngrok's own: a header tells its code, or the page."""
+    found = re.search(r"^ngrok-error-code: *err_ngrok_(\d{1,5})", answer.head, re.MULTILINE)
+    found = found or re.search(r"ERR_NGROK_(\d{1,5})", answer.body)
     return (says(int(found[1])), int(found[1]) in _NGROK_PASSING, "for ngrok") if found else None
 
 
-def _meaning(status: int, body: bytes) -> tuple[str, bool, str]:
+def _meaning(answer: Answer) -> tuple[str, bool, str]:
     """What is so, whether it may pass, and what was answered."""
-    cloudflare = re.search(rb"error code:?\s*(1\d{3})", body, re.IGNORECASE)
-    if cloudflare and (number := cloudflare[1].decode()) in _CLOUDFLARE:
-        return *_CLOUDFLARE[number], f"{status}, Cloudflare's error {number}"
+    status = answer.status
+    cloudflare = re.search(r"error code:?\s*(1\d{3})", answer.body, re.IGNORECASE)
+    if cloudflare and cloudflare[1] in _CLOUDFLARE:
+        return *_CLOUDFLARE[cloudflare[1]], f"{status}, Cloudflare's error {cloudflare[1]}"
     if status in _STATUS:
         return *_STATUS[status], str(status)
     if status < 300:

@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from websockets.client import ClientProtocol
-from websockets.exceptions import InvalidStatus
 from websockets.frames import Frame, Opcode
-from websockets.http11 import Request, Response
+from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.uri import parse_uri
 
 from guava_nb.config.version import installed_version
 from guava_nb.errors import FrameTooLarge, GuavaError, LinkBroken, LinkTimeout, RemoteProtocolError
-from guava_nb.transport.http_answers import ngrok_page, refusal
+from guava_nb.transport.http_answers import ngrok_page, read_answer, refusal
 from guava_nb.transport.stream import Buffer, Stream, flatten
 
 __all__ = ["PATH", "WebSocketStream", "begins_http"]
@@ -44,6 +43,7 @@ _MAX_REQUEST_BYTES = 16 << 10
 _MAX_ANSWER_BYTES = 1 << 20  # an error page, which is read for its sentence
 _MAX_OWED_BYTES = 16 << 10  # pongs that wait for a sender; a peer that asks for more than it reads is cut off
 _NO_PAGE = b"this is no web page\n"
+_BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(_NO_PAGE) + _NO_PAGE
 _METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"DELE", b"PATC", b"CONN", b"TRAC", b"PRI ")
 
 
@@ -71,6 +71,7 @@ class WebSocketStream(Stream):
         self._fetched = memoryview(bytearray(4096))
         self._ready: deque[memoryview] = deque()
         self._owed: list[bytes] = []
+        self._heard = b""  # of the handshake
         self._ended = False
 
     @classmethod
@@ -145,18 +146,19 @@ class WebSocketStream(Stream):
                 raise self._too_slow(timeout_s) from None
             most_bytes -= count
             if most_bytes < 0:
-                raise FrameTooLarge(f"{self._where} sent HTTP headers without end")
+                raise self._instead() or FrameTooLarge(f"{self._where} sent HTTP headers without end")
             if not count:
                 self._protocol.receive_eof()
             self._take(bytes(self._fetched[:count]))
             if not count and self._protocol.state is State.CONNECTING:
                 raise LinkBroken(f"{self._where} closed the connection during the WebSocket handshake")
         self._stream.set_deadline(None)
-        self._fetched = memoryview(bytearray(_FETCH_BYTES))
+        self._heard, self._fetched = b"", memoryview(bytearray(_FETCH_BYTES))
 
     def _take(self, data: bytes) -> None:
         """Hand bytes of the handshake to the protocol, and go on as far as they allow."""
         if data:
+            self._heard += data
             self._protocol.receive_data(data)
         for event in self._protocol.events_received():
             if isinstance(event, Request):
@@ -164,13 +166,15 @@ class WebSocketStream(Stream):
             elif isinstance(event, Frame):
                 self._arrived(event)
         problem = self._protocol.handshake_exc
-        if isinstance(problem, InvalidStatus):
-            answer: Response = problem.response
-            headers, body = dict(answer.headers.raw_items()), bytes(answer.body or b"")
-            raise refusal(self._where, answer.status_code, headers, body, self._ngrok)
         if problem is not None:
-            self._send_answer()  # a server may owe one, as for a line that is too long
-            raise self._no_handshake(problem)
+            if isinstance(self._protocol, ServerProtocol):  # what could not even be read as a request
+                self._stream.send_all(self._outgoing() or (_BAD_REQUEST,))
+            raise self._instead() or self._no_handshake(problem)
+
+    def _instead(self) -> GuavaError | None:
+        """What the other side answered instead of agreeing, read without the library, which wants such pages to be whole."""
+        answer = read_answer(self._heard)
+        return None if answer is None or answer.status == 101 else refusal(self._where, answer, self._ngrok)
 
     def _answer(self, request: Request) -> None:
         protocol = cast(ServerProtocol, self._protocol)
@@ -196,8 +200,10 @@ class WebSocketStream(Stream):
         """What the protocol wants sent. Its empty part asks for the end, which our owner decides about."""
         return [part for part in self._protocol.data_to_send() if part]
 
-    def _too_slow(self, timeout_s: float) -> LinkTimeout:
-        return LinkTimeout(f"the WebSocket handshake with {self._where} was not done within {timeout_s:.3g} s")
+    def _too_slow(self, timeout_s: float) -> GuavaError:
+        return self._instead() or LinkTimeout(
+            f"the WebSocket handshake with {self._where} was not done within {timeout_s:.3g} s"
+        )
 
     def _no_handshake(self, problem: Exception) -> GuavaError:
         cause = problem.__cause__ or problem

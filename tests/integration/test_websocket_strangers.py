@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -59,15 +60,16 @@ def test_sessions_over_websocket_beside_others(tls: bool) -> None:
         (b"GET / HTTP/1.1", b"404 Not Found"),
         (b"GET /favicon.ico HTTP/1.1", b"404 Not Found"),
         (b"GET /guava HTTP/1.1", b"426 Upgrade Required"),
-        (b"HEAD /guava HTTP/1.1", b"405 Method Not Allowed"),
-        (b"POST / HTTP/1.1", b"404 Not Found"),
-        (b"GET /guava HTTP/1.0", b"505 HTTP Version Not Supported"),
+        (b"HEAD /guava HTTP/1.1", b"40[05] "),  # the older ones of the library read nothing but GET and HTTP/1.1
+        (b"POST / HTTP/1.1", b"40[04] "),
+        (b"GET /guava HTTP/1.0", b"(400|505) "),
+        (b"PUT nonsense", b"400 Bad Request"),
     ],
 )
 def test_a_browser_gets_a_short_answer(request_line: bytes, status: bytes) -> None:
     with besieged(tls=True) as made:
         heard = say(made, request_line + b"\r\nHost: x\r\nUser-Agent: Mozilla/5.0\r\n\r\n")
-        assert heard.split(b"\r\n")[0] == b"HTTP/1.1 " + status
+        assert re.match(b"HTTP/1.1 " + status, heard)
         assert heard.endswith(b"\r\n\r\nthis is no web page\n")
         assert len(heard) < 400
         assert b"websockets" not in heard.lower().split(b"upgrade")[0]
