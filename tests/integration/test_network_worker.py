@@ -223,7 +223,7 @@ def test_it_goes_on_by_a_new_code_and_says_that_it_waits_for_one(
         try:
             orch.wait_for_workers(1, timeout=30)
             orch.register_model("tests.support.training:SmallNet")
-            run = orch.start_training(loader(), criterion="CrossEntropyLoss", num_epochs=30, detach=True, **ARGUMENTS)
+            run = orch.start_training(loader(), num_epochs=30, detach=True, fresh=True, **ARGUMENTS)
             eventually(lambda: len(run.history) > 5, 30, "it trains")
             relay.refuse()
             relay.cut_all()
