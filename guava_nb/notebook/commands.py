@@ -278,7 +278,10 @@ LOG = Command(
     "Last lines that workers printed.",
     (
         word("worker", nargs="?", metavar="WORKER", complete="workers", help="only this worker"),
-        option("-n", metavar="N", type=integer(1), default=50, help="how many lines (default 50)"),
+        option("-n", metavar="N", type=integer(1), help="how many lines (default: %%config Guava.log_lines, 50)"),
+        flag(
+            "-f", "--follow", help="go on with new lines until the run or the worker ends, or the cell is interrupted"
+        ),
     ),
     "%guava_log local-1 -n 20",
 )

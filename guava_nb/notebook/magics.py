@@ -19,10 +19,11 @@ from guava_nb.notebook.completion import install_completion, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
-from guava_nb.notebook.panel import make_panel
+from guava_nb.notebook.panel import Panel, make_panel
 from guava_nb.notebook.screen import choose_ui, say, show, show_bundle, show_png
 from guava_nb.notebook.session import NotebookSession
-from guava_nb.notebook.watching import Interrupted
+from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
+from guava_nb.notebook.watching import Interrupted, follow_lines
 from guava_nb.render import View, energy_view
 
 __all__ = ["GuavaMagics", "load", "unload"]
@@ -73,7 +74,7 @@ class GuavaMagics(Magics):
     @_command(commands.WORKER)
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker; lead one that is here by its session's new code."""
-        panel, worker = make_panel(choose_ui(self.shell)), self.session.worker
+        panel, worker = self._panel(), self.session.worker
         code = worker.code(args.code)
         if worker.lives:
             say(worker.follow(code))
@@ -107,19 +108,19 @@ class GuavaMagics(Magics):
         """Train and return the run, or only show what it would send and receive."""
         if args.dry_run:
             return self._show(self.session.forecast(args))
-        return self.session.train(args, make_panel(choose_ui(self.shell)))
+        return self.session.train(args, self._panel())
 
     @line_magic
     @_command(commands.VALIDATE)
     def guava_validate(self, args: argparse.Namespace) -> Any:
         """Return loss, accuracy, samples and metrics."""
-        return self.session.validate(args, make_panel(choose_ui(self.shell)))
+        return self.session.validate(args, self._panel())
 
     @line_magic
     @_command(commands.PREDICT)
     def guava_predict(self, args: argparse.Namespace) -> Any:
         """Return the results."""
-        return self.session.predict(args, make_panel(choose_ui(self.shell)))
+        return self.session.predict(args, self._panel())
 
     @line_magic
     @_command(commands.STATUS)
@@ -146,8 +147,11 @@ class GuavaMagics(Magics):
     @_command(commands.LOG)
     def guava_log(self, args: argparse.Namespace) -> None:
         """Write workers' lines."""
-        lines = self.session.log(args.worker, args.n)
+        lines = self.session.log(args.worker, args.n or settings_of(self.shell).log_lines)
+        coming = self.session.new_lines(args.worker)
         say("\n".join(lines) if lines else "No worker has printed anything yet.")
+        if args.follow:
+            follow_lines(coming, self.session.is_at_work)
 
     @line_magic
     @_command(commands.SAVE)
@@ -184,6 +188,9 @@ class GuavaMagics(Magics):
         """Close everything this notebook started; also called when the kernel ends."""
         self.session.close()
 
+    def _panel(self) -> Panel:
+        return make_panel(choose_ui(self.shell), picture=settings_of(self.shell).picture)
+
     def _show(self, *views: View) -> None:
         ui = choose_ui(self.shell)
         for view in views:
@@ -204,6 +211,7 @@ def load(shell: Any) -> None:
         return
     magics = GuavaMagics(shell)
     shell.register_magics(magics)
+    add_settings(shell)
     show_results(shell)
     install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
     atexit.register(magics.close)
@@ -216,6 +224,7 @@ def unload(shell: Any) -> None:
         return
     atexit.unregister(magics.close)
     forget_results(shell)
+    remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
     for kind in ("line", "cell"):
         for command in commands.COMMANDS:

@@ -89,13 +89,13 @@ class Panel:
         return None
 
 
-def make_panel(ui: str) -> Panel:
-    """The panel for one of `screen.UI_NAMES`."""
+def make_panel(ui: str, picture: bool = True) -> Panel:
+    """The panel for one of `screen.UI_NAMES`; `picture`: with the curve, where pictures can be shown."""
     if ui == "none":
         return Panel(None)
     if ui == "text":
         return Panel(TextSurface() if _is_terminal() else LineSurface())
-    return Panel(DisplaySurface(widget=ui == "widget"))
+    return Panel(DisplaySurface(widget=ui == "widget", picture=picture))
 
 
 def _is_terminal() -> bool:

@@ -16,21 +16,21 @@ from typing import Any, cast
 from IPython.core.error import UsageError
 from IPython.display import display
 
+from guava_nb.notebook.settings import UI_NAMES, settings_of
 from guava_nb.notebook.tokens import near
 from guava_nb.render import View, redact, to_html, to_text
 
 __all__ = ["UI_NAMES", "ask_hidden", "can_ask", "choose_ui", "say", "show", "show_bundle", "show_png"]
 
-UI_NAMES = ("widget", "html", "text", "none")
-
 
 def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: object | None = None) -> str:
-    """One of `UI_NAMES`: what GUAVA_UI says, else text wherever no page is sure to be there.
+    """One of `UI_NAMES`: what `%config Guava.ui` says, else GUAVA_UI, else text wherever no page is sure to be there.
 
     Raises:
         UsageError: GUAVA_UI has another value.
     """
-    wanted = environ.get("GUAVA_UI", "auto").strip().lower() or "auto"
+    set_here = settings_of(shell).ui
+    wanted = environ.get("GUAVA_UI", "auto").strip().lower() or "auto" if set_here == "auto" else set_here
     if wanted != "auto":
         if wanted not in UI_NAMES:
             raise UsageError(f"GUAVA_UI={wanted!r} is not one of auto, {', '.join(UI_NAMES)}{near(wanted, UI_NAMES)}")

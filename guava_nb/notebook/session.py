@@ -21,7 +21,7 @@ from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import GuavaError
 from guava_nb.notebook.asking import predict, validate
-from guava_nb.notebook.lines import Notices, WorkerLines
+from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
@@ -243,6 +243,20 @@ class NotebookSession:
             listed = ", ".join(known) or "none has joined"
             raise UsageError(f"no worker is called {worker}{near(worker, known)} Workers: {listed}")
         return list(orchestrator.log(worker=worker, n=num_lines))
+
+    def new_lines(self, worker: str | None) -> Callable[[], list[str]]:
+        """A function that gives what was printed since its last call, by one worker or all."""
+        if not self.is_open and self.worker.exists:
+            return LineTail(self.worker.lines, self.worker.lines()).new
+        orchestrator = self._need_session()
+        if worker is None:
+            return WorkerLines(orchestrator).new
+        return LineTail(lambda: orchestrator.log(worker=worker), orchestrator.log(worker=worker)).new
+
+    def is_at_work(self) -> bool:
+        """Whether a run goes on here, or this notebook's worker lives."""
+        run = self._orchestrator.run if self.is_open else None
+        return (run is not None and not run.done) or self.worker.lives
 
     def worker_names(self) -> list[str]:
         """Names of all workers the orchestrator knows, for messages and completion."""

@@ -136,8 +136,9 @@ class _News:
 class DisplaySurface:
     """One display output, changed in place; carries widget view, HTML and text together."""
 
-    def __init__(self, widget: bool) -> None:
+    def __init__(self, widget: bool, picture: bool = True) -> None:
         """Try ipywidgets if `widget`; else, and where they are missing, the output itself is replaced."""
+        self._draws_curve = picture
         self.interval_s = 0.34  # with a picture a second: at most four messages a second
         self._picture = Picture(widget)
         self._want_widget = widget
@@ -155,7 +156,8 @@ class DisplaySurface:
         elif html != self._html:
             self._change(html, to_text(view))
         self._html = html
-        self._picture.draw(view.curve)
+        if self._draws_curve:
+            self._picture.draw(view.curve)
 
     def finish(self, view: View, lines: Sequence[str]) -> None:
         """Replace whatever lives by static HTML and text."""
@@ -166,7 +168,8 @@ class DisplaySurface:
             self._handle.display(cast(Any, _bundle(html, text)), raw=True)
         else:
             self._handle.update(cast(Any, _bundle(html, text)), raw=True)
-        self._picture.finish(view.curve)
+        if self._draws_curve:
+            self._picture.finish(view.curve)
 
     def close(self) -> None:
         """Close the widgets' models, so that the notebook file keeps none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import say
 
-__all__ = ["POLL_S", "Interrupted", "Interrupts", "interrupt_run", "interrupt_worker", "watch"]
+__all__ = ["POLL_S", "Interrupted", "Interrupts", "follow_lines", "interrupt_run", "interrupt_worker", "watch"]
 
 #: Seconds of one wait: how late an interrupt is noticed at most.
 POLL_S = 0.25
@@ -94,6 +95,21 @@ def _loop(
             say(on_interrupt(answered))
         if not ended:
             panel.update(frame)
+
+
+def follow_lines(new_lines: Callable[[], list[str]], at_work: Callable[[], bool]) -> None:
+    """Write lines as they come, until nothing is at work any more or the cell is interrupted."""
+    with Interrupts() as interrupts:
+        going = True
+        while going and not interrupts.count:
+            going = at_work()
+            try:
+                for line in new_lines():
+                    say(line)
+                if going:
+                    time.sleep(POLL_S)
+            except KeyboardInterrupt:  # raised by hand, or in a thread that has no signals
+                return
 
 
 def interrupt_run(run: Any, count: int = 1) -> str:
