@@ -13,6 +13,7 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
+from nbconvert import HTMLExporter
 
 from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser
 from tests.support.processes import eventually
@@ -143,6 +144,8 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, folder: Pat
     path = folder / "main.ipynb"
     assert path.stat().st_size < 300_000
     text = path.read_text()
+    page, _ = HTMLExporter().from_filename(str(path))
+    assert "data:image/png;base64" in page and "time by phase" in page
     assert "widget-view" not in text.split('"execution_count"', SHORT + 1)[SHORT]
     assert lab.errors == []
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 from guava_nb import Orchestrator
 from tests.support.processes import loader
@@ -62,11 +63,23 @@ def other_side() -> Iterator[str]:
     assert trained == [64]
 
 
-def run_notebook(path: Path, tmp_path: Path, **more: str) -> None:
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_what_a_session_says_is_what_is_stored(tmp_path: Path) -> None:
+    """Word for word: sentences, errors, and the losses that a seed gives."""
+    run_notebook(ROOT / "tests" / "notebooks" / "strict" / "session.ipynb", tmp_path, compare="--nbval")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_becomes_a_page(path: Path) -> None:
+    page, _ = HTMLExporter().from_filename(str(path))
+    assert nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].lstrip("# ") in page
+
+
+def run_notebook(path: Path, tmp_path: Path, compare: str = "--nbval-lax", **more: str) -> None:
     environment = {**os.environ, "GUAVA_UI": "text", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path), **more}
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
     options = [
-        "--nbval-lax",
+        compare,
         "--nbval-current-env",
         "--nbval-cell-timeout=120",
         "-p",
