@@ -14,6 +14,8 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Folders with other versions of ipykernel, each called by its version (`pip install --no-deps --target FOLDER/6.17.1 ...`).
+VERSIONS = [folder for folder in os.environ.get("GUAVA_IPYKERNELS", "").split(os.pathsep) if folder]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SETUP = """
 from guava_nb.notebook import load
@@ -57,15 +59,19 @@ class Kernel:
         return SimpleNamespace(ended=reply["content"]["status"], messages=messages, text=text, **by_kind)
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
+@pytest.fixture(scope="module", params=["", *VERSIONS], ids=lambda folder: Path(folder).name or "installed")
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     env = {name: value for name, value in os.environ.items() if name not in ("CI", "GUAVA_UI")}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), env.get("PYTHONPATH", "")])
+    paths = [request.param, str(ROOT), str(ROOT / "tests" / "support"), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     manager, client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=60)
     started = Kernel(manager, client)
     try:
         ready = started.run(SETUP)
         assert ready.ended == "ok", getattr(ready, "error", ready.text)
+        if request.param:
+            told = started.run("import ipykernel; print(ipykernel.__version__)").text
+            assert told.strip() == Path(request.param).name
         assert started.run("%guava_up --local 1").ended == "ok"
         yield started
     finally:
