@@ -20,7 +20,9 @@ import torch
 
 from guava_nb.telemetry import Board, EnergyMeter, Sensor
 
-WIDTH, DEPTH, ROWS = 1024, 8, 512
+DEPTH = 8
+#: Width of the layers and rows of a batch: a step takes some tens of milliseconds on a large GPU, and on one core of a CPU.
+SIZES = {"cuda": (2048, 4096), "cpu": (1024, 128)}
 
 
 class Constant(Sensor):
@@ -34,10 +36,11 @@ class Constant(Sensor):
 
 def step_maker(device: torch.device) -> object:
     torch.manual_seed(0)
-    layers = [part for _ in range(DEPTH) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 10)).to(device)
+    width, rows = SIZES[device.type]
+    layers = [part for _ in range(DEPTH) for part in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x, y = torch.randn(ROWS, WIDTH, device=device), torch.randint(0, 10, (ROWS,), device=device)
+    x, y = torch.randn(rows, width, device=device), torch.randint(0, 10, (rows,), device=device)
 
     def step() -> float:
         optimizer.zero_grad()
