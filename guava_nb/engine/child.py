@@ -72,7 +72,7 @@ def _work(order: dict[str, Any]) -> int:
 
         reason = _dial(new_member()) if code is not None else _be_dialled(new_member, config, order["listen"], report)
     except GuavaError as error:
-        report("failed", -1, f"{type(error).__name__}: {error}")
+        report("failed", -1, str(error), error=type(error).__name__)
         return EXIT_REFUSED
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -54,6 +54,8 @@ class WorkerState:
             "failed" or "crashed".
         step: optimizer steps applied so far in the present run.
         lines: its last printed lines.
+        joined: it was in the session once.
+        error: name of the error that it failed with.
     """
 
     state: str
@@ -64,6 +66,8 @@ class WorkerState:
     detail: str = ""
     lines: tuple[str, ...] = ()
     exit_status: int | None = None
+    joined: bool = False
+    error: str = ""
 
 
 class WorkerHandle:
@@ -86,7 +90,7 @@ class WorkerHandle:
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
-        self._name = name
+        self._name, self._joined = name, False
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = ""
         self._ended = threading.Event()
@@ -171,12 +175,16 @@ class WorkerHandle:
             last = json.loads(record)
             if self._listens is not None and last.get("code"):
                 self._code = JoinCode.decode(last["code"])
-            last = {"state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"])}
+            last = {
+                "state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"]),
+                "error": str(last.get("error", "")),
+            }  # fmt: skip
         except (AttributeError, ValueError, TypeError, KeyError, JoinCodeError):
             return  # something wrote into the middle of it, or printed the mark; the next one will do
         if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
             last["step"] = self._last["step"]
         self._last = last
+        self._joined = self._joined or last["state"] == "ready"
         if last["state"] in ("ready", "working") and last["detail"]:
             self._name = last["detail"]
 
@@ -222,6 +230,8 @@ class WorkerHandle:
             detail="" if last["detail"] == self._name else str(last["detail"]),
             lines=tuple(self._lines),
             exit_status=self._process.poll(),
+            joined=self._joined,
+            error=str(self._last.get("error", "")),
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:

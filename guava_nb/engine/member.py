@@ -18,6 +18,7 @@ from guava_nb.engine.hardware import describe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
+from guava_nb.engine.status import NEW_CODE_NEEDED
 from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
 from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.events import (
@@ -198,4 +199,4 @@ def _waiting(session: Session, cause: GuavaError) -> str:
     if not isinstance(session, DialledSession):
         return str(cause)
     sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
-    return f"{sentence}; a new join code may be needed" if session.is_tunnelled else sentence
+    return f"{sentence}; {NEW_CODE_NEEDED}" if session.is_tunnelled else sentence

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["RunStatus", "Status", "WireBytes", "WorkerStatus"]
+__all__ = ["NEW_CODE_NEEDED", "RunStatus", "Status", "WireBytes", "WorkerStatus"]
+
+#: In what a worker says of itself whose session is away behind a tunnel.
+NEW_CODE_NEEDED = "a new join code may be needed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,24 @@ from html import escape
 from importlib import metadata
 
 from guava_nb.notebook.host import Host, colab_rule
+from guava_nb.notebook.screen import say, show_bundle
 
-__all__ = ["GRANT", "code_html", "code_text", "grant_text", "install_line"]
+__all__ = ["GRANT", "NEW_ADDRESS", "code_html", "code_text", "grant_text", "hand_over", "install_line"]
 
 GRANT = (
     "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
     "machine, until it closes or you interrupt this cell. Join only a session whose owner you trust."
 )
-_SECRET = "The join code is a secret: who has it can take part. Clear this output before you share the notebook."
+_SECRET = (
+    "The join code is a secret: who has it can take part. Before you share a notebook, clear this output here, and the cell "
+    "with the code there (%guava_worker alone asks for it, and keeps it nowhere)."
+)
 _CALL = "Run this in the notebook that has the GPU:"
+#: Above the code that a session has since its address changed.
+NEW_ADDRESS = (
+    "The session has a new join code. Workers that are away need it: interrupt their cell and run this there, and they go on "
+    "where they were; so does whoever joins from now on. Those that are connected need nothing."
+)
 
 
 def install_line() -> str:
@@ -39,18 +48,26 @@ def _cell(code: str) -> str:
     return f"{install_line()}\n%load_ext guava_nb\n%guava_worker {code}"
 
 
-def code_text(code: str) -> str:
+def hand_over(code: str, ui: str, call: str = _CALL) -> None:
+    """Write the secret out: the one place that does."""
+    if ui in ("text", "none"):
+        say(code_text(code, call), secret=True)
+    else:
+        show_bundle(code_text(code, call), code_html(code, call), secret=True)
+
+
+def code_text(code: str, call: str = _CALL) -> str:
     """The cell to run on the other side, as text. Holds the secret."""
     body = "\n".join(f"    {line}" for line in _cell(code).splitlines())
-    return f"{_CALL}\n\n{body}\n\n{_SECRET}"
+    return f"{call}\n\n{body}\n\n{_SECRET}"
 
 
-def code_html(code: str) -> str:
+def code_html(code: str, call: str = _CALL) -> str:
     """The same as HTML: one click into the box marks all of it. Holds the secret."""
     style = "user-select:all;-webkit-user-select:all;padding:6px 8px;border:1px solid rgba(128,128,128,.35)"
     style += ";background:transparent;white-space:pre-wrap;overflow-wrap:anywhere"
     box = f'<pre style="{style}">{escape(_cell(code))}</pre>'
-    return f'<div>{_CALL}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
+    return f'<div>{escape(call)}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
 
 
 def grant_text(host: Host) -> str:

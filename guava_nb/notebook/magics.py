@@ -13,14 +13,14 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from guava_nb.notebook import commands
-from guava_nb.notebook.announce import code_html, code_text, grant_text
+from guava_nb.notebook.announce import grant_text, hand_over
 from guava_nb.notebook.asking import forget_results, show_results
 from guava_nb.notebook.completion import install_completion, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import Panel, make_panel
-from guava_nb.notebook.screen import choose_ui, say, show, show_bundle, show_png
+from guava_nb.notebook.screen import choose_ui, say, show, show_png
 from guava_nb.notebook.session import NotebookSession
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.notebook.watching import Interrupted, follow_lines
@@ -40,6 +40,8 @@ def _command(command: Command) -> Callable[[Callable[..., Any]], Callable[..., A
                 if args is None:
                     return say(command.help())
                 return method(self, args) if cell is None else method(self, args, cell)
+            except Interrupted:
+                raise  # it has its sentence
             except KeyboardInterrupt:
                 raise Interrupted(f"%{command.name} was cut short; %guava_status shows where things stand") from None
 
@@ -197,12 +199,8 @@ class GuavaMagics(Magics):
             show(view, ui)
 
     def _show_code(self) -> None:
-        """The one place where the secret is written out, because a person asked for it."""
-        code = self.session.join_code()
-        if choose_ui(self.shell) in ("text", "none"):
-            say(code_text(code), secret=True)
-        else:
-            show_bundle(code_text(code), code_html(code), secret=True)
+        """The secret is written out, because a person asked for it."""
+        hand_over(self.session.join_code(), choose_ui(self.shell))
 
 
 def load(shell: Any) -> None:

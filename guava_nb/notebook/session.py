@@ -20,13 +20,14 @@ from guava_nb.config import DistributedConfig
 from guava_nb.engine.cell_checks import check_syntax, undefined_names
 from guava_nb.engine.status import RunStatus
 from guava_nb.errors import GuavaError
+from guava_nb.notebook.announce import NEW_ADDRESS, hand_over
 from guava_nb.notebook.asking import predict, validate
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
-from guava_nb.notebook.screen import ask_hidden, can_ask, say
+from guava_nb.notebook.screen import ask_hidden, can_ask, choose_ui, say
 from guava_nb.notebook.tokens import near
 from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
@@ -115,6 +116,9 @@ class NotebookSession:
     def has_code(self) -> bool:
         """Whether this session listens, so that there is a code to hand out."""
         return bool(self._orchestrator.status().address)
+
+    def _code_now(self) -> str:
+        return self.join_code() if self.has_code else ""
 
     def join_code(self) -> str:
         """The secret itself."""
@@ -346,7 +350,13 @@ class NotebookSession:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
         orchestrator = self._orchestrator
 
+        code = self._code_now()
+
         def frame(view: Callable[..., View]) -> Frame:
+            nonlocal code
+            if (now := self._code_now()) != code:  # this cell is busy, so nobody can ask for it elsewhere
+                code = now
+                hand_over(code, choose_ui(self._shell), NEW_ADDRESS)
             return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
 
         watch(

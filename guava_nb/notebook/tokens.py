@@ -17,6 +17,7 @@ from IPython.core.error import UsageError
 __all__ = ["expand", "near", "split_line", "take_code"]
 
 _CODE = re.compile(r"guava\s*\d+\s*:", re.IGNORECASE)
+_MISSPELT = r"--[a-z][a-z-]{0,19}"
 _OPENING = {"(": ")", "[": "]", "{": "}"}
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*"
 # "$$" and "{{name}}" stand for the plain signs. JSON passes unchanged: its objects never look like {name}.
@@ -35,13 +36,14 @@ def take_code(line: str, flags: Iterable[str]) -> tuple[str, str]:
     """Take a pasted join code off a line: (the line without it, the code with whatever came along).
 
     People paste it with quotes, prompts and blanks in it. None of that may be read as words: a piece of a code would be
-    taken for an option, and be shown in the message about it. The code ends where an option or a comment begins.
+    taken for an option, and be shown in the message about it. The code ends where an option or a comment begins; so it does
+    at a misspelt one, which looks like a word and not like a piece of a code.
     """
     start = _CODE.search(line)
     if start is None or re.search(r"(^|\s)#", line[: start.start()]):
         return line, ""
     names = "|".join(map(re.escape, flags))
-    end = re.compile(rf"\s(?:#|(?:{names})(?=[\s=]|$))").search(line, start.end())
+    end = re.compile(rf"\s(?:#|(?:{names}|{_MISSPELT})(?=[\s=]|$))").search(line, start.end())
     stop = end.start() if end else len(line)
     before = line[: start.start()].rstrip(" \t\"'`\u2018\u201c([{<")
     return f"{before} {line[stop:]}", line[start.start() : stop]

@@ -9,6 +9,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.engine.status import NEW_CODE_NEEDED
 from guava_nb.errors import ClusterError
 from guava_nb.notebook.lines import LineTail
 from guava_nb.notebook.panel import Frame, Panel
@@ -23,7 +24,11 @@ __all__ = ["OwnWorker"]
 LEAVE_S = 5.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
+_ENDS = ("left", *_BAD_ENDS)
 _AWAY = "reconnecting"
+#: Errors that say little of what is in the way.
+_UNREACHED = ("LinkBroken", "LinkTimeout")
+_BACK = "The connection to the session is back: it goes on where it was, and nothing is left to do."
 _HOW_ON = (
     "with the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
 )
@@ -60,7 +65,7 @@ class OwnWorker:
         """How it stands, and what to do when its session is away."""
         status = self._handle.status()
         view = worker_view(status)
-        if status.state != _AWAY:
+        if not _needs_code(status):
             return view
         return replace(view, notes=(*view.notes, f"It waits: interrupt its cell, then, {_HOW_ON}."))
 
@@ -117,16 +122,22 @@ class OwnWorker:
         worker = self._handle
         tail = LineTail(lambda: worker.status().lines)
         given_back: list[int] = []
+        shown, was_away = self.view(), False
 
         def frame() -> Frame:
-            return self.view(), tail.new()
+            nonlocal shown, was_away
+            state, view = worker.status().state, self.view()
+            if state not in _ENDS:  # the last frame tells the end, once
+                was_away = was_away or state == _AWAY
+                shown = replace(view, notes=(*view.notes, _BACK)) if was_away and state != _AWAY else view
+            return shown, tail.new()
 
         def last_frame() -> Frame:
-            view, lines = frame()
-            return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), lines
+            view = self.view()
+            return (replace(view, notes=()) if worker.status().state in _BAD_ENDS else view), tail.new()
 
         def on_interrupt(count: int) -> str:
-            if count > 1 or worker.status().state != _AWAY:
+            if count > 1 or not _needs_code(worker.status()):
                 return interrupt_worker(worker, count)
             given_back.append(count)
             return "The worker goes on waiting for its session."
@@ -136,7 +147,7 @@ class OwnWorker:
             raise Interrupted(_HOW_ON)
         last = worker.status()
         if last.state in _BAD_ENDS:
-            raise ClusterError(f"worker {last.name} {last.state}: {last.detail}. To join again, run this cell again")
+            raise ClusterError(_what_failed(last))
 
     def leave(self) -> None:
         """Let it leave after its step."""
@@ -150,3 +161,17 @@ class OwnWorker:
             if not handle.wait(LEAVE_S):
                 handle.kill()
         return handle is not None
+
+
+def _needs_code(status: Any) -> bool:
+    """Whether its session is away, and may come back at another address."""
+    return status.state == _AWAY and NEW_CODE_NEEDED in status.detail
+
+
+def _what_failed(last: Any) -> str:
+    """Why a worker did not end as it should, and what to do."""
+    who = f"worker {last.name}".rstrip()
+    if last.joined or last.state == "crashed":
+        return f"{who} {last.state}: {last.detail}. To join again, run this cell again"
+    advice = "; %guava_doctor CODE says which step fails" if last.error in _UNREACHED else ""
+    return f"{who} did not join: {last.detail}{advice}"

@@ -106,7 +106,7 @@ def worker_view(worker: WorkerSelf) -> View:
     step = f"step {worker.step}" if worker.step else "no step yet"
     ended = worker.state in ("left", "failed", "crashed")
     headline = f"{worker.state}, {step}" if ended else f"{worker.state} on {worker.device} for {worker.address}, {step}"
-    return View(f"worker {worker.name}", headline, notes=(worker.detail,) if worker.detail else ())
+    return View(f"worker {worker.name}".rstrip(), headline, notes=(worker.detail,) if worker.detail else ())
 
 
 def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import select
 import socket
@@ -21,7 +22,7 @@ from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.options import SocketOptions
 from guava_nb.transport.stream import Buffer, Stream, flatten
 
-__all__ = ["TcpStream", "connect", "listen", "look_up", "name_of"]
+__all__ = ["TcpStream", "connect", "is_loopback", "listen", "look_up", "name_of"]
 
 _MAX_BUFFERS_PER_CALL = 512  # below IOV_MAX of every system we know (1024)
 _BACKLOG = 256
@@ -175,8 +176,30 @@ def connect(host: str, port: int, timeout_s: float = 10.0, options: SocketOption
             problem = error
     where = name_of((host, port))
     if isinstance(problem, TimeoutError):
-        raise LinkTimeout(f"{where} did not answer within {timeout_s:.3g} s: is the other side running?") from problem
-    raise LinkBroken(f"cannot connect to {where}: {_reason(problem)}; is the other side running?") from problem
+        raise LinkTimeout(
+            f"{where} did not answer within {timeout_s:.3g} s: it is closed there, or a firewall or VPN is in between"
+        ) from problem
+    raise LinkBroken(f"cannot connect to {where}: {_reason(problem)}; {_what_then(host, problem)}") from problem
+
+
+def _what_then(host: str, problem: OSError) -> str:
+    if problem.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+        return "no way leads there from this machine: is it online, and in the same network or VPN?"
+    if problem.errno != errno.ECONNREFUSED:
+        return "the other side may be closed"
+    if is_loopback(host):
+        return (
+            "that is this machine itself, and nobody listens here: for workers elsewhere open the session with %guava_up "
+            "--tunnel (where that is ssh: run the ssh command that it shows here first)"
+        )
+    return "that machine is there, and nobody listens at this port any more"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is the machine itself, as far as its text tells."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def look_up(host: str, port: int) -> list[_Address]:
@@ -190,7 +213,9 @@ def look_up(host: str, port: int) -> list[_Address]:
     except (OSError, UnicodeError) as problem:
         if isinstance(problem, socket.gaierror) and problem.errno == socket.EAI_AGAIN:
             raise LinkBroken(f"no name server answers when asked for {host!r}: is this machine online?") from problem
-        raise LinkBroken(f"the host name {host!r} is not known here: check the address in the join code") from problem
+        raise LinkBroken(
+            f"the host name {host!r} is not known here: is this machine online, and is the tunnel still open?"
+        ) from problem
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 

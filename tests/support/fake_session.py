@@ -211,6 +211,8 @@ class FakeWorkerStatus:
     address: str
     detail: str = ""
     lines: tuple[str, ...] = ()
+    joined: bool = True
+    error: str = ""
 
 
 @dataclass
@@ -228,10 +230,16 @@ class FakeWorker:
     calls: list[str] = field(default_factory=list)
     alive: bool = True
     away: bool = False  # its session is
+    away_because: str = "it broke; a new join code may be needed"
+    back_at: int = -1  # number of the wait at which its session comes back
+    detail: str = ""
+    joined: bool = True
+    error: str = ""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if self.waits in self.interrupt_at:
             signal.raise_signal(signal.SIGINT)
+        self.away = self.away and self.waits != self.back_at
         self.waits += 1
         left = "leave" in self.calls and not self.stubborn
         if left or "kill" in self.calls or self.waits >= self.num_waits:
@@ -251,5 +259,7 @@ class FakeWorker:
 
     def status(self) -> FakeWorkerStatus:
         state = ("reconnecting" if self.away else "working") if self.alive else self.last_state
-        detail = "exit status -9" if state == "crashed" else ""
-        return FakeWorkerStatus(state, self.name or "worker-0", self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",))
+        detail = {"crashed": "exit status -9", "reconnecting": self.away_because}.get(state, self.detail)
+        return FakeWorkerStatus(
+            state, self.name or ("worker-0" if self.joined else ""), self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error
+        )

@@ -81,7 +81,52 @@ def test_an_interrupt_while_the_session_is_away_gives_the_cell_back_and_leaves_t
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
     (worker,) = notebook.workers
     assert not shown.ok and worker.alive and worker.calls == []
-    assert "%guava_worker NEWCODE" in shown.text and "Traceback" not in shown.text
+    assert "%guava_worker NEWCODE" in shown.lines[-1] and "Traceback" not in shown.text, "the last line says how on"
+    assert "cut short" not in shown.text
     went_on = notebook.run(f"%guava_worker {NEW}")
     assert went_on.ok and worker.calls == ["redirect two.example:7"] and not worker.alive
     assert "It waits: interrupt its cell" not in went_on.text
+
+
+def test_a_worker_without_a_tunnel_is_sent_for_no_code_and_leaves_on_interrupt(notebook: Any) -> None:
+    notebook.worker_options = {"num_waits": 9, "interrupt_at": (2,), "away": True, "away_because": "it broke"}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert shown.ok and notebook.workers[0].calls == ["leave"] and "NEWCODE" not in shown.text
+
+
+def test_the_worker_says_when_its_session_is_back_and_its_end_once(
+    notebook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guava_nb.notebook.surfaces.LineSurface.interval_s", 0.0)
+    notebook.worker_options = {"num_waits": 9, "away": True, "back_at": 4, "detail": "it was asked to leave"}
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert shown.ok and shown.text.count("The connection to the session is back") == 1
+    assert shown.text.index("It waits: interrupt") < shown.text.index("is back")
+    assert shown.lines[-1] == "it was asked to leave" and "worker worker-0: left" in shown.lines[-2]
+
+
+def test_a_new_code_is_shown_in_the_cell_that_trains(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.run("%guava_up --local 1 --tunnel ngrok\nloader = []")
+    codes = iter([SECRET_CODE] * 2 + [NEW] * 99)
+    monkeypatch.setattr(notebook.magics.session, "join_code", lambda: next(codes))
+    monkeypatch.setattr("guava_nb.notebook.surfaces.LineSurface.interval_s", 0.0)
+    shown = notebook.run("%guava_train --model Net --data loader --lr 0.1")
+    assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
+    assert "Workers that are away need it" in shown.text and "need nothing" in shown.text
+
+
+@pytest.mark.parametrize("tail", ["--devise cpu", "--nmae foo", "--detahc"])
+def test_a_misspelt_option_behind_the_code_is_refused(notebook: Any, tail: str) -> None:
+    shown = notebook.run(f"%guava_worker {SECRET_CODE} {tail}")
+    assert not shown.ok and not notebook.workers
+    assert f"has no option {tail.split()[0]}; did you mean --" in shown.text and SECRET_CODE not in shown.text
+
+
+def test_a_join_that_fails_says_why_and_who_knows_more(notebook: Any) -> None:
+    failed = {"num_waits": 1, "last_state": "failed", "joined": False, "detail": "a.b:1 did not answer"}
+    notebook.worker_options = {**failed, "error": "LinkTimeout"}
+    (last,) = notebook.run(f"%guava_worker {SECRET_CODE}").lines[-1:]
+    assert last == "ClusterError: worker did not join: a.b:1 did not answer; %guava_doctor CODE says which step fails"
+    notebook.worker_options = {**failed, "error": "ConfigError"}
+    assert notebook.run(f"%guava_worker {SECRET_CODE}").lines[-1].endswith(": a.b:1 did not answer")
+    assert "worker :" not in notebook.run("%guava_status").text
