@@ -119,7 +119,7 @@ class Orchestrator(Host):
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._ledger.cells())
-        return survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.last(10))
+        return survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -437,10 +437,11 @@ class Orchestrator(Host):
         start = None if fresh else self._resume
         if resume is not None:
             start = (Path(resume), checkpoint.read(Path(resume)))
+        self._notices.forget("start")  # what an earlier run went on from
         ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
             for note in from_checkpoint(ensemble, plan, *start):
-                self._notices.add(note)
+                self._notices.add(note, "start")
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         ensemble.look_at(plan.feed)
         return ensemble
@@ -476,7 +477,7 @@ class Orchestrator(Host):
             return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew")
+            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew", "start")
         return ensemble
 
     @property

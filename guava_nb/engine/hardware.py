@@ -37,17 +37,19 @@ def pick_device(wanted: str) -> torch.device:
     try:
         device = torch.device(f"cuda:{wanted}" if wanted.isdigit() else wanted)
     except RuntimeError as error:
-        raise ConfigError(
-            f"device {wanted!r} is not a torch device; here are: {', '.join(visible_devices())}, cpu"
-        ) from error
+        raise ConfigError(f"device {wanted!r} is not a torch device; here are: {_listed_devices()}") from error
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         hint = (
             "" if torch.cuda.is_available() else " (torch sees no GPU: in Colab choose Runtime > Change runtime type)"
         )
-        raise ConfigError(f"device {wanted!r} is not here{hint}; here are: {', '.join(visible_devices())}, cpu")
+        raise ConfigError(f"device {wanted!r} is not here{hint}; here are: {_listed_devices()}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda:0")
     return device
+
+
+def _listed_devices() -> str:
+    return ", ".join(dict.fromkeys([*visible_devices(), "cpu"]))
 
 
 def describe(

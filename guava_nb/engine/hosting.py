@@ -136,8 +136,9 @@ class Host:
     def _lead_through(self, way: Tunnel) -> None:
         assert self._listener is not None
         keeper = self._keeper or TunnelKeeper(
-            self._listener, self._notices.add, self.config.rejoin_timeout_s, lambda code: self._on_code(code)
-        )
+            self._listener, lambda sentence: self._notices.replace(sentence, "tunnel"), self.config.rejoin_timeout_s,
+            lambda code: self._on_code(code),
+        )  # fmt: skip
         keeper.use(way)
         self._keeper = keeper
 
@@ -186,11 +187,12 @@ class Host:
         """The tunnel that leads here, None without one."""
         return None if self._keeper is None else self._keeper.tunnel
 
-    def _where(self) -> tuple[str, str]:
-        """Address that the code leads to, and how the tunnel stands; both empty where nobody can dial."""
+    def _where(self) -> tuple[str, str, str]:
+        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where nobody can dial."""
         if self._listener is None:
-            return "", ""
-        return self.join_code.address, "" if self._keeper is None else self._keeper.state()
+            return "", "", ""
+        keeper = self._keeper
+        return self.join_code.address, *(("", "") if keeper is None else (keeper.state(), keeper.note()))
 
     @property
     def expected_workers(self) -> int:

@@ -21,17 +21,31 @@ class Notices(logging.Handler):
     def __init__(self) -> None:
         """Start empty and not listening."""
         super().__init__(logging.WARNING)
-        self._sentences: deque[str] = deque(maxlen=KEPT)
+        self._sentences: deque[tuple[int, str, str]] = deque(maxlen=KEPT)
+        self._count = 0
         self._access = threading.Lock()
 
-    def add(self, sentence: str) -> None:
-        """Keep a sentence; from any thread."""
+    def add(self, sentence: str, topic: str = "") -> None:
+        """Keep a sentence; from any thread. `topic` names what it is about, so that it can be forgotten when it is over."""
         logging.getLogger("guava_nb.session").info("%s", sentence)
-        self._keep(sentence)
+        self._keep(sentence, topic)
 
-    def _keep(self, sentence: str) -> None:
+    def replace(self, sentence: str, topic: str) -> None:
+        """Keep a sentence instead of those on the same topic, which are over."""
+        self.forget(topic)
+        self.add(sentence, topic)
+
+    def forget(self, topic: str) -> None:
+        """What was said about a topic is over."""
         with self._access:
-            self._sentences.append(sentence)
+            kept = [entry for entry in self._sentences if entry[1] != topic]
+            self._sentences.clear()
+            self._sentences.extend(kept)
+
+    def _keep(self, sentence: str, topic: str = "") -> None:
+        with self._access:
+            self._count += 1
+            self._sentences.append((self._count, topic, sentence))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning of ours."""
@@ -47,5 +61,9 @@ class Notices(logging.Handler):
 
     def last(self, count: int) -> tuple[str, ...]:
         """Return the newest sentences, oldest first."""
+        return tuple(sentence for _, sentence in self.numbered(count))
+
+    def numbered(self, count: int) -> tuple[tuple[int, str], ...]:
+        """Return the newest sentences, oldest first, each with its number, which grows by one with each."""
         with self._access:
-            return tuple(self._sentences)[-count:]
+            return tuple((number, sentence) for number, _, sentence in self._sentences)[-count:]

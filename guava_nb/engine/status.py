@@ -45,6 +45,7 @@ class WorkerStatus:
         queued_batches, queued_bytes: that it was sent and has not worked on.
         rate_out_bytes_s, rate_in_bytes_s: measured on the line to it and from it.
         worker_waits, data_waits: part of the time in which it waited for data, and data for it, 0 to 1.
+        awaited_s: seconds for which it is still waited for, when its connection broke.
         power_w, busy: of its device lately; joules: of its boards in this run, also where others share them.
         memory_used_bytes, memory_bytes: of its GPU; of its machine where it has none.
     """
@@ -74,6 +75,7 @@ class WorkerStatus:
     busy: float | None = None
     memory_used_bytes: int | None = None
     memory_bytes: int | None = None
+    awaited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Status:
     Attributes:
         address: host:port that workers dial; the join code itself is a secret and not part of it.
         tunnel: the tunnel that leads there and how it stands; "" without one.
+        tunnel_note: what has to be done so that workers get through it; "" for nothing.
+        notes: what happened; note_numbers: one number for each, growing, as some are forgotten when they are over.
     """
 
     state: str  # "closed", "open"
@@ -122,3 +126,5 @@ class Status:
     cells: tuple[str, ...] = ()  # names of shared cells
     notes: tuple[str, ...] = ()
     tunnel: str = ""
+    tunnel_note: str = ""
+    note_numbers: tuple[int, ...] = ()

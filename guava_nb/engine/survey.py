@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,13 +21,18 @@ __all__ = ["note_workers", "note_waits", "survey", "total_bytes", "wire_bytes", 
 
 def survey(
     cluster: Cluster | None,
-    where: tuple[str, str],
+    where: tuple[str, str, str],
     config: DistributedConfig,
     run: Run | None,
     cells: tuple[str, ...],
-    notes: tuple[str, ...],
+    notes: tuple[tuple[int, str], ...],
 ) -> Status:
-    """Return a snapshot of a session; `where`: its address, and how the tunnel that leads there stands, "" for none."""
+    """Return a snapshot of a session.
+
+    Args:
+        where: its address, how the tunnel that leads there stands, and what has to be done for it; "" for nothing.
+        notes: numbered.
+    """
     workers = () if cluster is None else tuple(_worker(m, cluster, run) for m in cluster.members())
     return Status(
         state="closed" if cluster is None else "open",
@@ -36,8 +42,10 @@ def survey(
         workers=workers,
         run=None if run is None else run.status(),
         cells=cells,
-        notes=notes,
+        notes=tuple(sentence for _, sentence in notes),
         tunnel=where[1],
+        tunnel_note=where[2],
+        note_numbers=tuple(number for number, _ in notes),
     )
 
 
@@ -74,6 +82,7 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
         rate_in_bytes_s=rates[1],
         worker_waits=member.waits.worker_waits,
         data_waits=member.waits.data_waits,
+        awaited_s=session.patience_s(time.monotonic()) if session is not None and member.state == "suspect" else None,
         **_device_now(cluster, member),
     )
 

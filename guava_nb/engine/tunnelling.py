@@ -128,6 +128,10 @@ class TunnelKeeper:
         problem = f" ({self._problem})" if self._problem else ""
         return f"{away}, {'given up' if self._upkeep.given_up else 'being started again'}{problem}"
 
+    def note(self) -> str:
+        """What has to be done so that workers get through the tunnel; "" for nothing."""
+        return "" if self._tunnel is None else self._tunnel.note()
+
     def use(self, tunnel: Tunnel) -> JoinCode:
         """Lead through this tunnel from now on; the code changes, whoever is here keeps seat and state. Returns the code.
 
@@ -158,17 +162,17 @@ class TunnelKeeper:
             tunnel.stop()  # an interrupt may come between any two of its instructions
             raise
         before, self._tunnel = self._tunnel, tunnel
+        was_down = self._upkeep.down_since is not None
         self._upkeep, self._problem = Upkeep(self._patience_s), ""
         self._listener.patience.outage_s = self._patience_s
         if first:
             self._address = address
             self._thread = threading.Thread(target=self._watch, name="guava-tunnel", daemon=True)
             self._thread.start()
-        else:
+        elif was_down or address != self._address:
             self._arrive(address)
         if before is not None:
             before.stop()
-        self._say_note()
 
     def _ensure(self) -> None:
         assert self._tunnel is not None
@@ -267,16 +271,11 @@ class TunnelKeeper:
             return
         code = self.code
         self._notice(
-            f"the tunnel has a new address: {code.address}. Give each worker the new code: run %guava_worker NEWCODE "
-            f"there, within {self._patience_s:g} s, and it goes on where it was; %guava_up --show-code shows the code"
+            f"the tunnel has a new address: {code.address}. Workers that are connected need nothing; one that is away needs "
+            f"the new code, which %guava_up --show-code shows: run %guava_worker NEWCODE there, within {self._patience_s:g} s, "
+            "and it goes on where it was"
         )
         self._on_code(code)
-        self._say_note()
-
-    def _say_note(self) -> None:
-        note = "" if self._tunnel is None else self._tunnel.note()
-        if note:
-            self._notice(note)
 
 
 def code_behind(listener: Listener, address: Address) -> JoinCode:

@@ -33,14 +33,14 @@ class Notices:
 
     def __init__(self, orchestrator: Any) -> None:
         """Take what happened so far as seen."""
-        self._tail = LineTail(lambda: orchestrator.status().notes)
-        self._tail.new()
-        self._since: list[str] = []
+        self._orchestrator = orchestrator
+        self._seen = max(orchestrator.status().note_numbers, default=0)
 
     def latest(self) -> tuple[str, ...]:
-        """The last few sentences."""
-        self._since = [*self._since, *self._tail.new()][-SHOWN_NOTICES:]
-        return tuple(self._since)
+        """The last few sentences, without those that are over."""
+        status = self._orchestrator.status()
+        numbered = zip(status.note_numbers, status.notes, strict=True)
+        return tuple(sentence for number, sentence in numbered if number > self._seen)[-SHOWN_NOTICES:]
 
 
 class WorkerLines:

@@ -64,10 +64,12 @@ class GuavaMagics(Magics):
     def guava_up(self, args: argparse.Namespace) -> None:
         """Open the session or show the open one, and hand out the join code."""
         notes = self.session.open(args)
-        (view,) = self.session.views()[:1]
+        (view,) = self.session.views(with_tunnel=False)[:1]
         if self.session.is_local_only and not args.show_code:
             notes.append("All workers are local, so no join code is shown; %guava_up --show-code shows it.")
         elif self.session.has_code:
+            if note := self.session.tunnel_note:  # above the cell to paste, which fails without it
+                say(note)
             self._show_code()
         closing = "%guava_down closes the session."
         self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))

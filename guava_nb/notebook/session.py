@@ -11,6 +11,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, forecast_view, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, awaited_workers, forecast_view, ready_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -116,6 +117,12 @@ class NotebookSession:
     def has_code(self) -> bool:
         """Whether this session listens, so that there is a code to hand out."""
         return bool(self._orchestrator.status().address)
+
+    @property
+    def tunnel_note(self) -> str:
+        """What has to be done so that workers get through the tunnel; "" for nothing."""
+        note = str(self._orchestrator.status().tunnel_note)
+        return f"First: {note}." if note else ""
 
     def _code_now(self) -> str:
         return self.join_code() if self.has_code else ""
@@ -266,15 +273,22 @@ class NotebookSession:
         """Names of all workers the orchestrator knows, for messages and completion."""
         return [worker.name for worker in self._orchestrator.status().workers] if self.is_open else []
 
-    def views(self) -> list[View]:
-        """What there is to show: the session, the worker of this notebook, both, or nothing."""
-        views = [session_view(self._orchestrator.status())] if self.is_open else []
+    def views(self, with_tunnel: bool = True) -> list[View]:
+        """What there is to show: the session, the worker of this notebook, both, or nothing.
+
+        Args:
+            with_tunnel: with what has to be done for its tunnel.
+        """
+        views = []
+        if self.is_open:
+            status = self._orchestrator.status()
+            views = [session_view(status if with_tunnel else replace(status, tunnel_note=""))]
         return views + ([self.worker.view()] if self.worker.exists else [])
 
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return interrupt_run(self._orchestrator.run)
+            return interrupt_run(self._orchestrator.run, 1, awaited_workers(self._orchestrator.status().workers))
         if self.worker.lives:
             self.worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -333,18 +347,18 @@ class NotebookSession:
                 )
 
     def _gather(self) -> None:
-        """Before the first run wait for all expected workers; later runs take who is there: some may be gone."""
+        """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         orchestrator = self._orchestrator
-        if orchestrator.run is not None:
-            return
         here, expected = ready_workers(orchestrator.status()), orchestrator.expected_workers
+        if orchestrator.run is not None:
+            expected = 1
         if here < expected:
             patience_s = orchestrator.config.rejoin_timeout_s
             say(
                 f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
                 "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
             )
-            orchestrator.wait_for_workers(timeout=patience_s)
+            orchestrator.wait_for_workers(count=expected, timeout=patience_s)
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
@@ -356,7 +370,7 @@ class NotebookSession:
             nonlocal code
             if (now := self._code_now()) != code:  # this cell is busy, so nobody can ask for it elsewhere
                 code = now
-                hand_over(code, choose_ui(self._shell), NEW_ADDRESS)
+                hand_over(code, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
             return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
 
         watch(
@@ -364,7 +378,7 @@ class NotebookSession:
             lambda: frame(run_view),
             lambda: frame(summary_view),
             panel,
-            lambda count: interrupt_run(run, count),
+            lambda count: interrupt_run(run, count, awaited_workers(orchestrator.status().workers)),
         )
         status: RunStatus = run.status()
         if status.state == "failed":

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -63,7 +64,7 @@ class TextSurface:
         if lines or self._bar is not None:
             self.draw(view, lines)
         self.close()
-        say(to_text(view))
+        say(to_text(self._news.alone(view)))
 
     def close(self) -> None:
         """End the bar's line: a bar left open would spoil every later one."""
@@ -114,7 +115,7 @@ class LineSurface:
         """Write the summary."""
         for line in _capped(lines):
             say(line)
-        say(to_text(view))
+        say(to_text(self._news.alone(view)))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -131,6 +132,10 @@ class _News:
         new = [note for note in view.notes if note not in self._told]
         self._told = view.notes
         return new
+
+    def alone(self, view: View) -> View:
+        """The view with those notes only: the others stand above it."""
+        return replace(view, notes=tuple(self.of(view)))
 
 
 class DisplaySurface:

@@ -112,10 +112,19 @@ def follow_lines(new_lines: Callable[[], list[str]], at_work: Callable[[], bool]
                 return
 
 
-def interrupt_run(run: Any, count: int = 1) -> str:
-    """Do what the n-th interrupt of a watched run means; returns the sentence to say."""
+def interrupt_run(run: Any, count: int = 1, awaited: str = "") -> str:
+    """Do what the n-th interrupt of a watched run means; returns the sentence to say.
+
+    Args:
+        awaited: workers whose connections broke, and how long they are waited for, when nobody else is here.
+    """
     stopping = run.status().state == "stopping"
     run.interrupt()
+    if count == 1 and not stopping and awaited:
+        return (
+            f"Nobody is here to end the step: it waits for {awaited}. Interrupt again (or %guava_stop) to stop at the last "
+            "committed step."
+        )
     if count == 1 and not stopping:
         return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."
     return "Aborting the step now; the model keeps the state of the last committed step."

@@ -205,8 +205,16 @@ def _checked(data: bytes) -> bytes:
     if length < _FIXED.size + _CHECKSUM_BYTES + 2:
         raise JoinCodeError(f"the join code is damaged at its beginning; {_COPY_AGAIN}")
     if len(data) < length:
-        raise JoinCodeError(f"the join code is cut off: {len(data)} of {length} bytes are there; {_COPY_AGAIN}")
+        raise JoinCodeError(
+            f"the join code is cut off: {_missing(length - len(data), length)} is missing; {_COPY_AGAIN}"
+        )
     body, checksum = data[: length - _CHECKSUM_BYTES], data[length - _CHECKSUM_BYTES : length]
     if not secrets.compare_digest(checksum, _checksum(body)):
         raise JoinCodeError(f"the join code is damaged: its checksum does not fit; {_COPY_AGAIN}")
     return body
+
+
+def _missing(count: int, length: int) -> str:
+    """How much of a code is not there, in words: nobody counts its bytes."""
+    part = count / length
+    return "most of it" if part > 0.6 else "about half of it" if part > 0.4 else "a part" if part > 0.1 else "its end"

@@ -9,6 +9,7 @@ from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
     WorkerSelf,
+    awaited_workers,
     ready_workers,
     run_view,
     session_view,
@@ -20,6 +21,7 @@ from guava_nb.render.view import Curve, Progress, Table, View
 
 __all__ = [
     "Curve",
+    "awaited_workers",
     "checks_view",
     "Progress",
     "Table",

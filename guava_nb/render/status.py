@@ -20,10 +20,14 @@ from guava_nb.render.values import (
 )
 from guava_nb.render.view import Curve, Progress, Table, View
 
-__all__ = ["WorkerSelf", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
+__all__ = ["WorkerSelf", "awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
 
 #: What makers write into the names of their devices and nobody reads.
 _MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU)\b(?= )", re.IGNORECASE)
+
+#: Workers that are not here any more, and states of a run in which it works.
+_GONE = ("lost", "left")
+_AT_WORK = ("preparing", "training", "validating", "stopping")
 
 
 class WorkerSelf(Protocol):
@@ -48,6 +52,16 @@ def ready_workers(status: Status) -> int:
     return sum(worker.state in ("ready", "working") for worker in status.workers)
 
 
+def awaited_workers(workers: Sequence[WorkerStatus]) -> str:
+    """Whose connections broke and how long they are waited for, when nobody else is here; "" when somebody is."""
+    away = [worker for worker in workers if worker.state == "suspect"]
+    if not away or any(worker.state in ("ready", "working") for worker in workers):
+        return ""
+    known = [worker.awaited_s for worker in away if worker.awaited_s is not None]
+    names = ", ".join(worker.name for worker in away)
+    return f"{names} to come back" + (f", up to {show_seconds(round(max(known)))} more" if known else "")
+
+
 def session_view(status: Status) -> View:
     """A whole session: where it listens, who is there, what runs. Never the join code."""
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
@@ -56,17 +70,17 @@ def session_view(status: Status) -> View:
     run = status.run
     if run is not None:
         facts += [
-            ("run", f"{run.state}, {_headline(run)}"),
+            ("run", f"{_state(run, status.workers)}, {_headline(run, status.workers)}"),
             ("wire", _wire(run)),
             *_budget(run),
             *_path(run),
             *_loaded(run),
         ]
-    notes = (*status.notes, *((run.message,) if run is not None and run.message else ()))
+    doing = (status.tunnel_note,) if status.tunnel_note else ()
+    notes = (*doing, *status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
-    tables = (
-        Table((), tuple(facts)), _workers(status.workers), _feeding(status.workers), _devices(status.workers),
-    )  # fmt: skip
+    there = _taking_part(status.workers, run is not None)
+    tables = (Table((), tuple(facts)), _workers(there), _feeding(there), _devices(there))
     return View("session", headline, None, tables, notes)
 
 
@@ -76,7 +90,8 @@ def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequ
     facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_loaded(run), *_energy(run))
     there = _taking_part(workers)
     tables = (Table((), facts), _workers(there), _feeding(there), _devices(there))
-    return View(run.state, _headline(run), progress, tables, _notes(run, notices), _curve(run))
+    title, headline = _state(run, workers), _headline(run, workers)
+    return View(title, headline, progress, tables, _notes(run, notices), _curve(run))
 
 
 def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
@@ -113,14 +128,21 @@ def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
     return (*notices, *((run.message,) if run.message else ()))
 
 
-def _headline(run: RunStatus) -> str:
+def _state(run: RunStatus, workers: Sequence[WorkerStatus]) -> str:
+    """What a run does; it waits when nobody is here to do it."""
+    return "waiting" if run.state in _AT_WORK and awaited_workers(workers) else run.state
+
+
+def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
     """The numbers of one line; those not known yet are left out, a bar has no room for excuses."""
+    awaited = awaited_workers(workers) if run.state in _AT_WORK else ""
     total = "" if run.total_steps is None else f"/{run.total_steps}"
     resumed = f" since step {run.steps_before}" if run.steps_before else ""
-    parts = [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
+    parts = [f"for {awaited}"] if awaited else []
+    parts += [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
-    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None else []
+    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None and not awaited else []
     return ", ".join(parts)
 
 
@@ -186,7 +208,10 @@ def _energy(run: RunStatus) -> list[tuple[str, str]]:
 def _devices(workers: Sequence[WorkerStatus]) -> Table:
     """How busy each device is and what it draws; only those that tell something."""
     columns = ("device", "busy", "memory", "power", "energy")
-    return Table(columns, tuple(_device_row(worker) for worker in workers if worker.memory_bytes is not None))
+    return Table(
+        columns,
+        tuple(_device_row(worker) for worker in workers if worker.memory_bytes is not None and _is_there(worker)),
+    )
 
 
 def _device_row(worker: WorkerStatus) -> tuple[str, ...]:
@@ -202,7 +227,8 @@ def _device_row(worker: WorkerStatus) -> tuple[str, ...]:
 
 def _feeding(workers: Sequence[WorkerStatus]) -> Table:
     """How data reaches each worker, and who waits for whom; only those of whom something is known."""
-    known = [w for w in workers if w.queued_batches or w.rate_out_bytes_s is not None or w.worker_waits is not None]
+    there = [w for w in workers if _is_there(w)]
+    known = [w for w in there if w.queued_batches or w.rate_out_bytes_s is not None or w.worker_waits is not None]
     columns = ("feeding", "in flight", "link to it", "link from it", "round trip", "who waits")
     return Table(columns, tuple(_feeding_row(worker) for worker in known))
 
@@ -228,9 +254,13 @@ def _who_waits(worker: WorkerStatus) -> str:
     return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
 
 
-def _taking_part(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Without those that were gone before the run began."""
-    return [w for w in workers if w.state not in ("lost", "left") or w.samples or w.out_bytes]
+def _taking_part(workers: Sequence[WorkerStatus], ran: bool = True) -> list[WorkerStatus]:
+    """Without those that were gone before the run began; before any run, without those that left."""
+    return [w for w in workers if _is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")]
+
+
+def _is_there(worker: WorkerStatus) -> bool:
+    return worker.state not in _GONE
 
 
 def _workers(workers: Sequence[WorkerStatus]) -> Table:
@@ -243,7 +273,7 @@ def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
     device = worker.device if name in ("", worker.device) else f"{worker.device} {name}"
     return (
         worker.name,
-        worker.state,
+        "away" if worker.state == "suspect" else worker.state,
         device,
         "-" if worker.share is None else show_percent(worker.share),
         "-" if worker.step_s is None else show_seconds(worker.step_s),

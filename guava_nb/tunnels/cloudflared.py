@@ -220,12 +220,16 @@ class _Agent:
         for pattern, sentence in _MEANINGS:
             if any(re.search(pattern, line) for line in self._telling()):
                 return sentence
+        status = self._process.poll()
+        if over and status is not None and status < 0 and os.name != "nt":
+            memory = " (often by the system, for lack of memory)" if status == -9 else ""
+            return f"it was ended by signal {-status}{memory}; start it again"
         if not self._lines:
-            doing = f"ended with status {self._process.poll()} and" if over else f"ran for {START_S:g} s and"
+            doing = f"ended with status {status} and" if over else f"ran for {START_S:g} s and"
             return f"{self._program} {doing} said nothing: is it the right program? {DOWNLOADS} has it"
         last = self._lines[-1][:200]
         if over:
-            return f"it ended with status {self._process.poll()}; its last line: {last}"
+            return f"it ended with status {status}; its last line: {last}"
         return f"it had no connection to Cloudflare after {START_S:g} s; its last line: {last}"
 
     def _telling(self) -> Sequence[str]:

@@ -50,9 +50,11 @@ class DirectTunnel(Tunnel):
     def __init__(self, host: str | None = None, port: int | None = None) -> None:
         self._host, self._port = host, port
         self._at: Address | None = None
+        self._is_known = True
 
     def start(self, port: int) -> Address:
         """Return that address; the listener must be bound beyond the loopback, as `bind` says."""
+        self._is_known = self._host is None or _is_known(self._host)
         self._at = Address(self._host or _own_address(), self._port or port)
         return self._at
 
@@ -69,8 +71,10 @@ class DirectTunnel(Tunnel):
         return self._at
 
     def note(self) -> str:
-        """Where others look for this machine, when nobody said."""
+        """Where others look for this machine, when nobody said; and a name that may be misspelt."""
         at = self._at
+        if at is not None and not self._is_known:
+            return f"the name {at.host} is not known on this machine: check it, unless workers know it (--tunnel direct:HOST)"
         if at is None or self._host is not None:
             return ""
         return (
@@ -87,3 +91,11 @@ def _own_address() -> str:
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
+
+
+def _is_known(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True

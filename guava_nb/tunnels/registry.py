@@ -56,6 +56,10 @@ def split_host(text: str, example: str = "HOST:PORT") -> tuple[str, int | None]:
     Raises:
         ConfigError: no host, no number between 1 and 65535, or an IPv6 address without brackets.
     """
+    if "://" in text:
+        raise ConfigError(
+            f"{text!r} is an address of the web: write it without {text.split('://')[0]}://, as {example}"
+        )
     bracketed = text.startswith("[")
     host, closing, rest = text[1:].partition("]") if bracketed else (*text.partition(":")[:1], "", "")
     if not bracketed and text.count(":") > 1:

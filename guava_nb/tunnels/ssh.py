@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.records import end_orphans, remember
@@ -94,14 +95,15 @@ class SshTunnel(Tunnel):
             self._end()
             stops = self._stops
             until = time.monotonic() + START_S
-            host = self._host()
+            server = self._server()
+            host = server.host
             end_orphans(self.name)
             client = self._forward(host, port, until)
             if stops != self._stops:  # `stop` came in between
                 client.stop()
                 raise ConfigError("the ssh tunnel was stopped while it was started")
             self._client, self._to, self._before = client, port, client.port
-            self._at, self._note = self._reach(host, client.port)
+            self._at, self._note = self._reach(server, client.port)
             atexit.register(self.stop)
             return self._at
 
@@ -135,13 +137,14 @@ class SshTunnel(Tunnel):
 
     # ------------------------------------------------------------------------------------------------------- the server
 
-    def _host(self) -> str:
-        """The name behind the user's own name for it."""
+    def _server(self) -> _Server:
+        """What is behind the user's own name for it."""
         done = self._run("-G", "--", self._target)
-        names = [line.split(None, 1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-        if done.returncode or not names:
+        words = [line.partition(" ") for line in done.stdout.splitlines()]
+        found = {name: value.strip() for name, _, value in reversed(words)}
+        if done.returncode or "hostname" not in found:
             raise ConfigError(why_not(done.stderr.splitlines(), Asked(self._target, 0)))
-        return names[0].strip()
+        return _Server(found["hostname"], found.get("user", ""), found.get("port", "22"))
 
     def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
         try:
@@ -194,9 +197,10 @@ class SshTunnel(Tunnel):
         where = f"*:{wanted}:{LOOPBACK}:{port}"
         return [_program(), *self._options, "-N", "-T", "-x", *options, "-R", where, "--", self._target]
 
-    def _reach(self, host: str, port: int) -> tuple[Address, str]:
+    def _reach(self, server: _Server, port: int) -> tuple[Address, str]:
         """Try whether others come to the port; the address to dial, and what has to be done for it."""
-        by_hand = f"on each worker's machine run  ssh -N -L {port}:{LOOPBACK}:{port} {self._target}  beside the worker"
+        host = server.host
+        by_hand = f"on each worker's machine run  ssh -N -L {port}:{LOOPBACK}:{port} {server.words}  beside the worker, before it"
         problem = _answers(host, port)
         if isinstance(problem, ConnectionRefusedError):
             return Address(LOOPBACK, port), (
@@ -229,6 +233,20 @@ def _program() -> str:
             "Optional features, OpenSSH Client), or take another tunnel"
         )
     return found
+
+
+class _Server(NamedTuple):
+    """An SSH server as any machine can name it."""
+
+    host: str
+    user: str
+    port: str
+
+    @property
+    def words(self) -> str:
+        """For the command line of ssh, without the names of this machine's ~/.ssh/config."""
+        port = "" if self.port == "22" else f"-p {self.port} "
+        return f"{port}{self.user}{'@' if self.user else ''}{self.host}"
 
 
 class _Client:

@@ -101,7 +101,8 @@ def _forbidden(text: str, asked: Asked) -> str:
     if asked.port:
         return (
             f"{asked.target} does not listen on port {asked.port} for us: another program has it, or it is below 1024; take "
-            f"another port, or none (--tunnel ssh:{asked.target}), then a free one is taken"
+            f"another port, or none (--tunnel ssh:{asked.target}), then a free one is taken. It is "
+            "the port that workers dial; that of the SSH server itself goes into ~/.ssh/config (a Host entry with Port)"
         )
     return (
         f"{asked.target} lets us in and forbids to forward ports: whoever runs it must allow it (AllowTcpForwarding yes in "

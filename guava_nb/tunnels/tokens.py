@@ -240,11 +240,15 @@ def _from_config(path: Path, notes: list[str]) -> str | None:
 
 def _nothing(notes: list[str]) -> str:
     tried = f" ({'; '.join(notes)})" if notes else ""
+    anywhere = f"; the environment variable {VARIABLE} works too"
     keep = {
-        Host.COLAB: f"add a secret {VARIABLE} under the key symbol at the left and switch its notebook access on",
-        Host.KAGGLE: f"add a secret {VARIABLE} under Add-ons > Secrets and attach it to this notebook",
-    }.get(current_host(), f"set the environment variable {VARIABLE}")
+        Host.COLAB: f"add a secret {VARIABLE} under the key symbol at the left and switch its notebook access on{anywhere}",
+        Host.KAGGLE: f"add a secret {VARIABLE} under Add-ons > Secrets and attach it to this notebook{anywhere}",
+    }.get(
+        current_host(),
+        f"set the environment variable {VARIABLE} before Jupyter or Python starts, or run %guava_up where a notebook can ask",
+    )
     return (
-        f"ngrok needs an authtoken, and none was found{tried}: get one at {PAGE} and {keep} "
-        f"({VARIABLE} works everywhere); a tunnel that needs no account is --tunnel cloudflared"
+        f"ngrok needs an authtoken, and none was found{tried}: get one at {PAGE} and {keep}. "
+        "A tunnel that needs no account is --tunnel cloudflared"
     )

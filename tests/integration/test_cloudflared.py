@@ -89,7 +89,7 @@ def test_what_it_is_told_and_what_not(fake: FakeCloudflared, monkeypatch: pytest
         ("fault", "has a fault of its own"),
         ("proxy", "a proxy on the way opens encrypted traffic"),
         ("flags", "too old: update it from https://developers"),
-        ("dies", r"ended with status -9; its last line: .*Requesting new quick Tunnel"),
+        ("dies", r"ended by signal 9 \(often by the system, for lack of memory\); start it again"),
         ("mute", "ended with status 3 and said nothing: is it the right program"),
         ("edge", "port 7844 is not reached"),
         ("silent", r"ran for 0\.7 s and said nothing"),

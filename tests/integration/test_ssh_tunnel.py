@@ -102,7 +102,10 @@ def test_where_the_server_listens_for_itself_only_it_says_what_to_do(
         made = tunnel(of=other)
         at = made.start(here.getsockname()[1])
         assert at.host == "127.0.0.1", "what an ssh -L on the worker's machine leads to"
-        assert f"ssh -N -L {at.port}:127.0.0.1:{at.port} relay" in made.note()
+        there = f"-p {other.port} {other.user}@127.0.0.2"
+        assert f"ssh -N -L {at.port}:127.0.0.1:{at.port} {there} " in made.note(), (
+            "the worker's machine has no such alias"
+        )
         assert "GatewayPorts clientspecified" in made.note() and "\n" not in made.note()
         assert passes(made, here)
         made.stop()

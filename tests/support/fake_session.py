@@ -102,6 +102,7 @@ class FakeOrchestrator:
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
     tunnel: str = ""
+    tunnel_note: str = ""
     config: DistributedConfig = field(default_factory=DistributedConfig)
     results: Any = None
 
@@ -190,8 +191,9 @@ class FakeOrchestrator:
         run = self.run.status() if self.run else None
         address = "" if ("connect" in [name for name, _ in self.calls]) else "127.0.0.1:4242"  # it dialled
         return Status(
-            self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells), tunnel=self.tunnel
-        )
+            self.state, address, "data", self.expected_workers, workers, run, tuple(self.cells), tunnel=self.tunnel,
+            tunnel_note=self.tunnel_note,
+        )  # fmt: skip
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:
         if worker is not None:
@@ -259,7 +261,10 @@ class FakeWorker:
 
     def status(self) -> FakeWorkerStatus:
         state = ("reconnecting" if self.away else "working") if self.alive else self.last_state
-        detail = {"crashed": "exit status -9", "reconnecting": self.away_because}.get(state, self.detail)
+        detail = {"crashed": "exit status -9", "reconnecting": self.away_because}.get(
+            state, "" if self.alive else self.detail
+        )
+        name = self.name or ("worker-0" if self.joined else "")
         return FakeWorkerStatus(
-            state, self.name or ("worker-0" if self.joined else ""), self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error
+            state, name, self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error
         )

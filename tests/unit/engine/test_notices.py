@@ -20,6 +20,17 @@ def test_sentences_and_the_package_s_warnings_in_order() -> None:
     assert notices.last(1) == ("refused a connection from a stranger",)
 
 
+def test_what_is_over_is_forgotten_and_numbers_tell_what_is_new() -> None:
+    notices = Notices()
+    notices.replace("the tunnel broke", "tunnel")
+    notices.add("one joined")
+    notices.add("goes on from the weights of the last run", "start")
+    assert notices.last(2) == ("one joined", "goes on from the weights of the last run")
+    notices.replace("it has a new address", "tunnel")
+    notices.forget("start")
+    assert notices.numbered(10) == ((2, "one joined"), (4, "it has a new address"))
+
+
 def test_only_the_newest_are_kept() -> None:
     notices = Notices()
     for k in range(3 * KEPT):

@@ -107,9 +107,12 @@ def test_a_new_address_is_published_with_what_to_do(world: Any) -> None:
     old = world.keeper.use(tunnel)
     tunnel.advice = "do this first"
     tunnel.at = None
-    eventually(lambda: len(world.notices) == 3, 10, "the new address is told")
+    eventually(lambda: len(world.notices) == 2, 10, "the new address is told")
     assert "two.example:2" in world.notices[1] and "%guava_worker NEWCODE" in world.notices[1]
-    assert world.notices[2] == "do this first"
+    assert "Workers that are connected need nothing" in world.notices[1]
+    assert world.keeper.note() == "do this first"
+    tunnel.advice = ""
+    assert world.keeper.note() == "", "what is mended is not told any more"
     (new,) = world.codes
     assert new == world.keeper.code == old.with_address("two.example", 2) and new.encode() not in str(world.notices)
     assert world.listener.patience.kept_until(0.0) > 0.0
@@ -147,6 +150,8 @@ def test_another_tunnel_takes_the_place_and_one_that_fails_changes_nothing(world
     assert world.keeper.use(second).address == "two.example:2"
     assert not first.alive() and world.keeper.tunnel is second
     assert world.keeper.use(second).address == "two.example:2" and second.starts == 1, "safe to run again"
+    world.keeper.use(ScriptedTunnel(THERE))
+    assert len(world.notices) == 1, "the same address by another tunnel is no news: it was never down"
     world.keeper.close()
     assert not second.alive()
     with pytest.raises(ConfigError, match="closed"):

@@ -77,6 +77,7 @@ def notebook(
     monkeypatch.setenv("GUAVA_UI", "text")
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     unload(shell)
+    shell.config.pop("Guava", None)  # what an earlier test chose by %config
     shell.reset(new_session=True)
     yield Notebook(shell, capsys)
     unload(shell)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from guava_nb.protocol.joincode import JoinCode
-from tests.support.fake_session import SECRET_CODE
+from tests.support.fake_session import SECRET_CODE, FakeRun
 
 NEW = JoinCode.decode(SECRET_CODE).with_address("two.example", 7).encode()
 OTHER = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"another 16 bytes").encode()
@@ -110,7 +110,7 @@ def test_a_new_code_is_shown_in_the_cell_that_trains(notebook: Any, monkeypatch:
     codes = iter([SECRET_CODE] * 2 + [NEW] * 99)
     monkeypatch.setattr(notebook.magics.session, "join_code", lambda: next(codes))
     monkeypatch.setattr("guava_nb.notebook.surfaces.LineSurface.interval_s", 0.0)
-    shown = notebook.run("%guava_train --model Net --data loader --lr 0.1")
+    shown = notebook.run("%guava_train --model Net --data loader --loss CrossEntropyLoss --optimizer Adam")
     assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
     assert "Workers that are away need it" in shown.text and "need nothing" in shown.text
 
@@ -130,3 +130,23 @@ def test_a_join_that_fails_says_why_and_who_knows_more(notebook: Any) -> None:
     notebook.worker_options = {**failed, "error": "ConfigError"}
     assert notebook.run(f"%guava_worker {SECRET_CODE}").lines[-1].endswith(": a.b:1 did not answer")
     assert "worker :" not in notebook.run("%guava_status").text
+
+
+def test_what_must_be_done_for_the_tunnel_stands_above_the_cell_to_paste(notebook: Any) -> None:
+    notebook.run("%guava_up --tunnel ssh:lab")
+    notebook.orchestrator.tunnel_note = "run ssh -N -L there"
+    shown = notebook.run("%guava_up").text
+    assert shown.count("run ssh -N -L there") == 1 and shown.index("run ssh") < shown.index(SECRET_CODE)
+    assert "run ssh -N -L there" in notebook.run("%guava_status").text
+
+
+def test_training_waits_also_when_the_only_worker_has_left(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = []")
+    train = "%guava_train --model Net --loss CrossEntropyLoss --data loader"
+    assert notebook.run(train).ok
+    notebook.orchestrator.next_run = FakeRun()
+    assert "Waiting" not in notebook.run(train).text
+    notebook.orchestrator.next_run = FakeRun()
+    notebook.orchestrator.here, notebook.orchestrator.coming = [], ["back"]
+    shown = notebook.run(train)
+    assert shown.ok and "Waiting up to 300 s for workers: 0 of 1 are here" in shown.text

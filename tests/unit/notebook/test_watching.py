@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from guava_nb.notebook.panel import Panel
-from guava_nb.notebook.watching import Interrupted, watch
+from guava_nb.notebook.watching import Interrupted, interrupt_run, watch
 from guava_nb.render import View
+from tests.support.fake_session import FakeRun
 
 
 def frame() -> tuple[View, tuple[str, ...]]:
@@ -67,3 +68,10 @@ def test_it_works_in_a_thread_that_cannot_take_signals() -> None:
 
 def test_interrupted_renders_as_one_line() -> None:
     assert Interrupted("x was cut short")._render_traceback_() == ["Interrupted: x was cut short"]
+
+
+def test_an_interrupt_promises_no_end_of_a_step_that_nobody_is_here_to_do() -> None:
+    run = FakeRun()
+    told = interrupt_run(run, 1, "vm to come back, up to 5 min more")
+    assert "it waits for vm to come back" in told and "Interrupt again" in told and "after this step" not in told
+    assert "Aborting" in interrupt_run(run, 2, "vm to come back")

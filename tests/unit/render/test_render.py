@@ -169,3 +169,33 @@ def test_errors() -> None:
     assert error_text(remote).splitlines()[0] == "RemoteError: worker w0 raised ValueError: no <net>"
     assert error_text(remote).splitlines()[2:4] == ["Traceback on w0:", "Traceback:"]
     assert "no &lt;net&gt;" in error_html(remote)
+
+
+def test_a_run_whose_only_worker_is_away_waits_for_it() -> None:
+    away = replace(WORKER, state="suspect", name="vm", awaited_s=280.4)
+    for state in ("training", "stopping"):
+        shown = to_text(run_view(replace(RUN, state=state), (away,)))
+        assert (
+            shown.startswith("waiting: for vm to come back, up to 4 min 40 s more, epoch 1/3")
+            and "samples/s" not in shown
+        )
+        assert "  away  " in shown and "suspect" not in shown
+    assert "500 samples/s" in to_text(run_view(RUN, (away, WORKER))), "somebody else is at work"
+    assert to_text(run_view(replace(RUN, state="done"), (away,))).startswith("done")
+    assert "waiting, for vm" in to_text(session_view(replace(STATUS, workers=(away,))))
+
+
+def test_workers_that_left_before_the_run_are_not_shown_and_gone_ones_have_no_device() -> None:
+    fresh = replace(WORKER, name="vm", memory_bytes=1000, busy=0.5)
+    idle = replace(fresh, state="left", detail="an old one", samples=0, out_bytes=0)
+    worked = replace(fresh, state="left", detail="did a part")
+    shown = to_text(session_view(replace(STATUS, workers=(idle, worked, fresh))))
+    assert "an old one" not in shown and "did a part" in shown and shown.count("50 %") == 2, shown
+    before = to_text(
+        session_view(replace(STATUS, run=None, workers=(worked, replace(fresh, state="lost", detail="lost it"))))
+    )
+    assert "did a part" not in before and "lost it" in before
+
+
+def test_what_must_be_done_for_the_tunnel_stands_in_the_session() -> None:
+    assert "run ssh first" in to_text(session_view(replace(STATUS, tunnel_note="run ssh first")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from guava_nb.errors import ConfigError, LinkBroken, LinkTimeout
+from guava_nb.transport import tcp
 from guava_nb.transport.options import SocketOptions
 from guava_nb.transport.tcp import TcpStream, connect, listen, name_of
 from tests.support.links import own_port
@@ -175,3 +177,23 @@ def test_forked_children_do_not_hold_sockets_open() -> None:
             for fd in (hold, report, tell):
                 os.close(fd)
             theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "words"),
+    [
+        ("127.0.0.1", errno.ECONNREFUSED, "this machine itself, .*guava_up --tunnel"),
+        ("192.0.2.1", errno.ECONNREFUSED, "nobody listens at this port any more"),
+        ("192.0.2.1", errno.EHOSTUNREACH, "no way leads there from this machine: is it online"),
+        ("192.0.2.1", errno.ENETUNREACH, "no way leads there"),
+    ],
+)
+def test_what_is_in_the_way_is_told_by_what_the_system_says(
+    monkeypatch: pytest.MonkeyPatch, host: str, number: int, words: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tcp, "_connect_one", fail)
+    with pytest.raises(LinkBroken, match=words):
+        connect(host, 9)

@@ -45,6 +45,20 @@ def test_ours_by_name() -> None:
     assert isinstance(make_tunnel("direct"), DirectTunnel)
 
 
+def test_a_name_that_is_not_known_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tunnel = make_tunnel("direct:nosuch.invalid")
+
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    assert tunnel.note() == "" and tunnel.start(5) == ("nosuch.invalid", 5, "tcp")
+    assert "the name nosuch.invalid is not known on this machine" in tunnel.note()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])
+    tunnel.start(5)
+    assert tunnel.note() == ""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -59,6 +73,7 @@ def test_ours_by_name() -> None:
         ("direct:[::1", "not of the form"),
         ("direct:[::1]80", "not of the form"),
         ("direct:host:65536", "from 1 to 65535"),
+        ("direct:http://host", "write it without http://, as direct:HOST"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(text: str, words: str) -> None:
