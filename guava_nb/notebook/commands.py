@@ -49,7 +49,8 @@ UP = Command(
             metavar="NAME[:WHAT]",
             complete="tunnels",
             help="how others reach this machine: ngrok, ngrok-http, cloudflared, ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]] "
-            "(PORT is the one that workers dial), local (default: GUAVA_TUNNEL; without one only this machine, or --host, is reached)",
+            "(PORT is the one that workers dial), local (default: GUAVA_TUNNEL; without one only this machine, or --host, is "
+            "reached)",
         ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),

@@ -349,16 +349,15 @@ class NotebookSession:
     def _gather(self) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         orchestrator = self._orchestrator
-        here, expected = ready_workers(orchestrator.status()), orchestrator.expected_workers
-        if orchestrator.run is not None:
-            expected = 1
+        count = None if orchestrator.run is None else 1
+        here, expected = ready_workers(orchestrator.status()), count or orchestrator.expected_workers
         if here < expected:
             patience_s = orchestrator.config.rejoin_timeout_s
             say(
                 f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
                 "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
             )
-            orchestrator.wait_for_workers(count=expected, timeout=patience_s)
+            orchestrator.wait_for_workers(count=count, timeout=patience_s)
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""

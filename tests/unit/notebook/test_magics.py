@@ -288,7 +288,7 @@ def test_train_passes_on_what_was_given_and_nothing_else(notebook: Any) -> None:
 def test_the_first_run_waits_for_all_expected_workers_and_later_ones_do_not(notebook: Any) -> None:
     notebook.run("%guava_up --workers 2 --local 1\nloader = []")
     assert "Waiting up to 300 s for workers: 1 of 2 are here" in notebook.run(TRAIN).text
-    assert notebook.orchestrator.calls[-3] == ("wait", 2)
+    assert notebook.orchestrator.calls[-3] == ("wait", None)
     notebook.orchestrator.next_run = FakeRun()
     assert "Waiting" not in notebook.run(TRAIN).text
 

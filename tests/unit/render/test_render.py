@@ -190,7 +190,7 @@ def test_workers_that_left_before_the_run_are_not_shown_and_gone_ones_have_no_de
     idle = replace(fresh, state="left", detail="an old one", samples=0, out_bytes=0)
     worked = replace(fresh, state="left", detail="did a part")
     shown = to_text(session_view(replace(STATUS, workers=(idle, worked, fresh))))
-    assert "an old one" not in shown and "did a part" in shown and shown.count("50 %") == 2, shown
+    assert "an old one" not in shown and "did a part" in shown and shown.count("50 %") == 3, shown
     before = to_text(
         session_view(replace(STATUS, run=None, workers=(worked, replace(fresh, state="lost", detail="lost it"))))
     )
