@@ -212,7 +212,7 @@ def test_the_code_of_yesterday() -> None:
         codes = [yesterday.listener.join_code(), plain_yesterday.listener.join_code()]
     with world(port=codes[0].port) as today, world(tls=False, port=codes[1].port) as plain_today:
         check = failed(check_join(codes[0].encode()), "fingerprint")
-        assert "another listener" in check.detail and "newest join code" in check.fix
+        assert "closed and opened again" in check.detail and "newest join code" in check.fix
         check = failed(check_join(codes[1].encode()), "secret")
         assert "newest join code" in check.fix
         mixed = replace(today.listener.join_code(), secret=b"x" * 16)
