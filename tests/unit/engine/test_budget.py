@@ -158,8 +158,9 @@ def test_the_end_says_how_to_go_on() -> None:
     budget = Budget(Limit(900_000_000, None), costs(), lambda: 897_000_000)
     path = budget.path(Path("checkpoints"), "run-1", 1234)
     assert budget.sentence(1234, 5000, path) == (
-        "budget 900.0 MB, used 897.0 MB, step 1234 of 5000; go on with %guava_resume checkpoints/run-1-step-1234.pt and a new "
-        "--budget"
+        "budget 900.0 MB, used 897.0 MB, step 1234 of 5000; go on with %guava_resume checkpoints/run-1-step-1234.pt, then "
+        "your %guava_train line with a new --budget"
     )
+    assert "step 115 of 138 (no room); go on with" in budget.sentence(51, 74, path, 64, " (no room)")
     assert "nothing was learned" in budget.sentence(0, None, None) and "%guava_save" in budget.sentence(3, None, None)
     assert Budget(Limit(1, Path("mine.pt")), costs()).path(Path("a"), "run-1", 3) == Path("mine.pt")
