@@ -252,7 +252,8 @@ class Budget:
             left = "no checkpoint was saved; %guava_save does it, at the cost of its bytes"
         else:
             left = "nothing was learned: train again with a larger --budget"
-        return f"budget {show_bytes(self.limit.limit_bytes)}, used {show_bytes(self.used())}, step {before + step}{of}{lacks}; {left}"
+        spent = f"budget {show_bytes(self.limit.limit_bytes)}, used {show_bytes(self.used())}"
+        return f"{spent}, step {before + step}{of}{lacks}; {left}"
 
     def end(self, used: int) -> None:
         """The run has ended; what is sent from now on is not its own."""

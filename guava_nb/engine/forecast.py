@@ -285,7 +285,7 @@ class Forecast:
             )
             said.append(f"At the measured {line} the bytes of the run take at least {self.seconds:.3g} s.")
         elif out is None or back is None:
-            said.append(f"{self._usual_times()}%guava_doctor with the join code measures it, in a worker's notebook.")
+            said.append(f"{self._usual_times()}%guava_doctor with the join code measures it where a worker is.")
         return said
 
     def _usual_times(self) -> str:

@@ -155,7 +155,12 @@ def test_a_forecast_says_all_of_it() -> None:
     ):
         assert part in text
     assert "epochs 1 to 4, each" in text and "activation" in text
-    assert text.index("100 Mbit/s") < text.index("5.0 MB for the run") < text.index("activation") < text.index("Counted so.")
+    assert (
+        text.index("100 Mbit/s")
+        < text.index("5.0 MB for the run")
+        < text.index("activation")
+        < text.index("Counted so.")
+    )
     assert shown(encrypted=False, rates_bytes_s=(2e6, None)).seconds == 10.0
     assert "take at least 10 s" in repr(shown(rates_bytes_s=(2e6, None))) and "enough" in repr(
         shown(budget_bytes=10**9)
