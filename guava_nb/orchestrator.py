@@ -331,6 +331,10 @@ class Orchestrator(Host):
         Raises:
             GuavaError: what `start_training` would refuse before any work starts.
         """
+        if train_loader is None:
+            raise ConfigError(
+                "forecast() needs the loader of the training: there is nothing to reckon with without data"
+            )
         bound = inspect.signature(self.start_training).bind(
             train_loader, val_loader, num_epochs, val_interval, **options
         )

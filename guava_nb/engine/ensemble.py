@@ -306,6 +306,10 @@ class Ensemble:
 
     def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
         step, state = self._answers(job, [rank], optimizer, timeout_s)[0]
+        if step is not None:
+            # It may have applied steps whose report was lost with a connection between two runs: then those count.
+            self.at[rank] = step
+            self._adopt_highest(job)
         if state is None or step != self.step:
             return None
         self.master.load_state(state)

@@ -337,7 +337,14 @@ class GroupEnsemble(Ensemble):
 
     def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
         """Ask every member for its part and put them together; whole replicas need one only."""
-        answers = self._answers(job, [rank] if self.elastic else self.team, optimizer, timeout_s)
+        asked = [rank] if self.elastic else self.team
+        answers = self._answers(job, asked, optimizer, timeout_s)
+        for member, (step, _) in zip(asked, answers, strict=True):
+            if step is not None and step != self.at.get(
+                member
+            ):  # its report was lost with a connection between two runs
+                self.at[member] = step
+        self._adopt_highest(job)
         if any(part is None or step != self.step for step, part in answers):
             self.at.clear() if any(part is None for _, part in answers) else None
             return None

@@ -102,7 +102,7 @@ class TunnelKeeper:
         self._tunnel: Tunnel | None = None
         self._address: Address | None = None
         self._upkeep = Upkeep(patience_s)
-        self._problem = ""
+        self._problem = self._fault = ""
         self._ended, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
 
@@ -153,7 +153,7 @@ class TunnelKeeper:
             )
         first = self._tunnel is None and self._address is None
         try:
-            address = tunnel.start(self._listener.port)
+            address = usable(tunnel.start(self._listener.port))
         except BaseException:
             tunnel.stop()  # an interrupt may come between any two of its instructions
             raise
@@ -174,7 +174,7 @@ class TunnelKeeper:
         assert self._tunnel is not None
         if self._look_at() is None:
             self._tunnel.stop()
-            address = self._tunnel.start(self._listener.port)
+            address = usable(self._tunnel.start(self._listener.port))
             self._upkeep.look(time.monotonic(), True)
             self._arrive(address)
 
@@ -196,7 +196,17 @@ class TunnelKeeper:
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_S):
             with self._lock:
-                self._look()
+                try:
+                    self._look()
+                except Exception as problem:  # of a callback, or of another package's tunnel: whoever watches must live
+                    log.exception("while looking after the tunnel")
+                    self._tell_fault(problem)
+
+    def _tell_fault(self, problem: Exception) -> None:
+        text = f"{type(problem).__name__}: {problem}"
+        if text != self._fault:  # a fault that stays is told once
+            self._fault = text
+            self._notice(f"looking after the tunnel met {text}; it is looked after all the same")
 
     def _look(self) -> None:
         address, now = self._look_at(), time.monotonic()
@@ -214,7 +224,10 @@ class TunnelKeeper:
         """Where it forwards from now; None when it is down. Another package's tunnel may raise anything, or not tell."""
         assert self._tunnel is not None
         try:
-            return (self._tunnel.address() or self._address) if self._tunnel.alive() else None
+            if not self._tunnel.alive():
+                return None
+            address = self._tunnel.address() or self._address
+            return None if address is None else usable(address)
         except Exception as problem:
             self._problem = f"{type(problem).__name__}: {problem}"
             return None
@@ -232,7 +245,7 @@ class TunnelKeeper:
         assert self._tunnel is not None
         try:
             self._tunnel.stop()
-            address = self._tunnel.start(self._listener.port)
+            address = usable(self._tunnel.start(self._listener.port))
         except Exception as problem:
             if not isinstance(problem, GuavaError):
                 log.exception("the tunnel %s could not be started", self._tunnel.name)
@@ -277,6 +290,22 @@ class TunnelKeeper:
         note = "" if self._tunnel is None else self._tunnel.note()
         if note:
             self._notice(note)
+
+
+def usable(address: Address) -> Address:
+    """Return a tunnel's address, if a join code can carry it: another package's tunnel may give anything.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        checked = Address(*address)
+        JoinCode.new(checked.host, checked.port, scheme="tcp").with_address(
+            checked.host, checked.port, None if checked.scheme == "tcp" else checked.scheme
+        )
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise ConfigError(f"the tunnel gave {address!r}, which is no address to dial: {problem}") from problem
+    return checked
 
 
 def code_behind(listener: Listener, address: Address) -> JoinCode:

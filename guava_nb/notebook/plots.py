@@ -19,6 +19,7 @@ _WIDTH_IN, _HEIGHT_IN = 6.4, 2.4
 HEIGHT_PX = round(_HEIGHT_IN * _DPI)
 #: Losses that differ by more than this factor are drawn on a logarithmic scale.
 _WIDE = 30.0
+_MOST = 1e30
 _GREY = "#808080"  # readable on light and on dark pages
 
 
@@ -37,6 +38,7 @@ def watts_png(curves: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
 def curve_png(curve: Curve) -> bytes:
     """Draw loss over steps, in training and in validation, and return the picture as PNG with a clear background."""
     figure, axes = _empty()
+    curve = Curve(_drawable(curve.losses), _drawable(curve.val))
     axes.plot(*zip(*curve.losses, strict=True), label="training", linewidth=1.2)
     if curve.val:
         axes.plot(*zip(*curve.val, strict=True), label="validation", linewidth=1.2, marker="o", markersize=4)
@@ -47,6 +49,11 @@ def curve_png(curve: Curve) -> bytes:
     axes.set_ylabel("loss")
     _plain(axes)
     return _png(figure)
+
+
+def _drawable(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Within what the axes can reckon with; a loss out there has long said all it has to say."""
+    return tuple((step, min(max(loss, -_MOST), _MOST) if math.isfinite(loss) else loss) for step, loss in points)
 
 
 def _empty() -> tuple[Figure, Axes]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -45,12 +46,12 @@ class _Followed:
         if self.faults >= MAX_FAULTS:
             return
         try:
-            value = self.sensor.read()
+            value = _checked(self.sensor.read())
         except SensorError as problem:
             self.faults += 1
             self.problem = str(problem)
             self.integral.fail(now())
-        except Exception as problem:  # a sensor of another package
+        except (Exception, SystemExit) as problem:  # a sensor of another package
             self.faults += 1
             self.problem = f"{type(problem).__name__}: {problem}"
             self.integral.fail(now())
@@ -242,9 +243,25 @@ class EnergyMeter:
             thread.join(_JOIN_S)
 
 
+def _checked(value: float) -> float:
+    """Return a reading that can be one.
+
+    Raises:
+        SensorError: it is no number of joules or watts.
+    """
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise SensorError(f"the sensor gave {value!r}, which is no energy and no power")
+    return number
+
+
 def _between(one: _Followed, then: Total, now: Total, seconds: float) -> BoardEnergy:
     sensor, readings = one.sensor, now.readings - then.readings
-    measured = then.at_s is not None and readings > 0
+    # A stretch of which nothing is known is not measured, whatever was read at its ends.
+    covered_s = (
+        0.0 if then.at_s is None or now.at_s is None else now.at_s - then.at_s - (now.uncovered_s - then.uncovered_s)
+    )
+    measured = readings > 0 and covered_s > 0
     return BoardEnergy(
         key=sensor.board.key,
         name=sensor.board.name,

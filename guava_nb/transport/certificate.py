@@ -15,6 +15,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from guava_nb.errors import ConfigError
+
 __all__ = ["FINGERPRINT_BYTES", "Certificate", "fingerprint_of", "self_signed_certificate"]
 
 FINGERPRINT_BYTES = 16
@@ -40,7 +42,13 @@ class Certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # sessions are resumed by our own records
-        handle, path = tempfile.mkstemp(prefix="guava-", suffix=".pem")  # readable by this user only
+        try:
+            handle, path = tempfile.mkstemp(prefix="guava-", suffix=".pem")  # readable by this user only
+        except OSError as problem:
+            raise ConfigError(
+                f"no file can be made in {tempfile.gettempdir()} ({problem.strerror or problem}), and TLS needs one for a "
+                "moment: make room there, or set TMPDIR to a folder of yours"
+            ) from problem
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(self.key + self.pem)

@@ -73,6 +73,7 @@ class WebSocketStream(Stream):
         self._owed: list[bytes] = []
         self._heard = b""  # of the handshake
         self._ended = False
+        self._recv_s: float | None = None
 
     @classmethod
     def over_client(
@@ -152,7 +153,7 @@ class WebSocketStream(Stream):
             self._take(bytes(self._fetched[:count]))
             if not count and self._protocol.state is State.CONNECTING:
                 raise LinkBroken(f"{self._where} closed the connection during the WebSocket handshake")
-        self._stream.set_deadline(None)
+        self.set_deadline(None)
         self._heard, self._fetched = b"", memoryview(bytearray(_FETCH_BYTES))
 
     def _take(self, data: bytes) -> None:
@@ -248,13 +249,8 @@ class WebSocketStream(Stream):
 
     def recv_into(self, view: memoryview) -> int:
         """Copy what came, or wait for the next message."""
-        while not self._ready:
-            if self._ended:
-                return 0
-            count = self._stream.recv_into(self._fetched)
-            if not count:
-                return 0
-            self._receive(self._fetched[:count])
+        if not self._ready and not self._wait_for_data():
+            return 0
         done = 0
         while self._ready and done < len(view):
             part = self._ready.popleft()
@@ -264,6 +260,25 @@ class WebSocketStream(Stream):
             if fits < len(part):
                 self._ready.appendleft(part[fits:])
         return done
+
+    def _wait_for_data(self) -> bool:
+        """Wait for bytes of ours; False at the end. Pings and empty frames, which anybody on the way sends, are none."""
+        until = None if self._recv_s is None else time.monotonic() + self._recv_s
+        try:
+            while not self._ready:
+                count = 0 if self._ended else self._stream.recv_into(self._fetched)
+                if not count:
+                    return False
+                self._receive(self._fetched[:count])
+                if until is not None and not self._ready:
+                    left_s = until - time.monotonic()
+                    if left_s <= 0:
+                        raise LinkTimeout(f"nothing but WebSocket pings came from {self.peer} for {self._recv_s:g} s")
+                    self._stream.set_deadline(left_s)
+        finally:
+            if until is not None:
+                self._stream.set_deadline(self._recv_s)
+        return True
 
     def _receive(self, data: memoryview) -> None:
         with self._rules:
@@ -293,7 +308,8 @@ class WebSocketStream(Stream):
             self._ended = True
 
     def set_deadline(self, recv_s: float | None) -> None:
-        """Let each later wait for bytes last at most `recv_s` seconds; a ping of a proxy counts as bytes."""
+        """Let each later wait for bytes of ours last at most `recv_s` seconds; a ping of a proxy is no sign of life of theirs."""
+        self._recv_s = recv_s
         self._stream.set_deadline(recv_s)
 
     def shutdown(self) -> None:

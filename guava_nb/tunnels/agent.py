@@ -102,7 +102,11 @@ class Agent:
         self._program, self._token = program, token
         self._record: Record = open_record("ngrok")
         self._name = f"guava-{self._record.nonce}"
-        self._settings = self._settle()
+        try:
+            self._settings = self._settle()
+        except BaseException:  # interrupted, say: the token lies there
+            self._record.forget()
+            raise
         self._process: Any = None
         self._lines = 0
         self._deadline = 0.0
@@ -322,10 +326,13 @@ def _environment() -> Iterator[None]:
     if proxied:
         os.environ["no_proxy"] = ",".join(filter(None, [before["no_proxy"] or os.environ.get("NO_PROXY"), "127.0.0.1"]))
     os.environ.pop(VARIABLE, None)
+    ours = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
         for name, value in before.items():
+            if os.environ.get(name) != ours.get(name):
+                continue  # somebody set it meanwhile
             if value is None:
                 os.environ.pop(name, None)
             else:

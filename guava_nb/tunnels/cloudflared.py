@@ -156,6 +156,7 @@ class _Agent:
         self._changed = threading.Condition()
         self._named_at = 0.0
         self._stands = self._gone = self._ended = self._stopped = False
+        self._owner = os.getpid()
         self._record = open_record(CloudflaredTunnel.name)
         try:
             self._process = self._run()
@@ -261,7 +262,9 @@ class _Agent:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Ask it to end, and end it when it does not. Safe to call twice."""
+        """Ask it to end, and end it when it does not. Safe to call twice; a forked child leaves its parent's alone."""
+        if os.getpid() != self._owner:
+            return
         with self._changed:
             self._stopped = True
         with contextlib.suppress(OSError):

@@ -74,8 +74,13 @@ class Record:
     def save(self) -> None:
         """Write the file, at once and whole."""
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(partial, self._file)
+        try:
+            partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            os.replace(partial, self._file)
+        except OSError as problem:
+            raise ConfigError(
+                f"{partial} cannot be written ({problem.strerror or problem}): make room there, or set TMPDIR to another folder"
+            ) from problem
 
     def forget(self) -> None:
         """The program has ended: remove the record and its folder. Safe to call twice."""
@@ -165,7 +170,12 @@ def private_folder() -> Path:
     """
     user = getattr(os, "getuid", lambda: "user")()
     folder = Path(tempfile.gettempdir()) / f"guava_nb-tunnels-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(
+            f"{folder} cannot be made ({problem.strerror or problem}): mend that, or set TMPDIR to a folder of yours"
+        ) from problem
     held = folder.lstat()
     if folder.is_symlink() or (hasattr(os, "getuid") and (held.st_uid != user or held.st_mode & 0o077)):
         raise ConfigError(

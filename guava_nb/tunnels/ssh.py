@@ -246,6 +246,7 @@ class _Client:
         self.ended = self.late = False
         self.lines: deque[str] = deque(maxlen=40)
         self._news = threading.Condition()
+        self._owner = os.getpid()
         try:
             self._process = subprocess.Popen(
                 words,
@@ -297,7 +298,9 @@ class _Client:
             return self.port > 0 and not self.ended
 
     def stop(self) -> None:
-        """End it; leaves no thread. Safe to call twice."""
+        """End it; leaves no thread. Safe to call twice; a forked child leaves its parent's alone."""
+        if os.getpid() != self._owner:
+            return
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from guava_nb.engine.run import Run
-from tests.support.processes import ROOT, PlainTraining, Session, Worker, eventually, loader
+from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 from tests.support.relay import DOWN, UP
 
 #: Longer than a busy machine keeps a thread waiting, shorter than a test may take.
@@ -214,3 +214,29 @@ def test_all_workers_killed_and_another_one_joins(session: Session) -> None:
     [spare] = session.ensure(1)
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
     assert [w["worker"] for w in run.report()["workers"] if w["state"] == "ready"] == [spare.name]
+
+
+@pytest.mark.timeout(90)
+def test_a_lone_worker_that_went_on_while_it_was_away_is_taken_as_it_is(session: Session) -> None:
+    """It commits by itself; of steps that it did between two runs nobody heard, and the next run goes on from them."""
+    (lone,) = session.ensure(1)
+    assert lone.relay is not None
+    lone.trap("forward", 6)
+    run = session.train(loader(), epochs=50, detach=True)
+    lone.wait_trapped()
+    lone.relay.refuse()
+    lone.relay.cut_all()
+    eventually(lambda: session.state_of(lone.name) == "suspect", 10, "its absence is seen")
+    lone.release()  # it has a few more shards, and does them
+    eventually(lambda: lone.handle.status().step >= 7, 30, "it goes on alone")
+    run.interrupt()
+    run.interrupt()
+    assert run.wait(30) and run.state == "stopped"
+    lone.relay.admit()
+    eventually(lambda: session.ready() == [lone.name], 30, "it is back")
+    applied = lone.handle.status().step
+    again = session.train(loader(), epochs=1, fresh=False)
+    assert again.state == "done" and len(again.history) == 4
+    plain = PlainTraining(session.folder, loader()).epochs(50, limit=applied)
+    plain.batches = loader()
+    assert difference(again.model(), plain.epochs(1).model) <= 1e-9

@@ -259,11 +259,16 @@ def test_a_forked_child_does_not_hold_the_session_open() -> None:
     with nothing_left_behind(), world(FOREVER, port=own_port()) as made:
         ours, _ = made.dial()
         hold, release = os.pipe()
+        runs, tell = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(release)
+            os.write(tell, b"!")
             os.read(hold, 1)
             os._exit(0)
+        os.close(tell)
+        assert os.read(runs, 1) == b"!"  # until it runs, it has closed nothing
+        os.close(runs)
         try:
             ours.send(*numbered(0, Channel.CONTROL, 0))
             made.here.wait_for(MessageArrived)

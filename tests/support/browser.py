@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,19 @@ def jupyter_lab(folder: Path, **environment: str) -> Iterator[str]:
     )  # fmt: skip
     try:
         info = eventually(lambda: next(iter(runtime.glob("jpserver-*.json")), None), 60, "JupyterLab starts")
-        yield str(json.loads(eventually(lambda: info.read_text(), 10, "its address"))["url"])
+        address = str(json.loads(eventually(lambda: info.read_text(), 10, "its address"))["url"])
+        eventually(lambda: _answers(address), 60, "JupyterLab answers")  # it tells its address before it listens
+        yield address
     finally:
         _end(process)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}api", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

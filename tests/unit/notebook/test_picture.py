@@ -81,7 +81,9 @@ def test_without_widgets_the_output_itself_changes(page: Handle, monkeypatch: py
     assert set(page.shown[0]) == {"image/png", "text/plain"}
 
 
-@pytest.mark.parametrize("losses", [(0.0, 0.0), (1.0, float("nan")), (float("inf"), 1.0), (1e-9, 1e9), (-5.0, 3.0)])
+@pytest.mark.parametrize(
+    "losses", [(0.0, 0.0), (1.0, float("nan")), (float("inf"), 1.0), (1e-9, 1e9), (-5.0, 3.0), (1e308, -1e308)]
+)
 def test_any_losses_make_a_picture_of_a_few_kilobytes(losses: tuple[float, ...]) -> None:
     png = curve_png(Curve(tuple(enumerate(losses))))
     assert png.startswith(b"\x89PNG") and len(png) < 40_000

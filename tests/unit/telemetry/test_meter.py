@@ -176,3 +176,25 @@ def test_rapl_says_why_it_is_not_there(tmp_path) -> None:
     packages(tmp_path, 1)
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("nonsense")
     assert "cannot be read" in str(open_rapl("host", tmp_path))
+
+
+@pytest.mark.parametrize("value", [None, "60 W", float("nan"), float("inf"), -5.0])
+def test_what_is_no_reading_is_not_measured(value: object) -> None:
+    clock = Clock()
+
+    class Odd(Scripted):
+        def read(self) -> float:
+            return value  # type: ignore[return-value]
+
+    meter = EnergyMeter(sensors=[Odd(lambda s: 1.0, clock)], clock=clock, background=False)
+    with meter:
+        pass_time(meter, clock, 1.0)
+    assert meter.window is not None and meter.window.joules is None and meter.window.boards[0].problem
+
+
+def test_a_counter_that_only_falls_is_not_measured() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 1000.0 - s, clock, counts=True), clock=clock)
+    with meter:
+        pass_time(meter, clock, 2.0)
+    assert meter.window is not None and meter.window.joules is None

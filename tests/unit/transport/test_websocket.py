@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.frames import Frame, Opcode
 
-from guava_nb.errors import FrameTooLarge, LinkBroken, LinkTimeout, RemoteProtocolError
+from guava_nb.errors import FrameTooLarge, LinkBroken, LinkClosed, LinkTimeout, RemoteProtocolError
 from guava_nb.transport.http_answers import Answer, read_answer, refusal
 from guava_nb.transport.memory import MemoryStream, memory_pair
 from guava_nb.transport.websocket import WebSocketStream, _pieces, begins_http
@@ -103,6 +105,29 @@ def test_fragments_without_end_take_no_memory_without_end(ends) -> None:
     with pytest.raises(RemoteProtocolError, match="limit"):
         while True:
             server.recv_into(memoryview(bytearray(1000)))
+
+
+def test_pings_and_empty_frames_are_no_sign_of_life(ends) -> None:
+    """Anybody on the way sends them: a deadline that they could move would never come."""
+    server, raw = ends
+    stop = threading.Event()
+
+    def nag() -> None:
+        with contextlib.suppress(LinkClosed, LinkBroken):
+            while not stop.wait(0.02):
+                raw.send_all([frame(Opcode.PING, b""), frame(Opcode.BINARY, b"")])
+                raw.set_deadline(1)
+                raw.recv_into(memoryview(bytearray(64)))
+
+    with ThreadPoolExecutor(1) as pool:
+        nagging = pool.submit(nag)
+        server.set_deadline(0.3)
+        with pytest.raises(LinkTimeout):
+            server.recv_into(memoryview(bytearray(8)))
+        stop.set()
+        nagging.result(10)
+    raw.send_all([frame(Opcode.BINARY, b"x")])
+    assert read(server, 1) == b"x"
 
 
 def test_pings_whose_answers_nobody_reads_end_it() -> None:
