@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -55,5 +56,7 @@ def code_text(given: str | None, wanted: bool, environ: MutableMapping[str, str]
     from_environment = environ.pop(VARIABLE, "")
     text = given or from_environment or (ask() if wanted else "")
     if wanted and not text.strip():
+        if not sys.stdin.isatty():
+            raise ConfigError(f"cannot ask for the join code here, since there is no terminal: set {VARIABLE}")
         raise ConfigError(f"no join code: give the one that the orchestrator shows, or set {VARIABLE}")
     return text

@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = ["Check", "Status", "exit_status", "release"]
 
-Status = Literal["ok", "warning", "fail", "not tried"]
+Status = Literal["ok", "-", "warning", "fail", "not tried"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class Check:
     """What was found.
 
     Attributes:
-        status: "fail" when guava_nb cannot work like this, "warning" when something will be missing or slow, "not tried"
-            when something before it failed.
+        status: "-" when what is not here is not needed either; "fail" when guava_nb cannot work like this, "warning" when
+            something will be missing or slow, "not tried" when something before it failed.
         detail: what is here, with numbers and units.
         fix: what to do, a line to run where there is one; empty when nothing is to be done.
     """

@@ -33,7 +33,7 @@ def check_gpu() -> Check:
         return Check("gpu", "ok", "Apple GPU (mps)")
     driver = _driver()
     if driver is None:
-        return Check("gpu", "ok", "none; workers compute on the CPU")
+        return Check("gpu", "-", "none; workers compute on the CPU")
     built = "torch is a CPU build" if torch.version.cuda is None else f"torch wants CUDA {torch.version.cuda}"
     fix = "install the torch build for this driver: https://pytorch.org/get-started/locally/"
     return Check("gpu", "warning", f"{driver} is here, but torch cannot use it: {built}", fix)
@@ -58,7 +58,7 @@ def check_nvml() -> Check:
 def check_energy() -> Check:
     """What each GPU tells of its energy, tried call by call."""
     if _driver() is None:
-        return Check("energy", "ok", "no NVIDIA GPU to read")
+        return Check("energy", "-", "no NVIDIA GPU to read")
     import pynvml
 
     pynvml.nvmlInit()

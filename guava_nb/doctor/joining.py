@@ -135,7 +135,8 @@ def _measured(figures: LineFigures) -> Check:
 
 
 def _mbit(bytes_s: float) -> str:
-    return f"{bytes_s * 8 / 1e6:.3g} Mbit/s"
+    mbit_s = bytes_s * 8 / 1e6
+    return f"{mbit_s:.3g} Mbit/s" if mbit_s < 999.5 else f"{mbit_s:,.0f} Mbit/s"
 
 
 # ------------------------------------------------------------------------------------------------ what went otherwise

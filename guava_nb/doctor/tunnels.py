@@ -24,8 +24,8 @@ def check_ngrok_token() -> Check:
     except ConfigError as problem:
         return Check("ngrok token", "warning", str(problem), f"copy the token again from {PAGE}")
     if not source:
-        return Check("ngrok token", "ok", f"none here; only `%guava_up --tunnel ngrok` needs one ({VARIABLE})")
-    return Check("ngrok token", "ok", f"from {source}")
+        return Check("ngrok token", "-", f"none here; only `%guava_up --tunnel ngrok` needs one ({VARIABLE})")
+    return Check("ngrok token", "ok", f"there, from {source}; whether ngrok takes it shows at the start of a tunnel")
 
 
 def check_pyngrok() -> Check:
@@ -47,7 +47,7 @@ def check_ngrok() -> Check:
     try:
         path = find_agent()
         if path is None:
-            return Check("ngrok agent", "ok", "none here; the first start fetches one")
+            return Check("ngrok agent", "-", "none here; the first start fetches one")
         return Check("ngrok agent", "ok", f"{agent_version(path)} at {path}")
     except ConfigError as problem:
         return Check("ngrok agent", "warning", str(problem), "no ngrok tunnels until that is mended")
@@ -68,7 +68,7 @@ def check_ssh() -> Check:
 def _program(name: str, flag: str, missing: str) -> Check:
     path = shutil.which(name)
     if path is None:
-        return Check(name, "ok", missing)
+        return Check(name, "-", missing)
     try:
         done = subprocess.run(
             [path, flag], capture_output=True, text=True, timeout=_VERSION_S, check=False, stdin=subprocess.DEVNULL

@@ -237,16 +237,23 @@ class Budget:
         """Return where the checkpoint goes; a name that is made holds the step, so that no older file is lost."""
         return self.limit.save_path or folder / f"{run_id}-step-{step}.pt"
 
-    def sentence(self, step: int, total: int | None, saved: Path | None) -> str:
-        """Say why the run ended, and how to go on."""
-        of = "" if total is None else f" of {total}"
+    def sentence(self, step: int, total: int | None, saved: Path | None, before: int = 0, lacks: str = "") -> str:
+        """Say why the run ended, and how to go on.
+
+        Args:
+            step, total: of this run.
+            before: steps of earlier runs that it went on from: checkpoints are named by all steps.
+            lacks: what had no room at the end of an epoch.
+        """
+        of = "" if total is None else f" of {before + total}"
         if saved is not None:
-            left = f"go on with %guava_resume {saved} and a new --budget"
+            left = f"go on with %guava_resume {saved}, then your %guava_train line with a new --budget"
         elif step:
             left = "no checkpoint was saved; %guava_save does it, at the cost of its bytes"
         else:
             left = "nothing was learned: train again with a larger --budget"
-        return f"budget {show_bytes(self.limit.limit_bytes)}, used {show_bytes(self.used())}, step {step}{of}; {left}"
+        spent = f"budget {show_bytes(self.limit.limit_bytes)}, used {show_bytes(self.used())}"
+        return f"{spent}, step {before + step}{of}{lacks}; {left}"
 
     def end(self, used: int) -> None:
         """The run has ended; what is sent from now on is not its own."""

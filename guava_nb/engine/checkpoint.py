@@ -98,9 +98,15 @@ def _damaged(content: Mapping[str, Any]) -> str:
 
 
 def _nearby(path: Path) -> str:
-    folder = path.parent if path.parent.exists() else Path()
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt"))
-    return f"in {folder} there are: {', '.join(names[:8])}" if names else f"{folder} holds no checkpoint"
+    folder = path.parent if path.parent.is_dir() else Path()
+    made = (folder / "checkpoints", Path("checkpoints"))  # where those go that nobody gave a name
+    found = [(place, _held(place)) for place in dict.fromkeys((folder, *made)) if place.is_dir()]
+    told = [f"in {place} there are: {', '.join(names[:8])}" for place, names in found if names]
+    return "; ".join(told) or f"{folder} holds no checkpoint"
+
+
+def _held(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt"))
 
 
 def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:

@@ -17,7 +17,9 @@ from guava_nb.engine.traffic import KINDS, NOTHING, Traffic
 
 __all__ = ["Feeding", "Forecast", "Parts", "Saving", "cells_of", "seconds_for"]
 
-_MORE_EPOCHS = 3  # whose bytes are shown one by one
+_ROWS_OF_EPOCHS = 4  # more different ones are summed up
+#: Bytes a second of the lines that are named where none was measured.
+_USUAL_LINES = ((1_250_000, "10 Mbit/s"), (12_500_000, "100 Mbit/s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,8 @@ class Forecast:
         encrypted: TLS adds about 0.2 %, which is not in these figures.
         savings: what would make it smaller.
         notes: what the figures do not hold, one sentence each.
+        first_epoch: number of the first of the epochs, which is not 1 after a checkpoint.
+        only_ends: all steps of that first one are done; only what ends it, its validation, is left.
     """
 
     mode: str
@@ -218,6 +222,8 @@ class Forecast:
     budget_bytes: int = 0
     savings: tuple[Saving, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    first_epoch: int = 1
+    only_ends: bool = False
 
     @property
     def run_bytes(self) -> int | None:
@@ -234,20 +240,44 @@ class Forecast:
         rows = [("start", self.start), ("step", self.step)]
         if self.validation is not None:
             rows.append(("validation", self.validation))
-        rows += [(f"epoch {number}", epoch) for number, epoch in enumerate(self.epochs[:_MORE_EPOCHS], start=1)]
-        if len(self.epochs) > _MORE_EPOCHS:
-            rows.append((f"epoch {len(self.epochs)}", self.epochs[-1]))
+        rows += self._epoch_rows()
         rows.append(("end", self.end))
         return rows + ([("run", self.run)] if self.run is not None else [])
 
+    def _epoch_rows(self) -> list[tuple[str, Traffic]]:
+        """Epochs that take the same share a row; of many different ones those in the middle do, with their sum."""
+        alike: list[list[int]] = []
+        for index, epoch in enumerate(self.epochs):
+            if alike and epoch.record() == self.epochs[alike[-1][0]].record():
+                alike[-1].append(index)
+            else:
+                alike.append([index])
+        if len(alike) <= _ROWS_OF_EPOCHS:
+            return [(self._named(which, ", each"), self.epochs[which[0]]) for which in alike]
+        middle = [index for which in alike[2:-1] for index in which]
+        rows = [(self._named(which, ", each"), self.epochs[which[0]]) for which in alike[:2]]
+        rows.append((self._named(middle, ", together"), sum((self.epochs[i] for i in middle), NOTHING)))
+        return [*rows, (self._named(alike[-1], ", each"), self.epochs[-1])]
+
+    def _named(self, which: Sequence[int], how: str) -> str:
+        first, last = which[0] + self.first_epoch, which[-1] + self.first_epoch
+        return f"epoch {first}" if first == last else f"epochs {first} to {last}{how}"
+
+    def answers(self) -> list[str]:
+        """What one asks for first: how long it takes, whether the budget is enough, what would make it smaller."""
+        return [*self._times(), *self._budget(), *map(self._saving, self.savings)]
+
     def sentences(self) -> list[str]:
-        """What is to be said beside the figures."""
-        return [*self._times(), *self._budget(), *self.notes, *map(self._saving, self.savings)]
+        """What else is to be said beside the figures."""
+        encrypted = "Counted before encryption: TLS, and WebSocket where it is used, add about 0.2 %."
+        return [*self.notes, *([encrypted] if self.encrypted else [])]
 
     def _times(self) -> list[str]:
         said = []
         if self.run is None:
             said.append("The loader has no length, so only a step can be reckoned, not an epoch or the run.")
+        if self.only_ends:
+            said.append(f"All steps of epoch {self.first_epoch} are done; its validation is left, and counted.")
         out, back = self.rates_bytes_s
         if self.seconds is not None:
             line = " and ".join(
@@ -255,10 +285,16 @@ class Forecast:
             )
             said.append(f"At the measured {line} the bytes of the run take at least {self.seconds:.3g} s.")
         elif out is None or back is None:
-            said.append("How fast the line is was not measured yet, so nobody can say how long that takes.")
-        if self.encrypted:
-            said.append("Counted before encryption: TLS, and WebSocket where it is used, add about 0.2 %.")
+            said.append(f"{self._usual_times()}%guava_doctor with the join code measures it where a worker is.")
         return said
+
+    def _usual_times(self) -> str:
+        """Nobody knows the line: what it would be on two that are common."""
+        run = self.run
+        if run is None:
+            return "How fast the line is was not measured here: "
+        times = [f"{seconds_for(run, (rate, rate)):.3g} s at {name}" for rate, name in _USUAL_LINES]
+        return f"At least {' or '.join(times)} each way; how fast the line is was not measured here: "
 
     def _budget(self) -> list[str]:
         if not self.budget_bytes:
@@ -313,12 +349,15 @@ class Forecast:
         rows = [("", "out", "in", *KINDS), *(_cells(name, traffic) for name, traffic in self.columns())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *table, *self.sentences()])
+        return "\n".join([head, *self.answers(), *table, *self.sentences()])
 
     def headline(self) -> str:
         """One line: what, how long, how much."""
         workers = f"{self.workers} worker{'' if self.workers == 1 else 's'}"
-        length = "unknown length" if self.steps is None else f"{self.steps} steps in {_epochs(len(self.epochs))}"
+        trained = len(self.epochs) - self.only_ends
+        length = "unknown length" if self.steps is None else f"{self.steps} steps in {_epochs(trained)}"
+        if self.steps is not None and not trained:
+            length = f"no step, only the validation that ends epoch {self.first_epoch}"
         total = "" if self.run_bytes is None else f", {show_bytes(self.run_bytes)} in all"
         return f"forecast: {self.mode} mode, {workers}, {length}{total}"
 

@@ -110,7 +110,16 @@ def from_checkpoint(
             f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "
             "beginning: nothing is left to do. Ask for more epochs (--epochs)"
         )
-    return notes
+    return notes + _only_its_end(path, plan)
+
+
+def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:
+    """The sentence on an epoch of which all steps are done, and nothing that follows them."""
+    start, epoch = plan.start, plan.start.epoch + 1
+    if not start.batches or start.batches != plan.feed.batches_per_epoch:
+        return []
+    more = "" if plan.num_epochs > epoch else f", and nothing else: to train on, ask for more than {epoch} (--epochs)"
+    return [f"{path} has all steps of epoch {epoch}; what ends it, its validation, is done now{more}"]
 
 
 def _compare(path: Path, part: str, saved: Any, asked: Factory | None) -> list[str]:

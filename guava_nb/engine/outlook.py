@@ -132,7 +132,7 @@ def parts_of(outlook: Outlook, train: Sizes, val: Sizes | None) -> Parts:
     asked = outlook.asked(train)
     if asked.spec.parallel is None:
         return star_parts(asked, outlook.resolve, train, val)
-    from guava_nb.engine.forecast_group import group_parts  # torch.s parallel libraries cost a second to load
+    from guava_nb.engine.forecast_group import group_parts  # torch's parallel libraries cost a second to load
 
     return group_parts(asked, outlook.resolve, train, val)
 
@@ -172,6 +172,8 @@ def forecast_of(
         budget_bytes=outlook.budget_bytes,
         savings=savings(outlook.asked(train), plain, outlook.resolve, train, val, left.of),
         notes=(*said, *_notes(outlook, train, config)),
+        first_epoch=outlook.plan.start.epoch + 1,
+        only_ends=parts.validation is not None and parts.epochs[0] <= 0.0,
     )
 
 

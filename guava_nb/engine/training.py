@@ -516,12 +516,20 @@ class TrainingJob(TeamJob):
             self.ensemble.master.load_state(self.snapshot.state)
             self.ensemble.master_step = self.snapshot.step
         except StopRequested:
-            return budget.sentence(len(self.run.history), self.run.total_steps, saved)
+            return self._spent(saved)
         if self.ensemble.step >= 0:
             saved = budget.path(self.plan.save_folder, self.ensemble.run_id, self.ensemble.step + 1)
             self._save(saved, self.where(), self.ensemble.step)
         self._calls.answer()
-        return budget.sentence(len(self.run.history), self.run.total_steps, saved)
+        return self._spent(saved)
+
+    def _spent(self, saved: Path | None) -> str:
+        """The sentence on a budget that is used up; steps count from the very beginning, as in the checkpoint's name."""
+        assert self.plan.budget is not None
+        at, steps = self.position, len(self.run.history)
+        ended = at.batches and at.batches == self.plan.feed.batches_per_epoch and self.plan.val_feed is not None
+        lacks = f" (the validation that ends epoch {at.epoch + 1} had no room, and comes first then)" if ended else ""
+        return self.plan.budget.sentence(steps, self.run.total_steps, saved, self._first_step, lacks)
 
     def _abort(self, reason: str, hear_all: bool = False) -> None:
         """Have everyone forget what is not committed, and hear how far they are.

@@ -273,6 +273,7 @@ ENERGY = Command(
         option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),
     ),
     "%guava_energy --grams-per-kwh 380",
+    elsewhere={"--flops": "%guava_train"},
 )
 LOG = Command(
     "guava_log",
@@ -304,7 +305,8 @@ STOP = Command(
 DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
 DOCTOR = Command(
     "guava_doctor",
-    "Check this machine; with a join code also the way to its session, step by step, and how fast the line is.",
+    "Check this machine; with a join code also the way to its session, step by step, and how fast the line is (this sends up to "
+    "11 MB).",
     (
         word("code", nargs="*", metavar="CODE", help="join code from %%guava_up (default: GUAVA_JOIN_CODE, if set)"),
         flag("--join", help="ask for the join code, which is then in no cell and no output"),

@@ -6,6 +6,8 @@ import argparse
 import os
 from collections.abc import Callable
 
+from IPython.core.error import UsageError
+
 from guava_nb.doctor import check_join, run_checks
 from guava_nb.render import View, checks_view
 
@@ -19,5 +21,12 @@ def examine(args: argparse.Namespace, ask: Callable[[], str]) -> View:
         args: `code`, in words as it was pasted, and `join`: ask for one.
         ask: gives a code by hidden prompt.
     """
-    text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "") or (ask() if args.join else "")
+    text = " ".join(args.code) or os.environ.get("GUAVA_JOIN_CODE", "")
+    if args.join and not text:
+        try:
+            text = ask()
+        except UsageError:
+            raise UsageError(
+                "no join code was given: %guava_doctor --join asks for the one that %guava_up shows"
+            ) from None
     return checks_view(run_checks(), check_join(text) if text.strip() else [])

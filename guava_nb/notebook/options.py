@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -61,7 +62,8 @@ class Option:
 class Command:
     """A magic's name, what it does, its arguments, and groups of which exactly one must be given.
 
-    `code_to` names the argument that takes a pasted join code, if there is one.
+    `code_to` names the argument that takes a pasted join code, if there is one; `elsewhere` options that another magic has
+    and that are looked for here.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Command:
     one_of: tuple[str, ...] = ()
     sign: str = "%"
     code_to: str = ""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, line: str, namespace: Mapping[str, Any]) -> argparse.Namespace | None:
         """Read a line; None means that help was asked for.
@@ -117,6 +120,10 @@ class Command:
         for text in words:
             name = text.split("=", 1)[0]
             is_option = name.startswith("--") or (name.startswith("-") and name[1:2].isalpha())
+            if name in self.elsewhere:
+                raise UsageError(f"{self.sign}{self.name}: {name} is an option of {self.elsewhere[name]}")
+            if re.match(r"-\.?\d", text) and not _is_number(text):  # argparse would say that nothing was given
+                raise UsageError(f"{self.sign}{self.name}: {text} begins with a minus, and can be no value here")
             if is_option and name not in known:
                 raise UsageError(redact(f"{self.sign}{self.name} has no option {name}{near(name, known)}"))
 
@@ -222,6 +229,14 @@ def number(text: str) -> float:
     if value != value or value in (float("inf"), float("-inf")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def byte_size(text: str) -> int:

@@ -19,7 +19,7 @@ class Finding(Protocol):
 
     @property
     def status(self) -> str:
-        """ok, warning, fail or not tried."""
+        """ok, -, warning, fail or not tried."""
 
     @property
     def detail(self) -> str:
@@ -31,13 +31,13 @@ class Finding(Protocol):
 
 
 def checks_view(checks: Sequence[Finding], way: Sequence[Finding] = ()) -> View:
-    """Make the tables and the notes.
+    """Make the tables and the notes: what was asked for first, and what is amiss before what is in order.
 
     Args:
         checks: of the machine.
         way: to a listener, where a join code was given.
     """
-    both = [*checks, *way]
+    both = [*way, *checks]
     counts = {
         status: sum(check.status == status for check in both) for status in ("ok", "warning", "fail", "not tried")
     }
@@ -45,9 +45,24 @@ def checks_view(checks: Sequence[Finding], way: Sequence[Finding] = ()) -> View:
     if counts["not tried"]:
         headline += f", {counts['not tried']} not tried"
     notes = tuple(f"{check.name}: {check.fix}" for check in both if check.fix)
-    return View(
-        "Doctor", headline, tables=(_table(checks), _table(way, "The way that the join code names")), notes=notes
-    )
+    if not way:
+        return View("Doctor", headline, tables=(_table(checks),), notes=notes)
+    tables = (_table(way, "The way that the join code names"), _amiss(checks))
+    return View("Doctor", f"{_verdict(way)}; {headline}", tables=tables, notes=notes)
+
+
+def _verdict(way: Sequence[Finding]) -> str:
+    """Whether one can join, in words."""
+    broken = next((check.name for check in way if check.status == "fail"), None)
+    return "a worker can join from here" if broken is None else f"no worker can join from here: {broken} fails"
+
+
+def _amiss(checks: Sequence[Finding]) -> Table:
+    """This machine in short, where it was not what one asked about."""
+    amiss = [check for check in checks if check.status in ("warning", "fail")]
+    told = _table(amiss, "This machine")
+    rest = f"{len(checks) - len(amiss)} more checks; without a join code each of them is shown"
+    return Table(told.columns, (*told.rows, ("the rest", "ok", rest)), told.title)
 
 
 def _table(checks: Sequence[Finding], title: str = "") -> Table:

@@ -1,4 +1,4 @@
-"""The forecast of a run as a view: bytes of its parts by kind, and what would make it smaller."""
+"""The forecast of a run as a view: bytes of its parts by kind, and what would make it smaller; what one asks for stands first."""
 
 from __future__ import annotations
 
@@ -13,4 +13,5 @@ def forecast_view(forecast: Forecast) -> View:
     """Return the view of a forecast, see `guava_nb.engine.forecast.Forecast`."""
     title, _, headline = forecast.headline().partition(": ")
     table = Table(("bytes of", "out", "in", *KINDS), tuple(cells_of(forecast)))
-    return View(title, headline, None, (table,), tuple(forecast.sentences()))
+    answers = Table((), tuple((answer,) for answer in forecast.answers()))
+    return View(title, headline, None, (answers, table), tuple(forecast.sentences()))

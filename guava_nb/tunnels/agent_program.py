@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,10 @@ VERSION_S = 15.0
 DOWNLOAD_S = 20.0
 
 _GET_ONE = "install one from https://ngrok.com/download, or set NGROK_PATH to one"
+
+
+#: How urllib writes what the system said.
+_URLLIB = re.compile(r"<urlopen error (?:\[Errno -?\d+\] )?(.*?)>")
 
 
 def find_agent() -> str | None:
@@ -91,14 +96,23 @@ def required_agent() -> str:
         pyngrok = load_pyngrok()
         path = str(pyngrok.conf.DEFAULT_NGROK_PATH)
         try:
+            _quieten(pyngrok.installer)
             pyngrok.installer.install_ngrok(path, timeout=DOWNLOAD_S)
         except (pyngrok.exception.PyngrokError, OSError, ValueError) as problem:
-            reason = " ".join(str(problem).split())
+            reason = _URLLIB.sub(r"\1", " ".join(str(problem).split()))
             raise ConfigError(
                 f"the ngrok agent could not be fetched ({reason}): is there a network? Else {_GET_ONE}"
             ) from problem
     agent_version(path)
     return path
+
+
+def _quieten(installer: Any) -> None:
+    """Its progress and its warning about a second try would stand between the lines of a cell that says all that itself."""
+    installer._print_progress_enabled = False
+    logger = logging.getLogger(installer.__name__)
+    if not any(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logger.addHandler(logging.NullHandler())  # who configured logging gets it all the same
 
 
 def load_pyngrok() -> Any:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels.agent import Agent, start_agent
-from guava_nb.tunnels.ngrok_errors import TOKEN_CODES, code_in
+from guava_nb.tunnels.ngrok_errors import TOKEN_CODES, blaming, code_in
 from guava_nb.tunnels.tokens import VARIABLE, Found, find_token
 from guava_nb.tunnels.tunnel import Address, Tunnel
 
@@ -65,9 +65,10 @@ class NgrokTunnel(Tunnel):
             try:
                 self._agent = start_agent(self._found.token, self._proto, port, self._given_up, **self._options)
             except ConfigError as problem:
-                if code_in(str(problem)) in TOKEN_CODES:
-                    self._found = None  # the next one may be better
-                raise
+                if code_in(str(problem)) not in TOKEN_CODES:
+                    raise
+                source, self._found = self._found.source, None  # the next one may be better
+                raise ConfigError(blaming(str(problem), source)) from None
             self._port = port
             atexit.register(self.stop)
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from guava_nb.tunnels.tokens import PAGE, VARIABLE
 
-__all__ = ["CODES", "TOKEN_CODES", "code_in", "explain", "is_port_in_use", "is_unreachable", "sentence"]
+__all__ = ["CODES", "TOKEN_CODES", "blaming", "code_in", "explain", "is_port_in_use", "is_unreachable", "sentence"]
 
 _SIGN_UP = "sign up at https://dashboard.ngrok.com/signup"
 _NO_ACCOUNT = "or take a tunnel that needs no account: --tunnel cloudflared"
@@ -83,6 +83,15 @@ def sentence(code: int, text: str = "") -> str:
     """What a code means and what to do; its own text where it is unknown."""
     told = CODES.get(code) or _line(text) or f"see https://ngrok.com/docs/errors/err_ngrok_{code}"
     return f"{told} (ERR_NGROK_{code})"
+
+
+def blaming(text: str, source: str) -> str:
+    """What `explain` said about a token that ngrok refused, with where that one came from and where a better one goes."""
+    place = {
+        "the prompt": "type it again",
+        "the argument authtoken": "give it as authtoken",
+    }.get(source, f"put it where the refused one came from ({source})")
+    return text.replace(f"set it as {VARIABLE}", place)
 
 
 def explain(problem: BaseException, token: str = "", said: str = "") -> str:

@@ -321,6 +321,7 @@ def test_the_command_tells_by_its_status(monkeypatch: pytest.MonkeyPatch, capsys
     assert "connection refused" in shown and "not tried" in shown
     assert main(["doctor"]) == 0
     assert main(["doctor", "--join"]) == 2  # nobody can be asked here
+    assert "no terminal: set GUAVA_JOIN_CODE" in capsys.readouterr().err
     monkeypatch.setattr(command, "ask_for_code", lambda: code_for(own_port()))
     assert main(["doctor", "--join"]) == 1
     monkeypatch.setenv("GUAVA_JOIN_CODE", code_for(own_port()))

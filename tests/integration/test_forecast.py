@@ -114,6 +114,7 @@ def test_a_budget_is_not_passed_in_a_pipeline_and_the_run_goes_on(pool: Session,
         if run.state == "done":
             break
         assert run.state == "stopped" and run.history and str(path) in run.status().message
+        assert f"step {torch.load(path, weights_only=True)['step'] + 1} of 20" in run.status().message
         more = {"resume": path, "fresh": False}
     assert run.state == "done" and more
     whole = pool.orch.start_training(loader(), None, 4, progress=False, **options())

@@ -27,7 +27,7 @@ import pytest
 from guava_nb.errors import ConfigError
 from guava_nb.link.events import MessageArrived
 from guava_nb.tunnels import NgrokHttpTunnel, NgrokTunnel, agent, make_tunnel
-from guava_nb.tunnels.ngrok_errors import CODES
+from guava_nb.tunnels.ngrok_errors import CODES, TOKEN_CODES, blaming
 from guava_nb.tunnels.tokens import VARIABLE
 from guava_nb.tunnels.tunnel import Address
 from tests.support.console import Console
@@ -269,6 +269,8 @@ def test_a_refused_token_is_asked_for_again(fake: FakeNgrok, monkeypatch: pytest
 def test_every_code_comes_out_as_its_sentence(fake: FakeNgrok, tunnel: NgrokTunnel) -> None:
     for code, words in CODES.items():
         fake.plan(**{"start" if code in AT_START else "create": code})
+        if code in TOKEN_CODES:
+            words = blaming(words, f"the environment variable {VARIABLE}")
         assert refused(tunnel) == f"ngrok opened no tunnel: {words} (ERR_NGROK_{code})"
         assert fake.running() == []
 

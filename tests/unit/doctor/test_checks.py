@@ -124,7 +124,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, gpus: int = 0, cuda: str | None 
             "Card 0, Card 1 (CUDA 12.8, driver 570.1, 2 GPU(s))",
         ),
         ({"mps": True}, None, "ok", "Apple GPU"),
-        ({}, None, "ok", "none; workers compute on the CPU"),
+        ({}, None, "-", "none; workers compute on the CPU"),
         ({}, "driver 570.1, 1 GPU(s)", "warning", "torch is a CPU build"),
         ({"cuda": "13.0"}, "driver 470.1, 1 GPU(s)", "warning", "torch wants CUDA 13.0"),
     ],

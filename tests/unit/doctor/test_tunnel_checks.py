@@ -35,7 +35,10 @@ def test_a_token_is_named_by_its_source_and_never_shown(monkeypatch: pytest.Monk
     assert "only `%guava_up --tunnel ngrok` needs one" in tunnels.check_ngrok_token().detail
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
     check = tunnels.check_ngrok_token()
-    assert (check.status, check.detail) == ("ok", "from the environment variable NGROK_AUTHTOKEN")
+    assert (check.status, check.detail) == (
+        "ok",
+        "there, from the environment variable NGROK_AUTHTOKEN; whether ngrok takes it shows at the start of a tunnel",
+    )
     monkeypatch.setenv("NGROK_AUTHTOKEN", "your-token-here")
     check = tunnels.check_ngrok_token()
     assert check.status == "warning" and "placeholder" in check.detail and "your-token-here" not in repr(check)
@@ -75,7 +78,7 @@ def test_the_agent_of_ngrok(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_programs_on_path(bare: Path) -> None:
-    assert tunnels.check_cloudflared().status == tunnels.check_ssh().status == "ok"
+    assert tunnels.check_cloudflared().status == tunnels.check_ssh().status == "-"
     assert "https://developers.cloudflare.com" in tunnels.check_cloudflared().detail
     path = program(bare, "cloudflared", "cloudflared version 2026.11.0 (built 2026-11-05-1402 UTC)")
     assert tunnels.check_cloudflared().detail == f"2026.11.0 at {path}"

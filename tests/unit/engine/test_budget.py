@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.config import DistributedConfig
-from guava_nb.data.feed import LoadedBatch
+from guava_nb.data.feed import Feed, LoadedBatch
 from guava_nb.data.split import RowSplitter
+from guava_nb.engine import checkpoint, origin
 from guava_nb.engine.budget import Budget, Costs, Limit, chosen_limit, refuse_small, slack_bytes
 from guava_nb.engine.flight import plan_step
 from guava_nb.engine.forecast_parts import writer_for
-from guava_nb.errors import ConfigError
+from guava_nb.engine.plan import Position
+from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import CacheSpec
 from tests.support.training import spec
@@ -158,8 +161,30 @@ def test_the_end_says_how_to_go_on() -> None:
     budget = Budget(Limit(900_000_000, None), costs(), lambda: 897_000_000)
     path = budget.path(Path("checkpoints"), "run-1", 1234)
     assert budget.sentence(1234, 5000, path) == (
-        "budget 900.0 MB, used 897.0 MB, step 1234 of 5000; go on with %guava_resume checkpoints/run-1-step-1234.pt and a new "
-        "--budget"
+        "budget 900.0 MB, used 897.0 MB, step 1234 of 5000; go on with %guava_resume checkpoints/run-1-step-1234.pt, then "
+        "your %guava_train line with a new --budget"
     )
+    assert "step 115 of 138 (no room); go on with" in budget.sentence(51, 74, path, 64, " (no room)")
     assert "nothing was learned" in budget.sentence(0, None, None) and "%guava_save" in budget.sentence(3, None, None)
     assert Budget(Limit(1, Path("mine.pt")), costs()).path(Path("a"), "run-1", 3) == Path("mine.pt")
+
+
+def test_a_checkpoint_that_is_not_there_is_looked_for_where_made_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpoint.read(Path("run-2-step-11.pt"))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "run-2-step-115.pt").touch()
+    with pytest.raises(CheckpointError, match="in checkpoints there are: run-2-step-115.pt$"):
+        checkpoint.read(Path("run-2-step-11.pt"))
+
+
+@pytest.mark.parametrize(("batches", "epochs"), [(3, 10), (3, 30), (2, 10), (0, 30)])
+def test_an_epoch_that_lacks_only_its_end_is_told_at_the_resume(batches: int, epochs: int) -> None:
+    plan = SimpleNamespace(start=Position(9, batches), feed=Feed([1, 2, 3]), num_epochs=epochs)
+    told = origin._only_its_end(Path("a.pt"), plan)  # type: ignore[arg-type]
+    assert bool(told) == (batches == 3)
+    if told:
+        assert "a.pt has all steps of epoch 10" in told[0] and ("more than 10 (--epochs)" in told[0]) == (epochs == 10)

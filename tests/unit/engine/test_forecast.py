@@ -14,6 +14,8 @@ from guava_nb.engine.forecast_cache import travelling
 from guava_nb.engine.forecast_hints import looks_like_bytes
 from guava_nb.engine.traffic import KINDS, NOTHING, Traffic, kind_of
 from guava_nb.protocol.messages import Channel
+from guava_nb.render.forecast import forecast_view
+from guava_nb.render.text import to_text
 
 SIZES = st.integers(0, 10**9)
 TRAFFIC = st.builds(Traffic, st.tuples(*[SIZES] * len(KINDS)), st.tuples(*[SIZES] * len(KINDS)))
@@ -145,19 +147,46 @@ def test_a_forecast_says_all_of_it() -> None:
     text = repr(shown(savings=(Saving("--cache memory", 5_000_000),), notes=("Counted so.",), budget_bytes=10_000_000))
     assert text.splitlines()[0] == "forecast: data mode, 2 workers, 40 steps in 4 epochs, 20.0 MB in all"
     for part in (
-        "not measured yet",
+        "At least 16 s at 10 Mbit/s or 1.6 s at 100 Mbit/s each way; how fast the line is was not measured here: %guava_doctor",
         "about 0.2 %",
         "5.0 MB for the run, 75% less",
         "Counted so.",
         "after about 50%",
     ):
         assert part in text
-    assert "epoch 4" in text and "activation" in text
+    assert "epochs 1 to 4, each" in text and "activation" in text
+    assert (
+        text.index("100 Mbit/s")
+        < text.index("5.0 MB for the run")
+        < text.index("activation")
+        < text.index("Counted so.")
+    )
     assert shown(encrypted=False, rates_bytes_s=(2e6, None)).seconds == 10.0
     assert "take at least 10 s" in repr(shown(rates_bytes_s=(2e6, None))) and "enough" in repr(
         shown(budget_bytes=10**9)
     )
     assert shown()._repr_html_() == f"<pre>{repr(shown())}</pre>"
+
+
+def test_its_rows_number_the_epochs_as_the_run_will_and_leave_none_out() -> None:
+    parts = tuple(Traffic.going("sample", size) for size in (9, 8, 7, 6, 5, 5))
+    names = {name: traffic.total_bytes for name, traffic in shown(epochs=parts, first_epoch=10).columns()}
+    assert list(names)[3:-2] == ["epoch 10", "epoch 11", "epochs 12 to 13, together", "epochs 14 to 15, each"]
+    assert names["epochs 12 to 13, together"] == 13 and names["epochs 14 to 15, each"] == 5
+    two = [name for name, _ in shown(epochs=parts[:2]).columns()]
+    assert two[3:-2] == ["epoch 1", "epoch 2"]
+
+
+def test_an_epoch_that_only_has_to_be_ended_is_not_called_one_of_no_steps() -> None:
+    rest = shown(steps=0, epochs=(Traffic.going("sample", 9),), first_epoch=10, only_ends=True)
+    assert "no step, only the validation that ends epoch 10" in rest.headline()
+    assert "40 steps in 3 epochs" in shown(only_ends=True).headline()
+    assert "All steps of epoch 10 are done" in repr(rest)
+
+
+def test_a_view_of_it_answers_before_it_shows_figures() -> None:
+    text = to_text(forecast_view(shown(budget_bytes=10_000_000)))
+    assert text.index("in all") < text.index("Budget 10.0 MB: not enough") < text.index("activation")
 
 
 def test_a_forecast_is_plain_data() -> None:

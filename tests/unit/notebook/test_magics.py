@@ -594,6 +594,8 @@ def test_energy(notebook: Any) -> None:
     assert "run %guava_up first" in notebook.run("%guava_energy").text
     notebook.run("%guava_up --local 2\nloader = []")
     assert "no run was started" in notebook.run("%guava_energy").text
+    assert "-5MB begins with a minus" in notebook.run(f"{TRAIN} --budget -5MB").text
+    assert "--flops is an option of %guava_train" in notebook.run("%guava_energy --flops").text
     notebook.run(TRAIN)
     shown = notebook.run("%guava_energy --grams-per-kwh 360")
     assert "2 kJ" in shown.text and "0.2 g" in shown.text and "w2: no sensor" in shown.text
@@ -797,8 +799,13 @@ def test_the_doctor_shows_checks_and_the_way_of_a_code_and_never_the_code(
     shown = notebook.run(f"%guava_doctor >>> '{SECRET_CODE}' # pasted")
     assert shown.ok and "1 that cannot work, 1 not tried" in shown.text and "is the session still open?" in shown.text
     assert SECRET_CODE not in shown.text and SECRET_CODE in asked[0]
+    assert shown.text.startswith("Doctor: no worker can join from here: tcp fails; ")
+    assert shown.text.index("connection refused") < shown.text.index("1 more checks") and "3.11" not in shown.text
     monkeypatch.setattr("getpass.getpass", lambda prompt: SECRET_CODE)
     monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
     assert notebook.run("%guava_doctor --join").ok and asked[1] == SECRET_CODE
+    monkeypatch.setattr("getpass.getpass", lambda prompt: "")
+    nothing = notebook.run("%guava_doctor --join")
+    assert not nothing.ok and "%guava_doctor --join" in nothing.text and "%guava_worker" not in nothing.text
     monkeypatch.setenv("GUAVA_JOIN_CODE", SECRET_CODE)
     assert notebook.run("%guava_doctor").ok and asked[2] == SECRET_CODE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from urllib.error import URLError
 
 import pytest
 
@@ -103,3 +104,20 @@ def test_the_other_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r'"ngrok", which is installed, is another one'):
         load_pyngrok()
+
+
+def test_without_a_network_one_sentence_is_said_and_nothing_else(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    installer = pytest.importorskip("pyngrok.installer")
+
+    def no_network(*_: object, **__: object) -> None:
+        raise URLError(OSError(-3, "Temporary failure in name resolution"))
+
+    monkeypatch.setattr(installer, "urlopen", no_network)
+    with pytest.raises(ConfigError) as refused:
+        required_agent()
+    assert "Temporary failure in name resolution): is there a network?" in str(refused.value)
+    assert "urlopen" not in str(refused.value) and "Errno" not in str(refused.value)
+    said = capfd.readouterr()
+    assert said.out == said.err == "" and not bare.exists()

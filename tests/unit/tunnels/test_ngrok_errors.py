@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.tunnels.ngrok_errors import CODES, code_in, explain, is_port_in_use, sentence
+from guava_nb.tunnels.ngrok_errors import CODES, blaming, code_in, explain, is_port_in_use, sentence
 from tests.support.ngrok_agent import TOKEN
 
 exceptions = pytest.importorskip("pyngrok.exception")
@@ -39,6 +39,19 @@ WANTED = (
     8013,
     9040,
 )
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("the prompt", "and type it again"),
+        ("ngrok's configuration /home/a/ngrok.yml", "(ngrok's configuration /home/a/ngrok.yml)"),
+    ],
+)
+def test_a_refused_token_is_named_by_its_source(source: str, words: str) -> None:
+    for code in (105, 107, 302, 4018):
+        told = blaming(sentence(code), source)
+        assert words in told and "NGROK_AUTHTOKEN" not in told and code_in(told) == code
 
 
 def at_start(text: str) -> Exception:
