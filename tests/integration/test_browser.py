@@ -90,10 +90,13 @@ def step_of(lab: Lab, number: int) -> int:
 
 
 def workers_of_the_kernel() -> list[psutil.Process]:
-    """Worker processes below this test's server."""
+    """Worker processes below this test's server: other tests in this process may have workers of their own."""
+    below = psutil.Process().children(recursive=True)
+    servers = [process for process in below if "jupyterlab" in process.cmdline()]
     return [
         process
-        for process in psutil.Process().children(recursive=True)
+        for server in servers
+        for process in server.children(recursive=True)
         if "guava_nb.engine.child" in " ".join(process.cmdline())
     ]
 

@@ -203,7 +203,7 @@ def test_a_code_that_does_not_fit_gives_a_line_and_a_status(orch: Orchestrator, 
     assert len(told) == 1, (out, err)
     wanted = {
         "cut": "cut|checksum",
-        "secret": "AuthenticationError",
+        "secret": "does not know this join code",
         "none": "GUAVA_JOIN_CODE",
         "gone": r"127\.0\.0\.1:1",
     }

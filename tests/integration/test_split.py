@@ -263,6 +263,7 @@ def test_a_tunnel_without_a_token_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     assert pyngrok
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.setattr(conf, "DEFAULT_NGROK_CONFIG_PATH", str(tmp_path / "none.yml"))
+    monkeypatch.setattr(conf, "_default_pyngrok_config", None)  # it keeps what the environment had when it was made
     trainer = ColabGPUTrainer(port=0, device="cpu", config=CONFIG)
     trainer.setup_model(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="NGROK_AUTHTOKEN"):

@@ -227,7 +227,11 @@ def test_a_budget_is_not_passed_and_the_run_goes_on_from_its_checkpoint(
             break
         begin, message = session.saved["path"], run.status().message
         assert run.state == "stopped" and runs < 9
-        assert "budget" in message and f"step {len(run.history)}" in message and f"%guava_resume {begin}" in message
+        assert (
+            "budget" in message
+            and f"step {begin.stem.rpartition('-')[2]}" in message
+            and f"%guava_resume {begin}" in message
+        )
         assert run.report()["budget"] == {
             "limit_bytes": limit,
             "used_bytes": wire.out_bytes + wire.in_bytes,

@@ -32,6 +32,7 @@ def program(folder: Path, name: str, says: str, to: str = "1") -> Path:
 
 
 def test_a_token_is_named_by_its_source_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyngrok.conf", None)  # another test's settings are no part of this
     assert "only `%guava_up --tunnel ngrok` needs one" in tunnels.check_ngrok_token().detail
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
     check = tunnels.check_ngrok_token()
