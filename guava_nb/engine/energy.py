@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from guava_nb.protocol.messages import AskEnergy, BoardReport, Energy, Message
+from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Message
 from guava_nb.telemetry import NOT_MEASURED
 
 __all__ = ["EnergyBook", "RunEnergy"]
@@ -188,8 +188,8 @@ def _draw(curve: list[tuple[float, float]], before: Energy, now: Energy) -> None
 
 
 def _apart(
-    boards: Iterable[BoardReport], name: str, owners: dict[str, str]
-) -> tuple[list[BoardReport], dict[str, str]]:
+    boards: Iterable[BoardEnergy], name: str, owners: dict[str, str]
+) -> tuple[list[BoardEnergy], dict[str, str]]:
     """Split boards into those that count here and those that count elsewhere, with where."""
     mine, shared = [], {}
     for board in boards:
@@ -201,7 +201,7 @@ def _apart(
     return mine, shared
 
 
-def _board(board: BoardReport, counted_at: str | None) -> dict[str, Any]:
+def _board(board: BoardEnergy, counted_at: str | None) -> dict[str, Any]:
     return {
         "name": board.name,
         "method": board.method if board.joules is not None else NOT_MEASURED,
@@ -214,6 +214,6 @@ def _board(board: BoardReport, counted_at: str | None) -> dict[str, Any]:
     }
 
 
-def _sum(boards: Iterable[BoardReport]) -> float | None:
+def _sum(boards: Iterable[BoardEnergy]) -> float | None:
     known = [board.joules for board in boards if board.joules is not None]
     return sum(known) if known else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.protocol.messages import AskEnergy, BoardReport, EndRun, Energy, Message, PhaseReport, Prepare
+from guava_nb.protocol.messages import AskEnergy, EndRun, Energy, Message, PhaseReport, Prepare
 from guava_nb.telemetry import (
     EnergyMeter,
     EnergyWindow,
@@ -153,13 +153,7 @@ class EnergyReporter:
             self._run_id,
             mark,
             window.seconds,
-            boards=tuple(
-                BoardReport(
-                    board.key, board.name, board.method, board.joules, board.readings, board.uncovered_s, board.too_short,
-                    board.problem,
-                )
-                for board in window.boards
-            ),
+            boards=window.boards,
             phases=tuple(PhaseReport(name, *totals) for name, totals in self.phases.totals().items()),
             why=self._why,
             busy=gauges.busy,

@@ -1045,14 +1045,15 @@ class CrashReport(Message, frozen=True):
     tail: tuple[str, ...]
 
 
-class BoardReport(msgspec.Struct, frozen=True, array_like=True):
-    """Energy of one board since this worker prepared its run; `joules` None: not measured.
+class BoardEnergy(msgspec.Struct, frozen=True, array_like=True):
+    """Energy of one board in a stretch of time; `joules` None: not measured.
 
     Attributes:
-        key: of the hardware; two workers on one board tell the same one.
+        key: of the hardware; whoever measures the same board tells the same one.
         method: how it was measured.
         readings: how many the figure rests on.
         uncovered_s: seconds without a figure.
+        too_short: the stretch is not much longer than the sensor's own pace: the figure says little.
         problem: of the last reading; "" when there was none.
     """
 
@@ -1079,7 +1080,7 @@ class Energy(Message, frozen=True):
 
     Attributes:
         mark: of the question that this answers; 0 when nobody asked.
-        seconds: since this worker prepared the run.
+        seconds: since this worker prepared the run; `boards` and `phases` are of that stretch.
         why: what has no sensor, and why, in one sentence; "" when everything has.
         busy, memory_used_bytes, memory_bytes, power_w: of the device, at this moment; None where it does not tell.
         cpu_busy, host_memory_used_bytes, host_memory_bytes: of the machine.
@@ -1090,7 +1091,7 @@ class Energy(Message, frozen=True):
     run_id: str
     mark: int
     seconds: float
-    boards: tuple[BoardReport, ...] = ()
+    boards: tuple[BoardEnergy, ...] = ()
     phases: tuple[PhaseReport, ...] = ()
     why: str = ""
     busy: float | None = None

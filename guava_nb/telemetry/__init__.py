@@ -6,7 +6,7 @@ from guava_nb.telemetry.meter import EnergyMeter
 from guava_nb.telemetry.nvml import Gauges, NvmlBoard
 from guava_nb.telemetry.phases import BACKWARD, EXCHANGE, FORWARD, OTHER, PHASES, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.sensor import NOT_MEASURED, Board, Sensor, SensorError
-from guava_nb.telemetry.window import BoardEnergy, EnergyWindow, once_each
+from guava_nb.telemetry.window import EnergyWindow
 
 __all__ = [
     "BACKWARD",
@@ -18,7 +18,6 @@ __all__ = [
     "UPDATE",
     "WAITING",
     "Board",
-    "BoardEnergy",
     "EnergyMeter",
     "EnergyWindow",
     "Gauges",
@@ -28,6 +27,5 @@ __all__ = [
     "PhaseBook",
     "Sensor",
     "SensorError",
-    "once_each",
     "open_device",
 ]

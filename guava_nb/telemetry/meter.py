@@ -16,10 +16,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import BoardEnergy
 from guava_nb.telemetry.devices import sensors_of
 from guava_nb.telemetry.integral import Integral, Total
 from guava_nb.telemetry.sensor import Sensor, SensorError
-from guava_nb.telemetry.window import BoardEnergy, EnergyWindow
+from guava_nb.telemetry.window import EnergyWindow
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
@@ -47,13 +48,9 @@ class _Followed:
             return
         try:
             value = _checked(self.sensor.read())
-        except SensorError as problem:
+        except (Exception, SystemExit) as problem:  # a sensor of another package may raise anything
             self.faults += 1
-            self.problem = str(problem)
-            self.integral.fail(now())
-        except (Exception, SystemExit) as problem:  # a sensor of another package
-            self.faults += 1
-            self.problem = f"{type(problem).__name__}: {problem}"
+            self.problem = str(problem) if isinstance(problem, SensorError) else f"{type(problem).__name__}: {problem}"
             self.integral.fail(now())
         else:
             self.faults, self.problem = 0, ""

@@ -35,8 +35,15 @@ class Gauges:
 class NvmlSensor(Sensor):
     """One call of one board."""
 
-    def __init__(self, board: Board, method: str, counts: bool, call: Callable[[], float]) -> None:
-        self.board, self.method, self.counts, self._call = board, method, counts, call
+    def __init__(
+        self,
+        board: Board,
+        method: str,
+        counts: bool,
+        call: Callable[[], float],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.board, self.method, self.counts, self._call, self._on_close = board, method, counts, call, on_close
         self.refresh_s = 0.1  # as slow as 10 Hz, by model
 
     def read(self) -> float:
@@ -45,6 +52,10 @@ class NvmlSensor(Sensor):
             return self._call() / 1000.0  # NVML counts in thousandths
         except Exception as problem:
             raise SensorError(f"{self.method}: {problem}") from problem
+
+    def close(self) -> None:
+        """Give the board back."""
+        self._on_close()
 
 
 class NvmlBoard:
@@ -55,7 +66,7 @@ class NvmlBoard:
     """
 
     def __init__(self, api: Any, handle: Any, key: str, name: str) -> None:
-        self._api, self._handle = api, handle
+        self._api, self._handle, self._is_open = api, handle, True
         self.board = Board(key, name)
         self.sensor, self.why = self._best()
 
@@ -72,9 +83,11 @@ class NvmlBoard:
         )
 
     def close(self) -> None:
-        """Give NVML back."""
-        with contextlib.suppress(Exception):
-            self._api.nvmlShutdown()
+        """Give NVML back. Safe to call twice."""
+        opened, self._is_open = self._is_open, False
+        if opened:
+            with contextlib.suppress(Exception):
+                self._api.nvmlShutdown()
 
     def _best(self) -> tuple[NvmlSensor | None, str]:
         if self._is_split():
@@ -84,7 +97,7 @@ class NvmlBoard:
             ("NVML energy counter", True, "nvmlDeviceGetTotalEnergyConsumption"),
             ("NVML power, integrated", False, "nvmlDeviceGetPowerUsage"),
         ):
-            sensor = NvmlSensor(self.board, method, counts, partial(self._call, name))
+            sensor = NvmlSensor(self.board, method, counts, partial(self._call, name), self.close)
             try:
                 sensor.read()
             except SensorError as problem:

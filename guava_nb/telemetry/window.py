@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
+
+from guava_nb.protocol.messages import BoardEnergy
 from guava_nb.telemetry.sensor import NOT_MEASURED
 
-__all__ = ["BoardEnergy", "EnergyWindow", "once_each"]
+__all__ = ["EnergyWindow"]
 
 _J_PER_WH = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class BoardEnergy:
-    """One board's part of a window.
-
-    Attributes:
-        key: of the hardware; the same board measured by two processes has the same one.
-        joules: None when nothing was read.
-        readings: how many the figure rests on.
-        uncovered_s: seconds without a figure inside the window.
-        too_short: the window is not much longer than the sensor's own pace: the figure says little.
-        problem: of the last reading; "" when there was none.
-    """
-
-    key: str
-    name: str
-    method: str
-    joules: float | None
-    readings: int = 0
-    uncovered_s: float = 0.0
-    too_short: bool = False
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +59,14 @@ class EnergyWindow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON or a table."""
-        return {**asdict(self), "joules": self.joules, "watts": self.watts}
+        return {
+            "name": self.name,
+            "seconds": self.seconds,
+            "joules": self.joules,
+            "watts": self.watts,
+            "boards": [asdict(board) for board in self.boards],
+            "unmeasured": dict(self.unmeasured),
+        }
 
     def __repr__(self) -> str:
         """One line, as measured or not."""
@@ -89,16 +75,3 @@ class EnergyWindow:
             return f"EnergyWindow({self.name!r}: {self.seconds:.3g} s, {NOT_MEASURED} ({why}))"
         marks = " (too short to say much)" if any(board.too_short for board in self.boards) else ""
         return f"EnergyWindow({self.name!r}: {self.joules:.3g} J in {self.seconds:.3g} s{marks})"
-
-
-def once_each(boards: Iterable[BoardEnergy]) -> list[BoardEnergy]:
-    """Take each piece of hardware once, the reading with most behind it: two workers on one board must not be added up."""
-    best: dict[str, BoardEnergy] = {}
-    for board in boards:
-        known = best.get(board.key)
-        if known is None or (board.joules is not None, board.joules or 0.0) > (
-            known.joules is not None,
-            known.joules or 0.0,
-        ):
-            best[board.key] = board
-    return list(best.values())

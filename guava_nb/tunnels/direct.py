@@ -9,18 +9,11 @@ from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
 __all__ = ["DirectTunnel", "LocalTunnel"]
 
 
-class LocalTunnel(Tunnel):
-    """Both sides run on this machine."""
-
-    name = "local"
+class _NoTunnel(Tunnel):
+    """Nothing runs: an address is all there is to know."""
 
     def __init__(self) -> None:
         self._at: Address | None = None
-
-    def start(self, port: int) -> Address:
-        """Return the loopback's address."""
-        self._at = Address(LOOPBACK, port)
-        return self._at
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -35,7 +28,18 @@ class LocalTunnel(Tunnel):
         return self._at
 
 
-class DirectTunnel(Tunnel):
+class LocalTunnel(_NoTunnel):
+    """Both sides run on this machine."""
+
+    name = "local"
+
+    def start(self, port: int) -> Address:
+        """Return the loopback's address."""
+        self._at = Address(LOOPBACK, port)
+        return self._at
+
+
+class DirectTunnel(_NoTunnel):
     """Others reach this machine by itself, as in one network, over a VPN, or behind a forwarded port.
 
     Args:
@@ -48,26 +52,14 @@ class DirectTunnel(Tunnel):
     bind = "0.0.0.0"
 
     def __init__(self, host: str | None = None, port: int | None = None) -> None:
+        super().__init__()
         self._host, self._port = host, port
-        self._at: Address | None = None
         self._is_known = True
 
     def start(self, port: int) -> Address:
         """Return that address; the listener must be bound beyond the loopback, as `bind` says."""
         self._is_known = self._host is None or _is_known(self._host)
         self._at = Address(self._host or _own_address(), self._port or port)
-        return self._at
-
-    def stop(self) -> None:
-        """Nothing runs."""
-        self._at = None
-
-    def alive(self) -> bool:
-        """Whether it was started."""
-        return self._at is not None
-
-    def address(self) -> Address | None:
-        """Where others connect."""
         return self._at
 
     def note(self) -> str:

@@ -13,7 +13,7 @@ from guava_nb.engine.energy import EnergyBook, RunEnergy
 from guava_nb.engine.energy_reporter import EnergyReporter
 from guava_nb.protocol.messages import (
     AskEnergy,
-    BoardReport,
+    BoardEnergy,
     EndRun,
     Energy,
     Factory,
@@ -102,7 +102,7 @@ class Session:
         return rank != 9
 
     def report(self, rank: int, joules: float | None, key: str = "", mark: int = 0, run_id: str = "r") -> None:
-        board = BoardReport(key or f"host/GPU-{rank}", "a GPU", "NVML energy counter", joules, 10)
+        board = BoardEnergy(key or f"host/GPU-{rank}", "a GPU", "NVML energy counter", joules, 10)
         self.book.take(rank, Energy(run_id, mark, 2.0, (board,), (PhaseReport("forward", 1.0, joules),)))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from guava_nb.errors import ConfigError
-from guava_nb.telemetry import BoardEnergy, EnergyMeter, once_each
+from guava_nb.telemetry import EnergyMeter
 from guava_nb.telemetry.nvml import NvmlBoard, open_board
 from guava_nb.telemetry.rapl import RaplSensor, open_rapl
 from tests.support.sensors import Clock, FakeNvml, Scripted
@@ -31,6 +33,7 @@ def test_200_watts_for_10_seconds_are_2000_joules() -> None:
     assert [board.joules for board in window.boards] == [pytest.approx(2000, rel=0.01)] * 2
     assert window.watts == pytest.approx(400, rel=0.01)
     assert window.watt_hours == pytest.approx(4000 / 3600, rel=0.01)
+    assert json.loads(json.dumps(window.to_dict()))["boards"][0]["joules"] == window.boards[0].joules
     assert window.per(100) == pytest.approx(40, rel=0.01)
     assert window.co2e_g(475) == pytest.approx(4000 / 3.6e6 * 475, rel=0.01)
     meter.close()
@@ -44,12 +47,6 @@ def test_two_sensors_of_one_board_count_once() -> None:
         pass_time(meter, clock, 10.0)
     assert meter.window is not None and meter.window.joules == pytest.approx(2000, rel=0.01)
     assert len(meter.window.boards) == 1
-
-
-def test_boards_that_two_workers_measured_count_once() -> None:
-    mine, theirs = BoardEnergy("h/GPU-1", "a", "m", 2000.0, 100), BoardEnergy("h/GPU-1", "a", "m", 1990.0, 99)
-    other, blind = BoardEnergy("h/GPU-2", "a", "m", 5.0, 9), BoardEnergy("h/GPU-2", "a", "m", None)
-    assert once_each([theirs, blind, mine, other]) == [mine, other]
 
 
 def test_windows_overlap_and_restart() -> None:
@@ -138,6 +135,16 @@ def test_thousandths_become_joules_and_watts() -> None:
     power = open_board("GPU-1", "host", FakeNvml(("nvmlDeviceGetTotalEnergyConsumption",)))
     assert isinstance(counter, NvmlBoard) and counter.sensor is not None and counter.sensor.read() == 5000.0
     assert isinstance(power, NvmlBoard) and power.sensor is not None and power.sensor.read() == 200.0
+
+
+def test_a_meter_gives_nvml_back_once() -> None:
+    api = FakeNvml()
+    board = open_board("1", "host", api)
+    assert isinstance(board, NvmlBoard) and board.sensor is not None and api.opened == 1
+    meter = EnergyMeter(sensors=[board.sensor], background=False)
+    meter.close()
+    meter.close()
+    assert api.opened == 0
 
 
 def test_no_driver_no_uuid_no_slice() -> None:
