@@ -127,7 +127,7 @@ class Parts:
             return None
         steps = round(each * share)
         total = self.step * steps + batches
-        before = sum(round(each * part) for part in self.epochs[:number])
+        before = round(each * self.epochs[0]) + each * (number - 1) if number else 0  # the first alone may be a part
         for passed in range(*self._passes(number, before, steps)):
             assert self.validation is not None
             walked = self.validation.part(passed)

@@ -174,7 +174,7 @@ def feeding_of(asked: Asked, sizes: Sizes, gauge: Gauge, solo: bool) -> Feeding:
 def _travel(asked: Asked, sizes: Sizes, weights: Sequence[float]) -> tuple[float, ...]:
     """Which part of the samples travels in each epoch."""
     cache, rows = asked.spec.cache, sizes.rows
-    entry = _entry_bytes(sizes)
+    entry = None if cache is None or rows is None else _entry_bytes(sizes)  # looks at every row
     if cache is None or entry is None or rows is None:
         return (1.0,)
     found = travelling(
@@ -215,7 +215,8 @@ def validating_of(asked: Asked, sizes: Sizes, gauge: Gauge) -> Feeding:
 
 
 def _kept_travel(asked: Asked, sizes: Sizes) -> tuple[float, ...]:
-    cache, entry = asked.spec.cache, _entry_bytes(sizes)
+    cache = asked.spec.cache
+    entry = None if cache is None else _entry_bytes(sizes)
     if cache is None or entry is None or sizes.rows is None:
         return (1.0,)
     # A batch goes to whoever holds it, so nothing travels twice as long as the workers have room.

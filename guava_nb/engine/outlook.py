@@ -87,8 +87,10 @@ class Outlook:
 
     def _held_share(self, sizes: Sizes) -> float:
         """Which part of the first samples some worker holds already."""
+        if self.composed.spec.cache is None:
+            return 0.0
         keys = [key for group in sizes.groups for batch in group for key in _keys(batch)]
-        if self.composed.spec.cache is None or not keys:
+        if not keys:
             return 0.0
         return sum(any(key in of for of in self.caches.of.values()) for key in keys) / len(keys)
 
