@@ -243,8 +243,13 @@ class Cluster:
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
-            member.samples, member.waits = 0, Waits()
+            member.samples, member.tokens, member.waits = 0, None, Waits()
             member.bytes_before = self.total_bytes(member.rank)
+
+    def worked(self, rank: int) -> tuple[int, float | None]:
+        """Return the samples and tokens that a member has done since then; tokens None where they are not counted."""
+        member = self.roster.members[rank]
+        return member.samples, member.tokens
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""

@@ -215,6 +215,11 @@ TRAIN = Command(
         flag(
             "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
         ),
+        option(
+            "--tokens",
+            metavar="NAME",
+            help="shared function(batch) that returns the number of tokens in it, for joules per token in %%guava_energy",
+        ),
         flag("--flops", help="count floating point operations, for %%guava_energy (data mode)"),
         option(
             "--budget",
@@ -267,13 +272,14 @@ PREDICT = Command(
 STATUS = Command("guava_status", "Who is there, what runs, how far it is.")
 ENERGY = Command(
     "guava_energy",
-    "Joules of the newest run per worker, sample, step, epoch and phase; returns the record (pandas.DataFrame(record.rows)).",
+    "Joules of the newest run per worker, sample, step, epoch and phase, and by the names that code on workers gave with "
+    'guava_nb.energy_task; returns the record: pandas.DataFrame(record["workers"]), or ["tasks"].',
     (
         option("--grams-per-kwh", metavar="G", type=number, help="CO2 equivalent of a kWh where the machines stand"),
         option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),
     ),
     "%guava_energy --grams-per-kwh 380",
-    elsewhere={"--flops": "%guava_train"},
+    elsewhere={"--flops": "%guava_train", "--tokens": "%guava_train"},
 )
 LOG = Command(
     "guava_log",
