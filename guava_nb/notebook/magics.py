@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from guava_nb.notebook import commands
 from guava_nb.notebook.announce import grant_text, hand_over
 from guava_nb.notebook.asking import forget_results, show_results
-from guava_nb.notebook.completion import install_completion, remove_completion
+from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.options import Command
@@ -25,6 +25,7 @@ from guava_nb.notebook.session import NotebookSession
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.notebook.watching import Interrupted, follow_lines
 from guava_nb.render import View, energy_view
+from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
 
@@ -94,7 +95,10 @@ class GuavaMagics(Magics):
     def guava_share(self, args: argparse.Namespace, cell: str | None = None) -> None:
         """Run a cell and share it."""
         if cell is None:
-            raise UsageError("%%guava_share is a cell magic: two percent signs, on the first line of the cell to share")
+            raise UsageError(
+                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
+                "nothing to share here"
+            )
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.undefined(name):
@@ -213,7 +217,18 @@ def load(shell: Any) -> None:
     shell.register_magics(magics)
     add_settings(shell)
     show_results(shell)
-    install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
+    install_completion(
+        shell,
+        commands.COMMANDS,
+        {
+            "<shared>": lambda begin: magics.session.shared_names(),
+            "<workers>": lambda begin: magics.session.worker_names(),
+            "<loaders>": lambda begin: loaders(shell),
+            "<tunnels>": lambda begin: list(tunnel_names()),
+            "<files>": files,
+        },
+    )
+    allow_help_alone(shell)
     atexit.register(magics.close)
 
 
@@ -226,11 +241,30 @@ def unload(shell: Any) -> None:
     forget_results(shell)
     remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
+    forbid_help_alone(shell)
     for kind in ("line", "cell"):
         for command in commands.COMMANDS:
             shell.magics_manager.magics[kind].pop(command.name, None)
     shell.magics_manager.registry.pop(GuavaMagics.__name__, None)
     magics.close()
+
+
+def _without_body(lines: list[str]) -> list[str]:
+    """IPython refuses a cell magic without a cell before it is called, so that it could not even explain itself."""
+    if lines and lines[0].startswith("%%guava_") and not any(line.strip() for line in lines[1:]):
+        return [lines[0][1:]]
+    return lines
+
+
+def allow_help_alone(shell: Any) -> None:
+    """Let `%%guava_share -h` stand alone in its cell."""
+    shell.input_transformers_cleanup.append(_without_body)
+
+
+def forbid_help_alone(shell: Any) -> None:
+    """Take that back."""
+    if _without_body in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(_without_body)
 
 
 def _loaded(shell: Any) -> GuavaMagics | None:

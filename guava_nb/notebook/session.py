@@ -154,6 +154,10 @@ class NotebookSession:
         self._cells[name] = text
         return name
 
+    def shared_names(self) -> list[str]:
+        """What shared cells define, by name."""
+        return sorted({name for text in self._cells.values() for name in defined_names(text)})
+
     def choose_mode(self, args: argparse.Namespace) -> str:
         """Choose the mode of the next runs, if the line names one; returns a sentence on the mode that holds now.
 
@@ -336,8 +340,8 @@ class NotebookSession:
 
     def _check_shared(self, args: argparse.Namespace) -> None:
         """Catch the commonest slip: a name that exists in this notebook, in a cell that was not shared."""
-        shared = {name for text in self._cells.values() for name in defined_names(text)}
-        for option in ("model", "loss", "step", "optimizer", "scheduler"):
+        shared = self.shared_names()
+        for option in ("model", "loss", "step", "optimizer", "scheduler", "preprocess", "augment", "tokens"):
             name = getattr(args, option, None)
             here = self._shell.user_ns.get(name) if name and name not in shared else None
             if here is not None and inspect.getmodule(here) is sys.modules.get("__main__"):
