@@ -1,4 +1,4 @@
-"""%guava_validate and %guava_predict: options as arguments, progress while they run, results as the page shows them."""
+"""%guava_validate and %guava_predict: options as arguments, progress while they run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.panel import Panel
 from guava_nb.notebook.training import metrics_argument, resolve
-from guava_nb.render import Progress, View, predictions_view, to_html, to_text
+from guava_nb.render import Progress, View
 
-__all__ = ["forget_results", "predict", "show_results", "validate"]
-
-#: Where the class of the results is; naming it here loads nothing.
-_RESULTS = ("guava_nb.engine.predictions", "Predictions")
+__all__ = ["predict", "validate"]
 
 
 def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,18 +92,3 @@ def _progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int,
 
 def _headline(count: int, total: int | None) -> str:
     return f"{count} samples" if total is None or count >= total else f"{count} of {total} samples"
-
-
-def show_results(shell: Any) -> None:
-    """Have results shown as a table, wherever in the notebook they come up."""
-    formatters = shell.display_formatter.formatters
-    formatters["text/html"].for_type_by_name(*_RESULTS, lambda found: to_html(predictions_view(found)))
-    formatters["text/plain"].for_type_by_name(
-        *_RESULTS, lambda found, printer, cycle: printer.text(to_text(predictions_view(found)))
-    )
-
-
-def forget_results(shell: Any) -> None:
-    """Take the tables away again."""
-    for kind in ("text/html", "text/plain"):
-        shell.display_formatter.formatters[kind].pop(".".join(_RESULTS), None)

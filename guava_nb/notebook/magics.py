@@ -14,10 +14,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from guava_nb.notebook import commands
 from guava_nb.notebook.announce import grant_text, hand_over
-from guava_nb.notebook.asking import forget_results, show_results
 from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.objects import ObjectViews
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import Panel, make_panel
 from guava_nb.notebook.screen import choose_ui, say, show, show_png
@@ -59,6 +59,7 @@ class GuavaMagics(Magics):
     def __init__(self, shell: Any, session: NotebookSession | None = None) -> None:
         super().__init__(shell)
         self.session = session or NotebookSession(shell)
+        self.objects = ObjectViews(shell)
 
     @line_magic
     @_command(commands.UP)
@@ -116,7 +117,9 @@ class GuavaMagics(Magics):
         """Train and return the run, or only show what it would send and receive."""
         if args.dry_run:
             return self._show(self.session.forecast(args))
-        return self.session.train(args, self._panel())
+        run = self.session.train(args, self._panel())
+        self.objects.shown(run)
+        return run
 
     @line_magic
     @_command(commands.VALIDATE)
@@ -145,6 +148,7 @@ class GuavaMagics(Magics):
         """Show the newest run's energy and return its record."""
         record = self.session.energy(args)
         self._show(energy_view(record))
+        self.objects.shown(record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
             from guava_nb.notebook.plots import watts_png  # matplotlib takes a second
 
@@ -216,7 +220,6 @@ def load(shell: Any) -> None:
     magics = GuavaMagics(shell)
     shell.register_magics(magics)
     add_settings(shell)
-    show_results(shell)
     install_completion(
         shell,
         commands.COMMANDS,
@@ -238,7 +241,7 @@ def unload(shell: Any) -> None:
     if magics is None:
         return
     atexit.unregister(magics.close)
-    forget_results(shell)
+    magics.objects.forget()
     remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
     forbid_help_alone(shell)

@@ -147,5 +147,15 @@ def test_a_broken_comm_switches_the_panel_off_and_training_goes_on(kernel: Kerne
     assert shown.text.count("switched off (LookupError: parent_header)") == 1
 
 
+def test_tab_in_a_front_end_offers_what_the_magic_takes_and_nothing_else(kernel: Kernel) -> None:
+    def offered(line: str) -> list[str]:
+        reply = kernel.client.complete(line, reply=True, timeout=30)
+        return list(reply["content"]["matches"])
+
+    assert offered("%guava_up --co") == ["--connect", "--compression"]
+    assert offered("r = %guava_train --precision ") == ["fp32", "bf16", "fp16", "fp64"]
+    assert offered("%guava_mode ")[:5] == ["data", "pipeline", "tensor", "zero", "hybrid"]
+
+
 def test_the_python_of_the_kernel_is_this_one(kernel: Kernel) -> None:
     assert sys.executable in kernel.run("import sys; print(sys.executable)").text
