@@ -65,7 +65,7 @@ def _matcher(table: Mapping[str, Command], offers: Offers) -> Callable[[Any], An
             "ordered": True,
         }
 
-    return match  # type: ignore[no-any-return]
+    return match
 
 
 def _keys(command: Command) -> tuple[str, str]:

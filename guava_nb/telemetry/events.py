@@ -55,7 +55,7 @@ class CudaEvents:
         if not event.query():
             return None
         anchor, anchored_s = self._anchors.setdefault(event.device, (event, at_s))
-        found_s = min(max(anchored_s + anchor.elapsed_time(event) / 1e3, at_s), now_s)
+        found_s: float = min(max(anchored_s + anchor.elapsed_time(event) / 1e3, at_s), now_s)
         if found_s > anchored_s + _ANCHOR_S:
             self._anchors[event.device] = (event, found_s)
         return found_s

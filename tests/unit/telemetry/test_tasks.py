@@ -6,14 +6,16 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
-from guava_nb.telemetry import energy_task
+from guava_nb.telemetry import EnergyMeter, energy_task
 from guava_nb.telemetry import tasks as tasks_module
+from guava_nb.telemetry.events import CudaEvents
 from guava_nb.telemetry.tasks import MOST_NAMES, TaskBook
 from tests.support.sensors import Clock, Scripted
 from tests.unit.telemetry.test_meter import meter_of, pass_time
@@ -211,6 +213,96 @@ def test_naming_a_task_loads_no_torch_and_needs_no_meter() -> None:
         "import sys; from guava_nb import energy_task\nwith energy_task('x'): pass\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+class Gpu:
+    """The calls of `torch.cuda` that events need, of a device that falls behind the host and whose own clock is another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.behind_s, self.initialised, self.capturing = clock, 0.0, True, False
+        self.now_s = 5.0 - clock()
+        gpu = self
+
+        class Event:
+            device = "cuda:0"
+
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: object) -> None:
+                self.at_s = gpu.clock() + gpu.behind_s
+
+            def query(self) -> bool:
+                return gpu.clock() >= self.at_s
+
+            def synchronize(self) -> None:
+                assert self.query(), "the device was idle when it was tied to the clock"
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at_s - self.at_s) * 1e3
+
+        self.Event = Event
+
+    def is_initialized(self) -> bool:
+        return self.initialised
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device: object) -> None:
+        self.clock.wait(self.behind_s)
+        self.behind_s = 0.0
+
+    def current_stream(self, device: object) -> None:
+        return None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+
+def test_on_a_gpu_a_task_has_the_time_of_the_device_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    gpu = Gpu(clock)
+    torch = SimpleNamespace(cuda=gpu, compiler=SimpleNamespace(is_compiling=lambda: False))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    meter = EnergyMeter([0], sensors=[Scripted(lambda s: 100 * s, clock, counts=True)], clock=clock, background=False)
+    meter.begin()
+    clock.wait(1.0)
+    with energy_task("kernels"):  # the host only queues them: that takes it no time
+        gpu.behind_s = 4.0
+    assert meter.so_far().tasks == ()  # the device is not there yet
+    pass_time(meter, clock, 2.0)
+    gpu.behind_s = 2.0
+    gpu.capturing = True
+    with energy_task("captured"):  # a graph would record the event instead of the device's time
+        clock.wait(0.5)
+    gpu.capturing, gpu.behind_s = False, 1.5
+    window = meter.end()  # waits for the device, as every end of a window
+    assert by_name(window)["kernels"] == (pytest.approx(4), pytest.approx(400), 1)
+    assert by_name(window)["captured"] == (pytest.approx(0.5), pytest.approx(50), 1)
+    meter.close()
+
+
+def test_a_long_run_is_tied_to_the_clock_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock drifts by 1 in 1000, far more than any: what is known of an event bounds its time."""
+    clock = Clock()
+    gpu = Gpu(clock)
+    kept = gpu.Event.elapsed_time
+    gpu.Event.elapsed_time = lambda self, end: kept(self, end) * 1.001
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=gpu))
+    events = CudaEvents(None, clock)
+    events.anchor()
+    for _ in range(200):
+        clock.wait(30.0)
+        event, at_s = events.mark(), clock()
+        clock.wait(0.1)
+        found_s = events.time_of(event, at_s)
+        assert found_s is not None and at_s <= found_s <= clock()
+    gpu.initialised = False
+    assert events.mark() is None
 
 
 def test_while_torch_compiles_a_task_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
