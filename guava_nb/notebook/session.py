@@ -216,11 +216,11 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        return validate(self._need_session(), args, self._shell.user_ns, panel)
+        return validate(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        return predict(self._need_session(), args, self._shell.user_ns, panel)
+        return predict(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
 
     def energy(self, args: argparse.Namespace) -> Any:
         """Energy record of the newest run, also while it goes on.
@@ -292,7 +292,7 @@ class NotebookSession:
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return interrupt_run(self._orchestrator.run, 1, awaited_workers(self._orchestrator.status().workers))
+            return self._interrupt(self._orchestrator.run, 1)
         if self.worker.lives:
             self.worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -361,19 +361,32 @@ class NotebookSession:
                 f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
                 "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
             )
-            orchestrator.wait_for_workers(count=count, timeout=patience_s)
+            new_code = self._new_codes()
+            orchestrator.wait_for_workers(count=count, timeout=patience_s, on_wait=lambda there: new_code())
+
+    def _interrupt(self, run: Any, count: int) -> str:
+        away = awaited_workers(self._orchestrator.status().workers)
+        # The step has its time, and then the state has as much to come back.
+        return interrupt_run(run, count, away, self._orchestrator.config.interrupt_grace_s)
+
+    def _new_codes(self) -> Callable[[], None]:
+        """A function that shows the join code when it is another one than before: a busy cell leaves no other way to ask."""
+        known = self._code_now()
+
+        def show() -> None:
+            nonlocal known
+            if (now := self._code_now()) != known:
+                known = now
+                hand_over(now, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+
+        return show
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
-        orchestrator = self._orchestrator
-
-        code = self._code_now()
+        orchestrator, new_code = self._orchestrator, self._new_codes()
 
         def frame(view: Callable[..., View]) -> Frame:
-            nonlocal code
-            if (now := self._code_now()) != code:  # this cell is busy, so nobody can ask for it elsewhere
-                code = now
-                hand_over(code, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+            new_code()
             return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
 
         watch(
@@ -381,7 +394,7 @@ class NotebookSession:
             lambda: frame(run_view),
             lambda: frame(summary_view),
             panel,
-            lambda count: interrupt_run(run, count, awaited_workers(orchestrator.status().workers)),
+            lambda count: self._interrupt(run, count),
         )
         status: RunStatus = run.status()
         if status.state == "failed":

@@ -16,6 +16,7 @@ from guava_nb.render.values import (
     show_percent,
     show_rate,
     show_seconds,
+    show_used,
     show_watts,
 )
 from guava_nb.render.view import Curve, Progress, Table, View
@@ -182,9 +183,7 @@ def _wire(run: RunStatus) -> str:
 def _budget(run: RunStatus) -> list[tuple[str, str]]:
     if not run.budget_bytes:
         return []
-    used = run.wire.out_bytes + run.wire.in_bytes
-    share = show_percent(used / run.budget_bytes)
-    return [("budget", f"{show_bytes(used)} of {show_bytes(run.budget_bytes)} used, {share}")]
+    return [("budget", show_used(run.wire.out_bytes + run.wire.in_bytes, run.budget_bytes))]
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ __all__ = [
     "show_percent",
     "show_rate",
     "show_seconds",
+    "show_used",
     "show_watts",
 ]
 
@@ -74,3 +75,10 @@ def show_float(value: float | None, digits: int = 4) -> str:
 def show_percent(fraction: float | None) -> str:
     """A share of one as a percentage: 0.333 is "33 %"."""
     return NOT_MEASURED if fraction is None else f"{fraction * 100:.0f} %"
+
+
+def show_used(used_bytes: int, limit_bytes: int) -> str:
+    """How much of a limit is used; what is left is said where two rounded sizes would look alike."""
+    text = f"{show_bytes(used_bytes)} of {show_bytes(limit_bytes)} used, {show_percent(used_bytes / limit_bytes)}"
+    alike = show_bytes(used_bytes) == show_bytes(limit_bytes) and used_bytes < limit_bytes
+    return f"{text} ({show_bytes(limit_bytes - used_bytes)} left)" if alike else text
