@@ -55,7 +55,9 @@ class EnergyRecord(Mapping[str, Any]):
         """One line."""
         joules = self["joules"]
         total = "not measured" if joules is None else f"{joules:.4g} J"
-        return f"EnergyRecord({self['run_id']}: {total}, {len(self['workers'])} workers, {self['samples']} samples)"
+        count = len(self["workers"])
+        workers = f"{count} worker{'' if count == 1 else 's'}"
+        return f"EnergyRecord({self['run_id']}: {total}, {workers}, {self['samples']} samples)"
 
 
 def energy_record(

@@ -118,7 +118,8 @@ class GuavaMagics(Magics):
         if args.dry_run:
             return self._show(self.session.forecast(args))
         run = self.session.train(args, self._panel())
-        self.objects.shown(run)
+        if not args.detach:
+            self.objects.shown(run)
         return run
 
     @line_magic

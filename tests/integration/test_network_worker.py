@@ -16,9 +16,10 @@ import psutil
 import pytest
 import torch
 
-from guava_nb import DistributedConfig, NetworkWorker, Orchestrator
+from guava_nb import DistributedConfig, NetworkWorker, Orchestrator, Run
 from guava_nb.errors import AuthenticationError, ConfigError, GuavaError, JoinCodeError
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.telemetry import Board, Sensor
 from tests.support.console import Console
 from tests.support.processes import ROOT, eventually, loader
 from tests.support.relay import Relay
@@ -127,6 +128,60 @@ def test_two_joins_with_one_code_are_two_workers_with_names_of_their_own(orch: O
         thread.join(20)
         assert not thread.is_alive()
     eventually(lambda: not [w for w in orch.status().workers if w.state == "ready"], 10, "both have left")
+
+
+class Dying(Sensor):
+    """Counts joules for some readings; then its driver is gone, by an error or by never answering again."""
+
+    board, method, counts = Board("host/GPU-1", "a GPU"), "NVML energy counter", True
+
+    def __init__(self, hangs: bool) -> None:
+        self.readings, self.dead, self.let_go = 0, threading.Event(), threading.Event()
+        self._hangs = hangs
+
+    def read(self) -> float:
+        self.readings += 1
+        if self.readings > 4:
+            self.dead.set()
+            if self._hangs:
+                self.let_go.wait(60)
+            raise RuntimeError("GPU is lost")
+        return 10.0 * self.readings
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_nvml_that_dies_in_mid_run_costs_its_figure_and_nothing_else(
+    orch: Orchestrator, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    sensor, seen = Dying(hangs), list[int]()
+    monkeypatch.setattr("guava_nb.telemetry.meter.sensors_of", lambda devices: ([sensor], ()))
+
+    class Watch:
+        def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+            assert sensor.dead.wait(30)
+            seen.append(record["epoch"])
+
+    start = SmallNet().double()
+    worker = NetworkWorker(orch.join_code, gpu_id="cpu", name="measured", model_ctor=SmallNet)
+    thread = threading.Thread(target=worker.connect_and_train)
+    thread.start()
+    orch.wait_for_workers(1, timeout=30)
+    orch.register_model(start)
+    expected = plain(SmallNet().double(), loader(), 0)
+    expected.load_state_dict(start.state_dict())
+    run = orch.start_training(loader(), num_epochs=2, callbacks=[Watch()], fresh=True, **ARGUMENTS)
+    assert run.state == "done" and seen == [1, 2]
+    assert difference_of_modules(run.model(), plain(expected, loader(), 2)) <= 1e-9
+    row = run.energy_record()["workers"][0]
+    if hangs:
+        assert row["joules"] in (None, 10.0, 20.0, 30.0)  # what it had told before it hung
+    else:
+        assert row["joules"] == 30.0 and "GPU is lost" in row["problem"] and row["uncovered_s"] > 0
+    sensor.let_go.set()
+    worker.leave()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.timeout(60)
