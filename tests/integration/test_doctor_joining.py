@@ -30,7 +30,6 @@ from tests.support.nginx import Nginx, why_not
 from tests.support.processes import ROOT
 from tests.support.relay import DOWN, Relay
 
-pytestmark = pytest.mark.timeout(60)
 IMPATIENT = LinkOptions(connect_timeout_s=0.7)
 
 
