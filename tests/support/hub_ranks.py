@@ -9,6 +9,7 @@ A process imports torch once and runs many cases; a case is a function of `tests
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -87,7 +88,8 @@ class Ranks:
         return int(self._processes[rank].pid)
 
     def kill(self, rank: int) -> None:
-        os.kill(self.pid(rank), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a case may have ended it
+            os.kill(self.pid(rank), signal.SIGKILL)
         self._processes[rank].join(10)
         self._formed = ""
 
