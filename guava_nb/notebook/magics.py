@@ -24,7 +24,7 @@ from guava_nb.notebook.screen import choose_ui, say, show, show_png
 from guava_nb.notebook.session import NotebookSession
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.notebook.watching import Interrupted, follow_lines
-from guava_nb.render import View, energy_view
+from guava_nb.render import View, energy_view, forecast_view
 from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
@@ -114,9 +114,9 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.TRAIN)
     def guava_train(self, args: argparse.Namespace) -> Any:
-        """Train and return the run, or only show what it would send and receive."""
+        """Train and return the run, or only show what it would send and receive, and return that."""
         if args.dry_run:
-            return self._show(self.session.forecast(args))
+            return self._show_and_return(forecast_view, self.session.forecast(args))
         run = self.session.train(args, self._panel())
         if not args.detach:
             self.objects.shown(run)
@@ -148,8 +148,7 @@ class GuavaMagics(Magics):
     def guava_energy(self, args: argparse.Namespace) -> Any:
         """Show the newest run's energy and return its record."""
         record = self.session.energy(args)
-        self._show(energy_view(record))
-        self.objects.shown(record)
+        self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
             from guava_nb.notebook.plots import watts_png  # matplotlib takes a second
 
@@ -208,6 +207,11 @@ class GuavaMagics(Magics):
         ui = choose_ui(self.shell)
         for view in views:
             show(view, ui)
+
+    def _show_and_return(self, view: Callable[[Any], View], thing: Any) -> Any:
+        self._show(view(thing))
+        self.objects.shown(thing)
+        return thing
 
     def _show_code(self) -> None:
         """The secret is written out, because a person asked for it."""

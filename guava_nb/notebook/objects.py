@@ -11,6 +11,7 @@ from typing import Any
 from guava_nb.render import (
     View,
     energy_view,
+    forecast_view,
     predictions_view,
     run_view,
     session_view,
@@ -23,6 +24,7 @@ from guava_nb.render import (
 __all__ = ["ObjectViews"]
 
 _PREDICTIONS = ("guava_nb.engine.predictions", "Predictions")
+_FORECAST = ("guava_nb.engine.forecast", "Forecast")
 
 
 def _of_run(run: Any) -> View:
@@ -31,6 +33,7 @@ def _of_run(run: Any) -> View:
 
 _VIEWS: dict[tuple[str, str], Callable[[Any], View]] = {
     _PREDICTIONS: predictions_view,
+    _FORECAST: forecast_view,
     ("guava_nb.engine.energy_record", "EnergyRecord"): energy_view,
     ("guava_nb.engine.run", "Run"): _of_run,
     ("guava_nb.engine.status", "Status"): session_view,
@@ -52,9 +55,8 @@ class ObjectViews:
         formatters = shell.display_formatter.formatters
         for name, view in _VIEWS.items():
             formatters["text/html"].for_type_by_name(*name, self._drawn(view))
-        formatters["text/plain"].for_type_by_name(
-            *_PREDICTIONS, lambda found, printer, cycle: printer.text(to_text(predictions_view(found)))
-        )
+        for name in (_PREDICTIONS, _FORECAST):  # whose own text is more than a line
+            formatters["text/plain"].for_type_by_name(*name, self._written(_VIEWS[name]))
 
     def shown(self, thing: Any) -> None:
         """Note that this cell has shown it."""
@@ -67,9 +69,19 @@ class ObjectViews:
             for name in _VIEWS:
                 formatters[kind].pop(".".join(name), None)
 
+    def _is_shown(self, thing: Any) -> bool:
+        known, cell = self._shown
+        return known is thing and cell == self._shell.execution_count
+
+    def _written(self, view: Callable[[Any], View]) -> Callable[[Any, Any, bool], None]:
+        def write(thing: Any, printer: Any, cycle: bool) -> None:
+            seen = view(thing)
+            printer.text(f"{seen.title}: {seen.headline}" if self._is_shown(thing) else to_text(seen))
+
+        return write
+
     def _drawn(self, view: Callable[[Any], View]) -> Callable[[Any], str | None]:
         def draw(thing: Any) -> str | None:
-            known, cell = self._shown
-            return None if known is thing and cell == self._shell.execution_count else to_html(view(thing))
+            return None if self._is_shown(thing) else to_html(view(thing))
 
         return draw

@@ -34,7 +34,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, awaited_workers, forecast_view, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, awaited_workers, ready_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -200,11 +200,11 @@ class NotebookSession:
             self._follow(run, tail, notices, panel)
         return run
 
-    def forecast(self, args: argparse.Namespace) -> View:
-        """What the run of such a line would send and receive; nothing is started."""
+    def forecast(self, args: argparse.Namespace) -> Any:
+        """The forecast of what the run of such a line would send and receive; nothing is started."""
         orchestrator, arguments = self._need_session(), self._arguments(args)
         self._apply_mode()
-        return forecast_view(orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args))
+        return orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args)
 
     def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
         """Keyword arguments for a run, checked as far as this notebook can."""

@@ -117,9 +117,11 @@ class EnergyMeter:
             restart: begin anew where one of this name is open already, as after a cell that failed between.
 
         Raises:
-            ConfigError: a window of this name is open.
+            ConfigError: a window of this name is open, or the meter was closed.
         """
         with self._changed:
+            if self._closed:
+                raise ConfigError("this meter is closed and its sensors are given back: make a new EnergyMeter()")
             if name in self._open and not restart:
                 raise ConfigError(f"window {name!r} is open already: end it, or begin it with restart=True")
         self._synchronise()
@@ -232,8 +234,9 @@ class EnergyMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it and close, also when the block failed."""
-        self.end()
+        """End it, unless the block did, and close, also when the block failed."""
+        with contextlib.suppress(ConfigError):
+            self.end()
         self.close()
 
     # ------------------------------------------------------------------------------------------------------- private

@@ -402,7 +402,8 @@ def test_a_dry_run_shows_the_forecast_and_starts_nothing(notebook: Any) -> None:
     notebook.run("%guava_up --local 1\nloader = [1]")
     before = list(notebook.orchestrator.calls)
     shown = notebook.run(TRAIN + " --model-args {'width':3} --dry-run --budget 2MB")
-    assert shown.ok and shown.value is None and notebook.orchestrator.run is None
+    assert shown.ok and shown.value.budget_bytes == 2_000_000 and notebook.orchestrator.run is None
+    assert shown.text.count("would stop after about") == 1  # its table stands there once
     assert shown.lines[0] == "forecast: data mode, 2 workers, 10 steps in 1 epoch, 4.0 MB in all"
     assert "would stop after about 50%" in shown.text and "sample" in shown.text
     ((name, options),) = notebook.orchestrator.calls[len(before) :]
@@ -806,8 +807,10 @@ def test_a_cell_magic_explains_itself_alone_in_its_cell(notebook: Any) -> None:
 
 
 def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: Any) -> None:
+    from guava_nb.engine.forecast import Forecast
     from guava_nb.engine.run import Run
     from guava_nb.engine.status import Status
+    from guava_nb.engine.traffic import Traffic
     from tests.support.energy import record
 
     def drawn(thing: object) -> dict[str, str]:
@@ -820,8 +823,13 @@ def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: A
         assert words in shown["text/html"] and "<script" not in shown["text/html"], shown
     for thing in (run, record()):
         assert drawn(thing)["text/plain"].count("\n") == 0
-    notebook.magics.objects.shown(run)
-    assert "text/html" not in drawn(run)  # its table stands in this cell already
+    part = Traffic.going("sample", 4_000_000)
+    made = Forecast("data", 2, 10, 10, part, part, None, part, (part,), part)
+    assert "<table" in drawn(made)["text/html"] and "4.0 MB" in drawn(made)["text/plain"]
+    for thing in (made, run):
+        notebook.magics.objects.shown(thing)
+        again = drawn(thing)  # its table stands in this cell already
+        assert "text/html" not in again and again["text/plain"].count("\n") == 0
     notebook.run("1")
     assert "text/html" in drawn(run)
 

@@ -68,6 +68,16 @@ def test_windows_overlap_and_restart() -> None:
         meter.end("run")
 
 
+def test_a_block_may_end_its_window_itself_and_a_closed_meter_says_so() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
+    with meter:
+        pass_time(meter, clock, 1.0)
+        assert meter.end().joules == pytest.approx(100)
+    with pytest.raises(ConfigError, match="closed"):
+        meter.begin()
+
+
 def test_a_window_shorter_than_the_sensor_s_pace_says_so() -> None:
     clock = Clock()
     meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
