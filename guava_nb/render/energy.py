@@ -60,7 +60,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _doubts(row: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on what makes a worker's figure say less than it seems to."""
     if row["joules"] is None:
-        if row["problem"] and not row["why"]:
+        if row["problem"]:
             yield f"{row['worker']}: {row['problem']}"
         return
     if row["too_short"]:

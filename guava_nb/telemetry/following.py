@@ -10,7 +10,7 @@ from guava_nb.telemetry.sensor import Sensor, SensorError
 
 __all__ = ["MAX_FAULTS", "Followed"]
 
-#: After so many failed readings in a row a sensor is asked no more.
+#: After so many failed readings in a row a sensor is asked no more in this window.
 MAX_FAULTS = 20
 
 
@@ -31,6 +31,10 @@ class Followed:
             return _checked(self.sensor.read())
         except (Exception, SystemExit) as problem:  # a sensor of another package may raise anything
             return str(problem) if isinstance(problem, SensorError) else f"{type(problem).__name__}: {problem}"
+
+    def retry(self) -> None:
+        """Ask it again, however often it failed: a driver may be back at the next window."""
+        self.faults = 0
 
     def note(self, answer: float | str | None, at_s: float) -> None:
         """Take what `ask` returned."""

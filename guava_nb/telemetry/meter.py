@@ -124,6 +124,8 @@ class EnergyMeter:
                 raise ConfigError("this meter is closed and its sensors are given back: make a new EnergyMeter()")
             if name in self._open and not restart:
                 raise ConfigError(f"window {name!r} is open already: end it, or begin it with restart=True")
+            for one in self._followed:
+                one.retry()
         self._synchronise()
         if self._events is not None:
             with contextlib.suppress(Exception):  # as for a broken device below

@@ -282,3 +282,15 @@ def test_the_end_of_a_counter_that_died_is_told_as_a_gap() -> None:
     assert meter.window is not None
     (board,) = meter.window.boards
     assert board.joules == pytest.approx(490, rel=0.03) and board.uncovered_s == pytest.approx(5.1, abs=0.2)
+
+
+def test_a_sensor_that_was_given_up_is_asked_again_at_the_next_window() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: None if s < 10 else 100.0, clock), clock=clock)
+    meter.begin()
+    pass_time(meter, clock, 11.0)  # long after it is asked no more
+    assert meter.end().joules is None
+    meter.begin()
+    pass_time(meter, clock, 1.0)
+    assert meter.end().joules == pytest.approx(100)
+    meter.close()
