@@ -187,7 +187,8 @@ class NotebookSession:
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
-        self._gather()
+        new_code = self._new_codes()
+        self._gather(new_code)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
@@ -197,7 +198,7 @@ class NotebookSession:
         if args.detach:
             say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
         else:
-            self._follow(run, tail, notices, panel)
+            self._follow(run, tail, notices, panel, new_code)
         return run
 
     def forecast(self, args: argparse.Namespace) -> Any:
@@ -350,7 +351,7 @@ class NotebookSession:
                     "cell that defines it and run that cell"
                 )
 
-    def _gather(self) -> None:
+    def _gather(self, new_code: Callable[[], None]) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         orchestrator = self._orchestrator
         count = None if orchestrator.run is None else 1
@@ -361,7 +362,6 @@ class NotebookSession:
                 f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
                 "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
             )
-            new_code = self._new_codes()
             orchestrator.wait_for_workers(count=count, timeout=patience_s, on_wait=lambda there: new_code())
 
     def _interrupt(self, run: Any, count: int) -> str:
@@ -381,9 +381,11 @@ class NotebookSession:
 
         return show
 
-    def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
+    def _follow(
+        self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel, new_code: Callable[[], None]
+    ) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
-        orchestrator, new_code = self._orchestrator, self._new_codes()
+        orchestrator = self._orchestrator
 
         def frame(view: Callable[..., View]) -> Frame:
             new_code()
