@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from html import escape
 from importlib import metadata
+from types import TracebackType
+
+from IPython.display import DisplayHandle
 
 from guava_nb.notebook.host import Host, colab_rule
 from guava_nb.notebook.screen import say, show_bundle
 
-__all__ = ["GRANT", "NEW_ADDRESS", "code_html", "code_text", "grant_text", "hand_over", "install_line"]
+__all__ = ["GRANT", "NEW_ADDRESS", "CodeBox", "code_html", "code_text", "grant_text", "hand_over", "install_line"]
 
 GRANT = (
     "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
@@ -54,6 +59,43 @@ def hand_over(code: str, ui: str, call: str = _CALL) -> None:
         say(code_text(code, call), secret=True)
     else:
         show_bundle(code_text(code, call), code_html(code, call), secret=True)
+
+
+class CodeBox:
+    """The cell to paste, shown while a cell waits for workers and taken away when it does so no more.
+
+    So a notebook that is stored later has the code only where %guava_up wrote it. A context manager.
+
+    Args:
+        code: "" shows nothing.
+    """
+
+    def __init__(self, code: str) -> None:
+        """Nothing is shown yet."""
+        self._code = code
+        self._handle: DisplayHandle | None = None
+
+    def show(self) -> None:
+        """Show it, once. A page that cannot is no reason to stop waiting."""
+        if self._code and self._handle is None:
+            self._handle = DisplayHandle()
+            _draw(self._handle.display, code_text(self._code), code_html(self._code))
+
+    def __enter__(self) -> CodeBox:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put nothing in its place."""
+        if self._handle is not None:
+            _draw(self._handle.update, "", "")
+
+
+def _draw(draw: Callable[..., None], text: str, html: str) -> None:
+    with contextlib.suppress(Exception):
+        draw({"text/plain": text, "text/html": html}, raw=True)
 
 
 def code_text(code: str, call: str = _CALL) -> str:

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from guava_nb.render import Curve
 
-__all__ = ["HEIGHT_PX", "curve_png", "watts_png"]
+__all__ = ["HEIGHT_PX", "WIDTH_PX", "curve_png", "watts_png"]
 
 _DPI = 100
 _WIDTH_IN, _HEIGHT_IN = 6.4, 2.4
-HEIGHT_PX = round(_HEIGHT_IN * _DPI)
+WIDTH_PX, HEIGHT_PX = round(_WIDTH_IN * _DPI), round(_HEIGHT_IN * _DPI)
 #: Losses that differ by more than this factor are drawn on a logarithmic scale.
 _WIDE = 30.0
 _MOST = 1e30

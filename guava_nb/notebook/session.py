@@ -23,6 +23,7 @@ from guava_nb.engine.status import RunStatus
 from guava_nb.errors import GuavaError
 from guava_nb.notebook.announce import NEW_ADDRESS, hand_over
 from guava_nb.notebook.asking import predict, validate
+from guava_nb.notebook.gathering import gather
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
@@ -34,7 +35,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, awaited_workers, forecast_view, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, awaited_workers, forecast_view, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -348,16 +349,9 @@ class NotebookSession:
 
     def _gather(self) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
-        orchestrator = self._orchestrator
-        count = None if orchestrator.run is None else 1
-        here, expected = ready_workers(orchestrator.status()), count or orchestrator.expected_workers
-        if here < expected:
-            patience_s = orchestrator.config.rejoin_timeout_s
-            say(
-                f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
-                "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
-            )
-            orchestrator.wait_for_workers(count=count, timeout=patience_s)
+        count = None if self._orchestrator.run is None else 1
+        code = "" if self.is_local_only else self._code_now()
+        gather(self._orchestrator, count, code, choose_ui(self._shell))
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""

@@ -10,6 +10,7 @@ __all__ = [
     "NOT_MEASURED",
     "short_bytes",
     "show_bytes",
+    "show_bytes_pair",
     "show_float",
     "show_joules",
     "show_percent",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 NOT_MEASURED = "not measured"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def show_bytes(count_bytes: int | None) -> str:
@@ -29,6 +31,23 @@ def show_bytes(count_bytes: int | None) -> str:
 def short_bytes(count_bytes: int | None) -> str:
     """Bytes for a table cell: a dash where `show_bytes` would need three words."""
     return "-" if count_bytes is None else show_bytes(count_bytes)
+
+
+def show_bytes_pair(first: float | None, second: float | None) -> str:
+    """Two sizes in the unit of the larger, for a table cell: "5.1/25.3 GB". A dash for one that was not measured."""
+    largest = max(first or 0.0, second or 0.0)
+    power = 0
+    while largest / 1000**power >= 999.5 and power < len(_UNITS) - 1:
+        power += 1
+    parts = ("-" if size is None else _short(size / 1000**power) for size in (first, second))
+    return f"{'/'.join(parts)} {_UNITS[power]}"
+
+
+def _short(value: float) -> str:
+    """Three digits of a number below a thousand; what would need more zeros than digits is only said to be small."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if value >= 0.01 or value == 0 else "<0.01"
 
 
 def show_seconds(duration_s: float | None) -> str:

@@ -13,6 +13,7 @@ import pytest
 from guava_nb.cli import worker
 from guava_nb.cli.main import main
 from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
+from guava_nb.engine.status import OwnFigures
 from guava_nb.errors import ConfigError, JoinCodeError
 
 
@@ -91,6 +92,8 @@ class Status:
     detail: str = ""
     address: str = "127.0.0.1:1"
     lines: tuple[str, ...] = ()
+    step: int = 0
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
 
 @dataclass

@@ -95,7 +95,9 @@ def test_session_text() -> None:
     text = to_text(session_view(STATUS))
     assert text.splitlines()[0] == "session: open at 127.0.0.1:4242"
     assert "1 ready of 2 expected" in text
-    assert "gpu <1>  working  cuda:0 T4 & co  50 %   12.3 ms  -     320      1.0 MB  12 B" in text
+    assert "worker   device         state    share  step time\n" in text
+    assert "gpu <1>  cuda:0 T4 & co  working  50 %   12.3 ms\n" in text
+    assert "gpu <1>  320      1.0 MB  12 B\n" in text
     assert text.endswith("a note\nwaits for <worker>")
 
 
@@ -106,7 +108,9 @@ def test_a_closed_empty_session_is_short() -> None:
 
 
 def test_run_and_summary() -> None:
-    assert run_view(RUN).headline == "epoch 1/3, step 5/69, loss 0.25, val loss 0.3 accuracy 0.91, 500 samples/s"
+    assert (
+        run_view(RUN).headline == "epoch 1/3, step 5/69, loss 0.25, val loss 0.3 accuracy 0.91, 500 samples/s, 8 s left"
+    )
     text = to_text(summary_view(RUN, [WORKER]))
     assert "2.3 at the start, 0.25 at the end" in text
     assert "10.0 MB out, 1.0 MB in (samples 5.0 MB, gradients 100 B, activations 2.0 kB)" in text
