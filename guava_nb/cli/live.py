@@ -32,9 +32,7 @@ class LiveLines:
         size: tells its columns and rows.
     """
 
-    def __init__(
-        self, terminal: Terminal, size: Callable[[], tuple[int, int]] = lambda: tuple(shutil.get_terminal_size())
-    ) -> None:
+    def __init__(self, terminal: Terminal, size: Callable[[], tuple[int, int]] = shutil.get_terminal_size) -> None:
         """Nothing is drawn yet."""
         self._terminal, self._size = terminal, size
         self._shown: list[str] = []

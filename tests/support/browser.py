@@ -181,6 +181,18 @@ class Lab:
         """Whether a picture stands below a cell."""
         return bool(self._cell(number).locator(".jp-Cell-outputArea img").count())
 
+    def height_of_picture(self, number: int) -> int:
+        """Pixels that the picture below a cell takes, now or with the next drawing."""
+        self.page.wait_for_timeout(50)
+        return int(self._cell(number).locator(".jp-Cell-outputArea img").last.bounding_box()["height"])
+
+    def marks_all_of(self, number: int, kind: str, words: str) -> bool:
+        """Whether one click into an element of a cell's output marks the whole of it, for copying."""
+        box = self._cell(number).locator(f".jp-Cell-outputArea {kind}", has_text=words).last
+        box.click()
+        marked = str(self.page.evaluate("() => window.getSelection().toString()"))
+        return marked.split() == str(box.inner_text()).split()
+
     def answer(self, number: int, text: str) -> None:
         """Type into the prompt that a cell shows."""
         field = self._cell(number).locator(".jp-Stdin-input")
