@@ -153,7 +153,8 @@ def follow(
                 alive[0].wait(poll_s)
             said = [_say_change(worker, last, say) for worker, last in zip(workers, said, strict=True)]
             if live is not None:
-                live.draw("" if AWAY in said or not alive else "\n".join(map(_panel, workers)))
+                at_work = [worker for worker, state in zip(workers, said, strict=True) if state not in ENDED]
+                live.draw("" if AWAY in said else "\n".join(map(_panel, at_work)))
             if not alive:
                 return 0 if all(worker.status().state == "left" for worker in workers) else 1
             if pasted is not None and AWAY in said:

@@ -14,7 +14,7 @@ from guava_nb.render.view import Progress, Table, View
 __all__ = ["lines_html", "table_html", "to_html"]
 
 _LINE = "rgba(128,128,128,.35)"
-_CELL = f"padding:2px 10px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
+_CELL = f"padding:2px 9px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
 _RIGHT = ";text-align:right"
 #: What a page says of its own tables (centred, of fixed columns) does not suit these.
 _TABLE = "border-collapse:collapse;margin:4px 0;table-layout:auto;font-size:inherit;font-variant-numeric:tabular-nums"

@@ -33,14 +33,12 @@ def short_bytes(count_bytes: int | None) -> str:
     return "-" if count_bytes is None else show_bytes(count_bytes)
 
 
-def show_bytes_pair(first: float | None, second: float | None) -> str:
-    """Two sizes in the unit of the larger, for a table cell: "5.1/25.3 GB". A dash for one that was not measured."""
-    largest = max(first or 0.0, second or 0.0)
-    power = 0
+def show_bytes_pair(part_bytes: float, total_bytes: float) -> str:
+    """A part of a size in the unit of the larger of the two, for a table cell: "5.1/25.3 GB"."""
+    largest, power = max(part_bytes, total_bytes), 0
     while largest / 1000**power >= 999.5 and power < len(_UNITS) - 1:
         power += 1
-    parts = ("-" if size is None else _short(size / 1000**power) for size in (first, second))
-    return f"{'/'.join(parts)} {_UNITS[power]}"
+    return f"{_short(part_bytes / 1000**power)}/{_short(total_bytes / 1000**power)} {_UNITS[power]}"
 
 
 def _short(value: float) -> str:

@@ -33,7 +33,7 @@ Cell = Callable[[WorkerStatus], str]
 
 
 def is_there(worker: WorkerStatus) -> bool:
-    """Whether its seat is held."""
+    """Whether it is here, or may come back to its place."""
     return worker.state not in _GONE
 
 
@@ -93,10 +93,8 @@ def _memory(worker: WorkerStatus) -> str:
     return show_bytes_pair(worker.memory_used_bytes, worker.memory_bytes)
 
 
-def _link(worker: WorkerStatus) -> str:
-    if worker.rate_out_bytes_s is None and worker.rate_in_bytes_s is None:
-        return _NONE
-    return f"{show_bytes_pair(worker.rate_out_bytes_s, worker.rate_in_bytes_s)}/s"
+def _rate(bytes_s: float | None) -> str:
+    return _NONE if bytes_s is None else f"{show_bytes(round(bytes_s))}/s"
 
 
 def _percent(fraction: float | None) -> str:
@@ -139,7 +137,9 @@ _GLANCE: tuple[tuple[str, Cell], ...] = (
     ("memory", _live(_memory)),
     ("power", _live(lambda worker: _NONE if worker.power_w is None else show_watts(worker.power_w))),
     ("energy", _joules),
-    ("link to/from", _live(_link)),
+    # Before it has worked, nothing was sent that says how fast the line is.
+    ("link to", _live(lambda worker: _rate(worker.rate_out_bytes_s) if worker.samples else _NONE)),
+    ("link from", _live(lambda worker: _rate(worker.rate_in_bytes_s) if worker.samples else _NONE)),
     ("round trip", _live(lambda worker: _seconds(worker.round_trip_s))),
     ("waits", _live(lambda worker: _percent(worker.worker_waits))),
 )

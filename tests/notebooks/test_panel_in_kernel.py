@@ -182,7 +182,8 @@ class Changing(FakeWorker):
 def start(code, device, name):
     global thing
     thing = Changing(code, device, name, num_waits={num_waits})
-    {SLOWLY if slowly else "pass"}
+    wait, every = thing.wait, max(1, {num_waits} // 100)
+    thing.wait = lambda s: (time.sleep(0.01) if thing.waits % every == 0 else None, wait(s))[1]
     return thing
 magics.session.worker._start = start
 os.environ['GUAVA_UI'] = {ui!r}
@@ -201,8 +202,7 @@ def test_a_worker_s_ten_thousand_looks_are_few_messages_too(kernel: Kernel, ui: 
     shown = own_worker(kernel, ui, 10_000)
     seconds = time.monotonic() - started
     assert shown.ended == "ok"
-    # As above, and in text each of the last lines that it printed is one.
-    assert len(shown.messages) < 10 + 12 * seconds + 20 * (ui == "text"), [m["msg_type"] for m in shown.messages]
+    assert len(shown.messages) < 10 + 12 * seconds, [m["msg_type"] for m in shown.messages]
     assert "guava1:" not in str(shown.messages).replace("guava1:<hidden>", "")
     if ui == "text":
         assert "10000 samples, 50 % of each batch" in shown.text

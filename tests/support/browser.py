@@ -212,6 +212,7 @@ class Lab:
         )
         kind = "true" if "Light" in name else "false"
         self.page.wait_for_selector(f'body[data-jp-theme-light="{kind}"]', state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")  # it covers the page for a moment
 
     def shot(self, name: str, number: int) -> Path:
         """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
