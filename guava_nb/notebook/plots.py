@@ -73,7 +73,7 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.label.set_color(_GREY)
     axes.patch.set_alpha(0)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, labelcolor=_GREY, fontsize=8)
+        axes.legend(frameon=False, labelcolor=_GREY, fontsize=8, loc="upper right")  # "best" would hop about
 
 
 def _png(figure: Figure) -> bytes:

@@ -50,8 +50,8 @@ def _row(cells: Sequence[str], right: Sequence[bool], faint: bool) -> str:
     style = ' style="opacity:.5"' if faint else ""
     columns = right or [False] * len(cells)
     made = "".join(
-        f'<td style="{_CELL}{_RIGHT if figure else ""}{_wrapping(cell)}">{_safe(cell)}</td>'
-        for cell, figure in zip(cells, columns, strict=True)
+        f'<td style="{_CELL}{_RIGHT if figure else ""}{_wrapping(cell, number == 0)}">{_safe(cell)}</td>'
+        for number, (cell, figure) in enumerate(zip(cells, columns, strict=True))
     )
     return f"<tr{style}>{made}</tr>"
 
@@ -61,9 +61,9 @@ def _is_figures(cells: Sequence[str]) -> bool:
     return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == "-" for cell in cells)
 
 
-def _wrapping(cell: str) -> str:
-    """Words may take several lines; a number and its unit stay together."""
-    return ";white-space:nowrap" if cell[:1].isdigit() and len(cell) <= _LONG_CELL else ""
+def _wrapping(cell: str, is_name: bool) -> str:
+    """Words may take several lines; a name stays whole, and a number with its unit."""
+    return ";white-space:nowrap" if (is_name or cell[:1].isdigit()) and len(cell) <= _LONG_CELL else ""
 
 
 def lines_html(lines: Sequence[str]) -> str:

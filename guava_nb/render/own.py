@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from guava_nb.engine.status import OwnFigures
-from guava_nb.render.values import show_bytes, show_bytes_pair, show_joules, show_percent, show_seconds, show_watts
+from guava_nb.render.values import (
+    short_rate,
+    show_bytes,
+    show_bytes_pair,
+    show_joules,
+    show_percent,
+    show_seconds,
+    show_watts,
+)
 from guava_nb.render.view import Table, View
 from guava_nb.render.workers import device_words
 
@@ -79,6 +87,6 @@ def _device(device: str, figures: OwnFigures) -> str:
 def _link(figures: OwnFigures) -> str:
     """Rates as this side sees them: to the session, from the session."""
     rates = (("up", figures.rate_out_bytes_s), ("down", figures.rate_in_bytes_s))
-    parts = [f"{show_bytes(round(rate))}/s {way}" for way, rate in rates if rate is not None]
+    parts = [f"{short_rate(rate)} {way}" for way, rate in rates if rate is not None]
     parts += [f"round trip {show_seconds(figures.round_trip_s)}"] if figures.round_trip_s is not None else []
     return ", ".join(parts)

@@ -11,6 +11,7 @@ __all__ = [
     "short_bytes",
     "show_bytes",
     "show_bytes_pair",
+    "short_rate",
     "show_float",
     "show_joules",
     "show_percent",
@@ -35,10 +36,19 @@ def short_bytes(count_bytes: int | None) -> str:
 
 def show_bytes_pair(part_bytes: float, total_bytes: float) -> str:
     """A part of a size in the unit of the larger of the two, for a table cell: "5.1/25.3 GB"."""
-    largest, power = max(part_bytes, total_bytes), 0
-    while largest / 1000**power >= 999.5 and power < len(_UNITS) - 1:
-        power += 1
+    power = _power(max(part_bytes, total_bytes))
     return f"{_short(part_bytes / 1000**power)}/{_short(total_bytes / 1000**power)} {_UNITS[power]}"
+
+
+def short_rate(bytes_s: float) -> str:
+    """A rate for a table cell: "480 kB/s"."""
+    power = _power(bytes_s)
+    return f"{_short(bytes_s / 1000**power)} {_UNITS[power]}/s"
+
+
+def _power(largest: float) -> int:
+    """Of a thousand, so that what is left has at most three digits."""
+    return next((power for power in range(len(_UNITS)) if largest / 1000**power < 999.5), len(_UNITS) - 1)
 
 
 def _short(value: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from guava_nb.engine.status import WorkerStatus
 from guava_nb.render.values import (
     short_bytes,
+    short_rate,
     show_bytes,
     show_bytes_pair,
     show_joules,
@@ -94,7 +95,7 @@ def _memory(worker: WorkerStatus) -> str:
 
 
 def _rate(bytes_s: float | None) -> str:
-    return _NONE if bytes_s is None else f"{show_bytes(round(bytes_s))}/s"
+    return _NONE if bytes_s is None else short_rate(bytes_s)
 
 
 def _percent(fraction: float | None) -> str:

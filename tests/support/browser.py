@@ -217,6 +217,7 @@ class Lab:
     def shot(self, name: str, number: int) -> Path:
         """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
         self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
+        self.page.mouse.move(0, 0)  # a row under it has another colour
         folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.png"

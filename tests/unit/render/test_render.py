@@ -27,7 +27,15 @@ from guava_nb.render import (
     worker_view,
 )
 from guava_nb.render.text import WIDTH, table_text
-from guava_nb.render.values import show_bytes, show_bytes_pair, show_float, show_percent, show_rate, show_seconds
+from guava_nb.render.values import (
+    short_rate,
+    show_bytes,
+    show_bytes_pair,
+    show_float,
+    show_percent,
+    show_rate,
+    show_seconds,
+)
 from guava_nb.render.workers import glance
 from tests.support.fake_session import FakeWorkerStatus
 
@@ -135,7 +143,7 @@ def test_every_worker_has_one_row_without_columns_that_nobody_has() -> None:
     )  # fmt: skip
     assert both.rows == (
         ("gpu", "cuda:0 A100-SXM4-80GB", "working", "50 %", "12.3 ms", "98 %", "61.2/85.9 GB", "312 W", "45.7 kJ",
-         "1.2 MB/s", "480.0 kB/s", "41 ms", "4 %"),
+         "1.23 MB/s", "480 kB/s", "41 ms", "4 %"),
         ("cpu", "cpu Intel Xeon", "working", "50 %", "12.3 ms", "50 %", "-", "-", "-", "-", "-", "-", "-"),
     )  # fmt: skip
     assert glance([cpu]).columns == ("worker", "device", "state", "share", "step time", "busy")
@@ -185,7 +193,14 @@ def test_energy_is_told_per_sample_and_epoch() -> None:
 def test_sizes_in_pairs() -> None:
     pairs = [(5.1e9, 25.3e9), (12.0, 3.0), (999_600.0, 0.0), (1e3, 3e9), (123.4e6, 999.4e6)]
     assert [show_bytes_pair(*pair) for pair in pairs] == [
-        "5.1/25.3 GB", "12/3 B", "1/0 MB", "<0.01/3 GB", "123/999 MB",
+        "5.1/25.3 GB",
+        "12/3 B",
+        "1/0 MB",
+        "<0.01/3 GB",
+        "123/999 MB",
+    ]
+    assert [short_rate(rate) for rate in (0, 21.4, 999.6, 480_000.0, 3e20)] == [
+        "0 B/s", "21.4 B/s", "1 kB/s", "480 kB/s", "300000 PB/s",
     ]  # fmt: skip
 
 
@@ -199,7 +214,7 @@ def test_a_worker_s_own_figures_and_nothing_that_was_not_measured() -> None:
         "worker w: working on cuda:0 for 127.0.0.1:1, step 120",
         "  work    2602 samples, 33 % of each batch, 17.9 ms a step, waits for data 4 % of the time",
         "  device  cuda:0 Tesla T4, 98 % busy, 5.1/15.8 GB of memory in use, 71.3 W",
-        "  link    479.6 kB/s up, 1.2 MB/s down, round trip 1.47 ms",
+        "  link    480 kB/s up, 1.2 MB/s down, round trip 1.47 ms",
         "  energy  1.23 kJ in this run",
         "  wire    1.5 MB sent, 1.2 MB received",
     ]
