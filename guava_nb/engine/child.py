@@ -58,12 +58,7 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.protocol.joincode import JoinCode
 
     _print_stacks_when_asked()
-    stdout, lock = sys.stdout, threading.Lock()
-
-    def tell(record: dict[str, Any]) -> None:
-        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
-            stdout.write(f"{MARK}{json.dumps(record)}\n")
-            stdout.flush()
+    tell = _teller()
 
     def report(state: str, step: int, detail: str, **more: str) -> None:
         tell({"state": state, "step": step, "detail": detail, **more})
@@ -92,6 +87,18 @@ def _work(order: dict[str, Any]) -> int:
                 finish()
     report("left", -1, reason)
     return EXIT_OK
+
+
+def _teller() -> Tell:
+    """Return what writes records to this process's own output, whatever takes the place of `sys.stdout` later."""
+    stdout, lock = sys.stdout, threading.Lock()
+
+    def tell(record: dict[str, Any]) -> None:
+        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
+            stdout.write(f"{MARK}{json.dumps(record)}\n")
+            stdout.flush()
+
+    return tell
 
 
 def _dial(member: Membership, tell: Tell) -> str:
