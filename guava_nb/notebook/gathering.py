@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from guava_nb.notebook.announce import CodeBox
-from guava_nb.notebook.panel import Frame, make_panel
+from guava_nb.notebook.panel import Frame, Panel, make_panel
 from guava_nb.notebook.screen import say
 from guava_nb.notebook.watching import Interrupted, Interrupts
 from guava_nb.render import ready_workers, waiting_view
@@ -18,13 +18,15 @@ _CODE_BELOW = " (the cell to paste stands below)"
 _CODE_AGAIN = " (%guava_up --show-code shows the code again)"
 
 
-def gather(orchestrator: Any, count: int | None, code: str, ui: str) -> None:
+def gather(orchestrator: Any, count: int | None, code: str, ui: str, panel: Panel, last: bool = False) -> None:
     """Wait until the workers are here that a run needs, as long as the session's patience lasts.
 
     Args:
         count: how many; None: all that the session expects.
         code: the join code to show meanwhile, "" for none. It is taken away again when the waiting ends, however it ends.
         ui: one of `screen.UI_NAMES`.
+        panel: of the cell; what comes next takes its place there. In text the waiting has lines of its own.
+        last: nothing comes next in this cell.
 
     Raises:
         RendezvousTimeout: too few came in time.
@@ -34,17 +36,16 @@ def gather(orchestrator: Any, count: int | None, code: str, ui: str) -> None:
     if (here := ready_workers(orchestrator.status())) >= expected:
         return
     patience_s = orchestrator.config.rejoin_timeout_s
-    if ui in ("text", "none"):  # no line can be taken back there, so no code
+    in_text = ui in ("text", "none")
+    advice = "" if in_text else _ADVICE.format(where=_CODE_BELOW if code else _CODE_AGAIN)
+    if in_text:  # no line can be taken back there, so no code
         told = _ADVICE.format(where=_CODE_AGAIN)
         say(f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. {told}")
-        code, advice = "", ""
-    else:
-        advice = _ADVICE.format(where=_CODE_BELOW if code else _CODE_AGAIN)
-    panel = make_panel(ui, picture=False)
+        panel, code = make_panel(ui), ""
     ends_s = time.monotonic() + patience_s
 
     def frame() -> Frame:
-        left_s = ends_s - time.monotonic() if advice else None
+        left_s = None if in_text else ends_s - time.monotonic()
         return waiting_view(orchestrator.status().workers, expected, left_s, advice), ()
 
     try:
@@ -53,13 +54,16 @@ def gather(orchestrator: Any, count: int | None, code: str, ui: str) -> None:
             def on_wait(now_here: int) -> None:
                 if interrupts.count:
                     raise Interrupted("%guava_train waits no more; the session and the workers that are here stay")
-                if advice or now_here != here:  # in text the sentence above says how it stands
+                if not in_text or now_here != here:  # in text the sentence above says how it stands
                     panel.update(frame)
                 box.show()  # below the panel: so after its first frame
 
             on_wait(here)
             orchestrator.wait_for_workers(count=count, timeout=patience_s, on_wait=on_wait)
-        if advice:
-            panel.finish(frame)
-    finally:
+    except BaseException:
+        panel.close() if in_text else panel.finish(frame)
+        raise
+    if in_text:
         panel.close()
+    elif last:
+        panel.finish(frame)

@@ -184,7 +184,7 @@ class NotebookSession:
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
-        self._gather()
+        self._gather(panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
@@ -347,11 +347,11 @@ class NotebookSession:
                     "cell that defines it and run that cell"
                 )
 
-    def _gather(self) -> None:
+    def _gather(self, panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         count = None if self._orchestrator.run is None else 1
         code = "" if self.is_local_only else self._code_now()
-        gather(self._orchestrator, count, code, choose_ui(self._shell))
+        gather(self._orchestrator, count, code, choose_ui(self._shell), panel, last)
 
     def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""

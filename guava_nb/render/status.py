@@ -90,12 +90,9 @@ def waiting_view(workers: Sequence[WorkerStatus], expected: int, left_s: float |
     """
     there = _taking_part(workers, ran=False)
     here = sum(worker.state in ("ready", "working") for worker in there)
-    notes = worker_notes(there, ())
-    if here >= expected:  # the panel of what comes next has their rows
-        return View("workers", f"{here} of {expected} are here", notes=notes)
-    headline = f"{here} of {expected} workers are here"
-    headline += "" if left_s is None else f", up to {show_seconds(max(0, round(left_s)))} more"
-    return View("waiting", headline, None, (glance(there),), (*notes, advice) if advice else notes)
+    more = "" if left_s is None or here >= expected else f", up to {show_seconds(max(0, round(left_s)))} more"
+    notes = (*worker_notes(there, ()), advice) if advice and here < expected else worker_notes(there, ())
+    return View("waiting", f"{here} of {expected} workers are here{more}", None, (glance(there),), notes)
 
 
 def _curve(run: RunStatus) -> Curve | None:

@@ -130,7 +130,6 @@ def test_the_cell_to_paste_is_shown_while_workers_are_missing_and_then_no_more(l
     assert lab.marks_all_of(LONG, "pre", "guava_worker")
     other.run_cell(WORKER)
     other.answer(WORKER, code)
-    lab.wait_output(LONG, "3 of 3 are here", 60)
     lab.wait_output(LONG, "training", 60)
     assert "guava1:" not in lab.output(LONG) and lab.errors == []
 

@@ -70,8 +70,16 @@ def test_the_cell_to_paste_is_there_while_workers_are_missing_and_who_is_here_st
     assert "<b>waiting</b> 0 of 2 workers are here, up to 5 min 00 s more" in waiting[0]
     assert "the cell to paste stands below" in waiting[0] and SECRET_CODE not in waiting[0]
     assert f"%guava_worker {SECRET_CODE}" in waiting[1] and "user-select:all" in waiting[1]
-    assert any("2 of 2 are here" in html for html in page.outputs.values())
+    left = list(page.outputs.values())
+    assert any("<b>done</b>" in html for html in left) and not any("waiting" in html for html in left), "in its place"
     assert [SECRET_CODE in html for html in page.outputs.values()].count(True) == 1, "where %guava_up wrote it"
+
+
+def test_a_run_that_goes_on_by_itself_leaves_who_was_there(notebook: Any, page: Page) -> None:
+    notebook.run("%guava_up --workers 2\nloader = []")
+    arrive(notebook.orchestrator, "colab", "kaggle")
+    assert notebook.run(f"{TRAIN} --detach").ok
+    assert any("2 of 2 workers are here" in html and "kaggle" in html for html in page.outputs.values())
 
 
 @pytest.mark.parametrize("end", [refuse, lambda: signal.raise_signal(signal.SIGINT)], ids=["too few", "interrupt"])
@@ -84,6 +92,7 @@ def test_however_the_waiting_ends_the_code_goes(notebook: Any, page: Page, end: 
     assert sum(SECRET_CODE in html for html in page.states) == 2
     assert sum(SECRET_CODE in html for html in page.outputs.values()) == 1
     assert not notebook.orchestrator.run, "nothing was started"
+    assert any("0 of 2 workers are here" in html for html in page.outputs.values()), "and that stays"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
