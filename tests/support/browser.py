@@ -182,9 +182,10 @@ class Lab:
         return bool(self._cell(number).locator(".jp-Cell-outputArea img").count())
 
     def height_of_picture(self, number: int) -> int:
-        """Pixels that the picture below a cell takes, now or with the next drawing."""
+        """Pixels that the picture below a cell takes a moment from now, also while its next one is being loaded."""
         self.page.wait_for_timeout(50)
-        return int(self._cell(number).locator(".jp-Cell-outputArea img").last.bounding_box()["height"])
+        script = "cell => [...cell.querySelectorAll('.jp-Cell-outputArea img')].pop().getBoundingClientRect().height"
+        return round(float(self._cell(number).evaluate(script)))
 
     def marks_all_of(self, number: int, kind: str, words: str) -> bool:
         """Whether one click into an element of a cell's output marks the whole of it, for copying."""
