@@ -297,8 +297,10 @@ class Cluster:
             RendezvousTimeout: too few came within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while len(ready := self.roster.ready()) < count:
+        while True:
+            with self._changed:
+                if len(ready := self.roster.ready()) >= count:
+                    return ready
                 left = 0.25 if deadline is None else min(0.25, deadline - time.monotonic())
                 if left <= 0:
                     raise RendezvousTimeout(
@@ -306,9 +308,8 @@ class Cluster:
                         "code on the other machines, or ask for fewer workers"
                     )
                 self._changed.wait(left)
-                if on_wait is not None:
-                    on_wait(len(ready))
-            return ready
+            if on_wait is not None:  # without the lock: whoever draws meanwhile must not hold up those who join
+                on_wait(len(self.roster.ready()))
 
     def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
         """Wait until whoever is at the end of a session has said hello.

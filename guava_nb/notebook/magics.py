@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from guava_nb.notebook import commands
-from guava_nb.notebook.announce import grant_text, hand_over
+from guava_nb.notebook.announce import hand_over, say_grant
 from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
@@ -85,7 +85,7 @@ class GuavaMagics(Magics):
         if worker.lives:
             say(worker.follow(code))
         else:
-            say(grant_text(detect_host(self.shell)))
+            say_grant(detect_host(self.shell), choose_ui(self.shell))
             worker.join(code, args.device, args.name)
         if args.detach:
             return self._show(*self.session.views())

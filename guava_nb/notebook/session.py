@@ -23,6 +23,7 @@ from guava_nb.engine.status import RunStatus
 from guava_nb.errors import GuavaError
 from guava_nb.notebook.announce import NEW_ADDRESS, hand_over
 from guava_nb.notebook.asking import predict, validate
+from guava_nb.notebook.gathering import gather
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
@@ -34,7 +35,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, awaited_workers, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -188,7 +189,7 @@ class NotebookSession:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
         new_code = self._new_codes()
-        self._gather(new_code)
+        self._gather(new_code, panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
@@ -351,18 +352,11 @@ class NotebookSession:
                     "cell that defines it and run that cell"
                 )
 
-    def _gather(self, new_code: Callable[[], None]) -> None:
+    def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
-        orchestrator = self._orchestrator
-        count = None if orchestrator.run is None else 1
-        here, expected = ready_workers(orchestrator.status()), count or orchestrator.expected_workers
-        if here < expected:
-            patience_s = orchestrator.config.rejoin_timeout_s
-            say(
-                f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
-                "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
-            )
-            orchestrator.wait_for_workers(count=count, timeout=patience_s, on_wait=lambda there: new_code())
+        count = None if self._orchestrator.run is None else 1
+        code = "" if self.is_local_only else self._code_now()
+        gather(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
 
     def _interrupt(self, run: Any, count: int) -> str:
         away = awaited_workers(self._orchestrator.status().workers)

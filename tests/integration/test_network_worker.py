@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -201,19 +202,42 @@ def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypat
 # ---------------------------------------------------------------------------------------------------- guava worker
 
 
-def command(code: str | None, *words: str) -> subprocess.Popen[str]:
+def command(code: str | None, *words: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     env.pop("GUAVA_JOIN_CODE", None)
     if code is not None:
         env["GUAVA_JOIN_CODE"] = code
     return subprocess.Popen(
         [sys.executable, "-m", "guava_nb", "worker", "--device", "cpu", *words], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True,
+        stdout=out, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
 
 
+class Terminal:
+    """What a program writes on a terminal of its own."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.openpty()
+        self.text = ""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # how a terminal ends that nobody has open any more
+            while data := os.read(self._ours, 65536):
+                self.text += data.decode(errors="replace")
+
+    def close(self) -> str:
+        """Return all of it, without carriage returns."""
+        os.close(self.theirs)
+        self._thread.join(10)
+        os.close(self._ours)
+        return self.text.replace("\r", "")
+
+
 def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator) -> None:
-    process = command(orch.join_code.encode(), "--name", "box")
+    terminal = Terminal()
+    process = command(orch.join_code.encode(), "--name", "box", out=terminal.theirs)
     try:
         assert orch.wait_for_workers(1, timeout=60) == ["box"]
         if sys.platform == "linux":  # no process list shows the secret, and the child has it nowhere but in memory
@@ -223,12 +247,16 @@ def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator)
         orch.register_model(SmallNet)
         run = orch.start_training(loader(), num_epochs=500, detach=True, fresh=True, **ARGUMENTS)
         eventually(lambda: len(run.history) > 2, 40, "it trains")
+        eventually(lambda: "of each batch" in terminal.text, 20, "what it does is shown")
         os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to the command's whole group
-        out, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=30)
     finally:
         process.kill()
+        out = terminal.close()
     assert process.returncode == 0, (out, err)
     assert "leaving after this step" in out and "box: left" in out
+    assert re.search(r"\x1b\[\d+A\x1b\[J.*\n?worker box: working on cpu", out), "drawn over what was drawn before"
+    assert re.search(r"\n +work +\d+ samples", out[out.rindex("box: left") :]), "what it did stays"
     assert "Traceback" not in out + err
     assert "Python code on this machine" in err
     run.stop()

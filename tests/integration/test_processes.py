@@ -34,6 +34,9 @@ def test_a_class_that_was_redefined_is_used_from_the_next_run_on(three: Session)
     # Same cells, same model: a further run goes on where this one ended, unless it is told to start anew.
     more = three.train(loader(seed=3), epochs=1, cell=cell.replace("width=16", "width=24"), fresh=False)
     assert sum(worker["samples"] for worker in more.report()["workers"]) == 101  # of this run, not of the session
+    own = [worker.handle for worker in three.workers]
+    eventually(lambda: sum(w.status().figures.samples for w in own) == 101, 10, "each worker knows what it did itself")
+    assert all(w.status().figures.out_bytes > 0 and w.status().figures.step_s for w in own)
     oracle = plain(three, loader(), width=24).epochs(1)
     oracle.batches = loader(seed=3)
     assert difference(more.model(), oracle.epochs(1).model) <= 1e-9

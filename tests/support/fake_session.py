@@ -13,7 +13,7 @@ from typing import Any
 
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.status import RunStatus, Status, WorkerStatus
+from guava_nb.engine.status import OwnFigures, RunStatus, Status, WorkerStatus
 from guava_nb.engine.traffic import Traffic
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -140,10 +140,7 @@ class FakeOrchestrator:
         return self.local[-count:]
 
     def wait_for_workers(
-        self,
-        count: int | None = None,
-        timeout: float | None = None,
-        on_wait: Callable[[int], None] = lambda there: None,
+        self, count: int | None = None, timeout: float | None = None, on_wait: Any = lambda there: None
     ) -> None:
         self.calls.append(("wait", count))
         self.waiting()
@@ -155,6 +152,8 @@ class FakeOrchestrator:
             if not arriving:
                 raise RendezvousTimeout(f"{len(self.here)} of {count} workers joined; nobody else is coming")
             self.here.append(arriving.pop(0))
+            if on_wait is not None:
+                on_wait(len(self.here))
 
     def share(self, source: str, name: str | None = None) -> None:
         if "!pip" in source:
@@ -230,6 +229,7 @@ class FakeWorkerStatus:
     lines: tuple[str, ...] = ()
     joined: bool = True
     error: str = ""
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
 
 @dataclass
@@ -252,6 +252,7 @@ class FakeWorker:
     detail: str = ""
     joined: bool = True
     error: str = ""
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if self.waits in self.interrupt_at:
@@ -281,5 +282,5 @@ class FakeWorker:
         )
         name = self.name or ("worker-0" if self.joined else "")
         return FakeWorkerStatus(
-            state, name, self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error
+            state, name, self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error, self.figures
         )
