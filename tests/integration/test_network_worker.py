@@ -203,7 +203,7 @@ def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypat
 
 
 def command(code: str | None, *words: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TERM": "xterm"}
     env.pop("GUAVA_JOIN_CODE", None)
     if code is not None:
         env["GUAVA_JOIN_CODE"] = code
