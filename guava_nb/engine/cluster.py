@@ -261,11 +261,12 @@ class Cluster:
         return self._sessions.get(rank)
 
     def rates(self, rank: int) -> tuple[float | None, float | None]:
-        """Bytes a second to a member and from it: as its messages went lately, else as its line was when it was asked."""
-        session = self._sessions.get(rank)
-        seen = (None, None) if session is None else session.rate_bytes_s
+        """Bytes a second that the lines to a member and from it do, as far as messages or measuring have shown; None: not."""
+        session, told = self._sessions.get(rank), self.energy.newest(rank)
+        out, came = (None, None) if session is None else session.rate_bytes_s
         asked = self.roster.members[rank].line
-        return seen[0] or asked[0], seen[1] or asked[1]
+        back = _higher(asked[1], None if told is None else told.up_bytes_s)
+        return _higher(asked[0], out), came if back is None else back
 
     def is_in_outage(self, rank: int) -> bool:
         """Whether a member is away because a tunnel broke, and not by itself."""
@@ -332,6 +333,10 @@ class Cluster:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+
+def _higher(one: float | None, other: float | None) -> float | None:
+    return max((rate for rate in (one, other) if rate is not None), default=None)
 
 
 def _status_text(status: int) -> str:

@@ -43,6 +43,7 @@ class EnergyReporter:
         device: of the worker.
         send: queues a message for the orchestrator; never blocks.
         sensors: these instead of looking for some.
+        up_bytes_s: says what the line to the orchestrator does.
 
     Attributes:
         phases: where the worker's loop tells what it does when.
@@ -54,8 +55,10 @@ class EnergyReporter:
         device: torch.device,
         send: Callable[[Message, Sequence[memoryview]], None],
         sensors: Sequence[Sensor] | None = None,
+        up_bytes_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Look for nothing yet: the first run does."""
+        self._up_bytes_s = up_bytes_s
         self.phases = PhaseBook()
         self.flops: float | None = None
         self._device, self._send, self._sensors = device, send, sensors
@@ -168,6 +171,7 @@ class EnergyReporter:
             rates=_rates(load),
             flops=self.flops,
             tasks=window.tasks,
+            up_bytes_s=self._up_bytes_s(),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How fast the lines to the workers are, asked of the workers themselves before anything was sent over them.
+"""How fast the lines to the workers are, asked of the workers themselves: what passed so far may never have filled them.
 
 All are asked at once: what they share, such as this machine's uplink or one tunnel, is shared while they measure, so that the
 sum of their rates is what a run can have.
@@ -25,7 +25,7 @@ _ids = itertools.count(1)
 
 
 def measure_lines(cluster: Cluster) -> int:
-    """Let the workers measure whose lines are not known yet, and remember what they find; returns the bytes it cost.
+    """Let the workers measure whose lines were not measured yet, and remember what they find; returns the bytes it cost.
 
     At most 12 s; who does not answer in time, or cannot measure, stays unmeasured.
 
@@ -40,7 +40,7 @@ def measure_lines(cluster: Cluster) -> int:
             answers[rank] = message
 
     job.on(LineMeasured, on_measured)
-    asked = [rank for rank in cluster.roster.ready() if None in cluster.rates(rank)]
+    asked = [rank for rank in cluster.roster.ready() if cluster.roster.members[rank].line == (None, None)]
     with job.attached(), contextlib.suppress(NobodyLeft):
         for rank in asked:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))

@@ -83,7 +83,7 @@ class Membership:
         self._prober = Prober(self._send)
         self._lines = LineProbe(lambda: self._code, self._options, self._send)
         self._work = OwnWork(self._hello.device, self._hello.device_name)
-        self._energy = EnergyReporter(device, self._send_noted)
+        self._energy = EnergyReporter(device, self._send_noted, up_bytes_s=self._up_bytes_s)
         self.loop = WorkerLoop(
             self._send_noted,
             device,
@@ -167,6 +167,9 @@ class Membership:
             out_bytes=sum(session.wire.out_bytes.values()),
             in_bytes=sum(session.wire.in_bytes.values()),
         )
+
+    def _up_bytes_s(self) -> float | None:
+        return None if self._session is None else self._session.rate_bytes_s[0]
 
     def _send_noted(self, message: Message, buffers: Sequence[memoryview]) -> None:
         self._work.sent(message, time.monotonic())

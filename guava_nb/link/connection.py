@@ -42,9 +42,10 @@ _HEARTBEATS = frozenset({Ping, Pong})
 class _Frames:
     """A message of which not all frames are sent."""
 
-    __slots__ = ("channel", "frames", "sequence")
+    __slots__ = ("began_at", "began_s", "channel", "frames", "sequence")
 
-    def __init__(self, message: OutgoingMessage) -> None:
+    def __init__(self, message: OutgoingMessage, began_at: int) -> None:
+        self.began_s, self.began_at = time.monotonic(), began_at
         self.channel = message.channel
         self.sequence = message.sequence
         self.frames: Iterator[list[memoryview | bytes]] = message.frames()
@@ -195,7 +196,7 @@ class Connection:
             self.abort(LinkBroken(f"sending to {self.peer} was interrupted: {problem!r}"))
             raise
         finally:
-            self._sent(sent_bytes)
+            self._sent(sent_bytes, sum(part.nbytes if isinstance(part, Frame) else len(part) for part in batch))
 
     def _squeezed(self, batch: list[Buffer | Frame]) -> list[Buffer]:
         """The batch as it goes out. Compressing takes milliseconds, so it is done here, by who holds the claim."""
@@ -204,7 +205,7 @@ class Connection:
             if not isinstance(part, Frame):
                 buffers.append(part)
                 continue
-            packed = self._lane.squeezer.squeeze(part, self._lane.delivery.meter.bytes_s)
+            packed = self._lane.squeezer.squeeze(part, self._lane.delivery.bytes_s)
             buffers += packed
             saved = sum(map(len, part.buffers)) - sum(map(len, packed))
             with self._lane.lock:
@@ -212,10 +213,10 @@ class Connection:
                 self._lane.out_saved[part.channel] += saved
         return buffers
 
-    def _sent(self, sent_bytes: int) -> None:
+    def _sent(self, sent_bytes: int, planned_bytes: int) -> None:
         with self._lane.lock:
             self._sending = False
-            self._lane.delivery.sent(sent_bytes)
+            self._lane.delivery.sent(sent_bytes, planned_bytes)
             self._last_sent = time.monotonic()
             if self._open or self._urgent or self._aborted or self._farewell or self._lane.outbox.backlog_bytes():
                 self._changed.notify_all()
@@ -223,7 +224,7 @@ class Connection:
     def _take_batch(self) -> list[Buffer | Frame]:
         """Take the next frames: one big one, or small ones together."""
         batch: list[Buffer | Frame] = []
-        size, rate = 0, self._lane.delivery.meter.bytes_s
+        size, rate = 0, self._lane.delivery.bytes_s
         try:
             while size < _BATCH_BYTES and (frame := self._next_frame()) is not None:
                 channel, buffers = frame
@@ -250,16 +251,22 @@ class Connection:
             if fresh is not None:
                 if fresh.payload_bytes <= CHUNK_BYTES:
                     if fresh.payload_bytes >= _TIMED_BYTES:
-                        self._lane.delivery.finished(fresh.channel, fresh.sequence, fresh.total_bytes)
+                        self._lane.delivery.finished(
+                            fresh.channel,
+                            fresh.sequence,
+                            time.monotonic(),
+                            self._lane.delivery.position,
+                            fresh.total_bytes,
+                        )
                     return fresh.counted_as, next(fresh.frames())
-                self._open.append(_Frames(fresh))
+                self._open.append(_Frames(fresh, self._lane.delivery.position))
             if not self._open:
                 return self._goodbye_frame()
             current = self._open[-1]
             frame = next(current.frames, None)
             if frame is not None:
                 return current.channel, frame
-            self._lane.delivery.finished(current.channel, current.sequence)
+            self._lane.delivery.finished(current.channel, current.sequence, current.began_s, current.began_at)
             self._open.pop()
 
     def _goodbye_frame(self) -> tuple[Channel, list[memoryview | bytes]] | None:

@@ -89,9 +89,12 @@ class Session:
 
     @property
     def rate_bytes_s(self) -> tuple[float | None, float | None]:
-        """Bytes a second that long messages lately reached the peer with, and came from it; None until measured."""
+        """Bytes a second that the line to the peer does at least, and that came from it lately; None until seen.
+
+        What comes is as much as the peer sends, so it says how fast the line is only while that is busy; the peer knows.
+        """
         lane = self._lanes[BULK]
-        return lane.delivery.meter.bytes_s, lane.arrivals.bytes_s
+        return lane.delivery.bytes_s, lane.arrivals.bytes_s
 
     @property
     def saved(self) -> Wire:

@@ -66,6 +66,11 @@ class Frame:
     channel: Channel
     buffers: Buffers
 
+    @property
+    def nbytes(self) -> int:
+        """Its length as it is."""
+        return sum(map(len, self.buffers))
+
 
 class Squeezer:
     """Decides and compresses for one lane. `wants` is called under the lane's lock, `squeeze` without it."""

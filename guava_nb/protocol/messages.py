@@ -1128,6 +1128,7 @@ class Energy(Message, frozen=True):
         rates: bytes a second of the machine: disk read, disk written, network out, network in; None where unknown.
         flops: floating point operations of one sample, forward and backward; None when not counted.
         tasks: what the user's own code named.
+        up_bytes_s: what the line to the orchestrator does at least; None until it was seen.
     """
 
     run_id: str
@@ -1146,6 +1147,7 @@ class Energy(Message, frozen=True):
     rates: tuple[float | None, ...] = ()
     flops: float | None = None
     tasks: tuple[TaskEnergy, ...] = ()
+    up_bytes_s: float | None = None
 
 
 class AskEnergy(Message, frozen=True):

@@ -85,8 +85,9 @@ def _device(device: str, figures: OwnFigures) -> str:
 
 
 def _link(figures: OwnFigures) -> str:
-    """Rates as this side sees them: to the session, from the session."""
-    rates = (("up", figures.rate_out_bytes_s), ("down", figures.rate_in_bytes_s))
-    parts = [f"{short_rate(rate)} {way}" for way, rate in rates if rate is not None]
+    """What the line up does as far as this side saw, and what comes down, be it all that the line can bring or not."""
+    up, arriving = figures.rate_out_bytes_s, figures.rate_in_bytes_s
+    parts = [f"at least {short_rate(up)} up"] if up is not None else []
+    parts += [f"{short_rate(arriving)} arriving"] if arriving is not None else []
     parts += [f"round trip {show_seconds(figures.round_trip_s)}"] if figures.round_trip_s is not None else []
     return ", ".join(parts)

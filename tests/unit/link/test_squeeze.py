@@ -86,9 +86,48 @@ def test_the_rate_is_that_of_the_busy_windows() -> None:
 def test_what_arrived_is_counted_once_and_as_it_was_on_the_wire() -> None:
     delivery, now = Delivery(), 0.0
     for sequence in range(1, 100):
-        delivery.sent(500_000)  # of a message of 1 MB, compressed
-        delivery.finished(Channel.BATCH, sequence)
+        delivery.finished(Channel.BATCH, sequence, now, delivery.position, 1_000_000)
+        delivery.sent(500_000, 1_000_000)  # compressed
+        now += 0.02
         delivery.acknowledged(Channel.BATCH, sequence, now)
         delivery.acknowledged(Channel.BATCH, sequence, now)  # repeated after a resume
-        now += 0.02
-    assert delivery.meter.bytes_s == pytest.approx(25e6, rel=0.1)
+    assert delivery.bytes_s == pytest.approx(25e6, rel=0.01)
+
+
+def test_a_line_that_is_idle_in_between_is_as_fast_as_its_long_messages() -> None:
+    delivery, now = Delivery(), 0.0
+    assert delivery.bytes_s is None
+    for sequence in range(1, 100):
+        began_at, began_s = delivery.position, now
+        for _ in range(4):  # of several frames
+            delivery.sent(100_000)
+            now += 0.005
+        delivery.finished(Channel.GRADIENT, sequence, began_s, began_at)
+        delivery.acknowledged(Channel.GRADIENT, sequence, now)
+        now += 0.5
+    assert delivery.bytes_s == pytest.approx(20e6, rel=0.01)  # and not 0.8e6
+
+
+@given(
+    rate=st.floats(1e4, 1e9),
+    delay_s=st.floats(0.0, 0.3),
+    messages=st.lists(st.tuples(st.integers(40_000, 1 << 20), st.floats(0.1, 1.0), st.floats(0.0, 2.0)), max_size=40),
+)
+def test_no_message_makes_a_line_look_faster_than_it_is(
+    rate: float, delay_s: float, messages: list[tuple[int, float, float]]
+) -> None:
+    delivery, now, free_at = Delivery(), 0.0, 0.0
+    waiting: list[tuple[float, int]] = []
+    for sequence, (nbytes, packed, pause_s) in enumerate(messages, start=1):
+        now += pause_s
+        while waiting and waiting[0][0] <= now:
+            at, known = waiting.pop(0)
+            delivery.acknowledged(Channel.BATCH, known, at)
+        delivery.finished(Channel.BATCH, sequence, now, delivery.position, nbytes)
+        wire_bytes = int(nbytes * packed)
+        delivery.sent(wire_bytes, nbytes)
+        free_at = max(free_at, now) + wire_bytes / rate
+        waiting.append((free_at + delay_s, sequence))
+    for at, known in waiting:
+        delivery.acknowledged(Channel.BATCH, known, at)
+    assert delivery.bytes_s is None or max(delivery._messages) <= rate * 1.001

@@ -214,7 +214,7 @@ def test_a_worker_s_own_figures_and_nothing_that_was_not_measured() -> None:
         "worker w: working on cuda:0 for 127.0.0.1:1, step 120",
         "  work    2602 samples, 33 % of each batch, 17.9 ms a step, waits for data 4 % of the time",
         "  device  cuda:0 Tesla T4, 98 % busy, 5.1/15.8 GB of memory in use, 71.3 W",
-        "  link    480 kB/s up, 1.2 MB/s down, round trip 1.47 ms",
+        "  link    at least 480 kB/s up, 1.2 MB/s arriving, round trip 1.47 ms",
         "  energy  1.23 kJ in this run",
         "  wire    1.5 MB sent, 1.2 MB received",
     ]
