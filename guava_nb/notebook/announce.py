@@ -6,7 +6,7 @@ import json
 from html import escape
 from importlib import metadata
 
-from guava_nb.notebook.host import Host, colab_rule
+from guava_nb.notebook.host import Host, binder_rule, colab_rule, is_loopback
 from guava_nb.notebook.screen import say, show_bundle
 
 __all__ = ["GRANT", "NEW_ADDRESS", "code_html", "code_text", "grant_text", "hand_over", "install_line"]
@@ -70,6 +70,11 @@ def code_html(code: str, call: str = _CALL) -> str:
     return f'<div>{escape(call)}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
 
 
-def grant_text(host: Host) -> str:
-    """What to know before joining from this host."""
-    return "\n".join(text for text in (GRANT, colab_rule(host)) if text)
+def grant_text(host: Host, joins: str) -> str:
+    """What to know before joining from this host.
+
+    Args:
+        joins: name or address of the session that is joined.
+    """
+    beyond = "" if is_loopback(joins) else binder_rule(host)
+    return "\n".join(text for text in (GRANT, colab_rule(host), beyond) if text)

@@ -83,7 +83,7 @@ class GuavaMagics(Magics):
         if worker.lives:
             say(worker.follow(code))
         else:
-            say(grant_text(detect_host(self.shell)))
+            say(grant_text(detect_host(self.shell), code.host))
             worker.join(code, args.device, args.name)
         if args.detach:
             return self._show(*self.session.views())

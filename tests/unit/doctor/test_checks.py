@@ -203,7 +203,7 @@ def test_memory_cores_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     check = machine.check_memory()
     assert (check.status, check.detail) == ("ok", "3.0 of 4.0 GiB free, room for about 6 small workers")
-    memory.available = 600 << 20
+    memory.available = 500 << 20
     assert machine.check_memory().status == "warning"
 
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0}, raising=False)
