@@ -33,7 +33,7 @@ _FAR_S = 0.3
 _NEWEST = "ask for the newest join code: a session that was opened again, or a tunnel that was, has another one"
 _SAME = "python -m pip install --upgrade guava-nb on both sides"
 _OTHER_WAY = "%guava_up --tunnel cloudflared or ngrok-http over there goes through port 443 instead"
-_THRIFTY = "%guava_train --cache memory and %guava_mode data --sync diloco send far less"
+_THRIFTY = "%guava_train --cache memory sends each sample once, and --dry-run says what else sends less"
 
 
 def check_join(text: str, options: LinkOptions | None = None) -> list[Check]:

@@ -255,6 +255,13 @@ class Cluster:
         """Return the session of a member that still holds its seat."""
         return self._sessions.get(rank)
 
+    def rates(self, rank: int) -> tuple[float | None, float | None]:
+        """Bytes a second to a member and from it: as its messages went lately, else as its line was when it was asked."""
+        session = self._sessions.get(rank)
+        seen = (None, None) if session is None else session.rate_bytes_s
+        asked = self.roster.members[rank].line
+        return seen[0] or asked[0], seen[1] or asked[1]
+
     def is_in_outage(self, rank: int) -> bool:
         """Whether a member is away because a tunnel broke, and not by itself."""
         session = self._sessions.get(rank)

@@ -15,6 +15,7 @@ from guava_nb.backend import Endpoint
 from guava_nb.engine.energy_reporter import EnergyReporter
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
+from guava_nb.engine.line_probe import LineProbe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
@@ -77,6 +78,7 @@ class Membership:
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
         self._prober = Prober(self._send)
+        self._lines = LineProbe(lambda: self._code, self._options, self._send)
         self._energy = EnergyReporter(device, self._send)
         self.loop = WorkerLoop(
             self._send,
@@ -157,7 +159,7 @@ class Membership:
         if isinstance(event, MessageArrived):
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return
-            if self._prober.post(event.message) or self._energy.post(event.message):
+            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):
                 event.done()
                 return
             if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first

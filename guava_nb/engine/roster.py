@@ -33,6 +33,7 @@ class Member:
     step_s: float | None = None
     wait_s: float | None = None
     waits: Waits = field(default_factory=Waits)
+    line: tuple[float | None, float | None] = (None, None)  # bytes a second to it and from it, when it was asked
 
     @property
     def alive(self) -> bool:

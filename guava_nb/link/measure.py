@@ -45,7 +45,7 @@ _PINGS = 7
 #: How long a visit may last, and how many bytes it may cost both ways together.
 _VISIT_S = 30.0
 _MAX_VISIT_BYTES = 32 << 20
-_MAX_VISITORS = 2
+_MAX_VISITORS = 8
 _LIMITS = Limits(max_record_bytes=1 << 10, max_payload_bytes=_PIECE_BYTES)
 
 
@@ -177,7 +177,10 @@ def answer_measuring(stream: Stream, decoder: Decoder) -> None:
 
 
 def measure_line(
-    code: JoinCode, options: LinkOptions | None = None, on_step: Callable[[str], None] = lambda step: None
+    code: JoinCode,
+    options: LinkOptions | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+    last_burst_bytes: int = _LAST_BURST_BYTES,
 ) -> LineFigures:
     """Visit a listener and measure the line to it: about 10 MB on a fast line, less on a slow one.
 
@@ -185,6 +188,7 @@ def measure_line(
         code: from the listener.
         options: patience.
         on_step: hears what begins: the steps of `attach`, then "line".
+        last_burst_bytes: no burst is larger; all together cost up to 2.7 times as much, which a metered line may not want.
 
     Raises:
         GuavaError: as `guava_nb.link.dialler.dial`; a listener of an older version refuses with JoinRefused.
@@ -196,8 +200,8 @@ def measure_line(
     with _ended_in_time(made.stream):
         talk = _Talk(made.stream, made.decoder, Deadline(_VISIT_S, "finish measuring", code.address), made.early)
         round_trip_s = statistics.median(_round_trip_s(talk) for _ in range(_PINGS))
-        down_bytes_s = _rate(lambda nbytes: _fetch(talk, nbytes), round_trip_s)
-        up_bytes_s = _rate(lambda nbytes: _bring(talk, nbytes), round_trip_s)
+        down_bytes_s = _rate(lambda nbytes: _fetch(talk, nbytes), round_trip_s, last_burst_bytes)
+        up_bytes_s = _rate(lambda nbytes: _bring(talk, nbytes), round_trip_s, last_burst_bytes)
         talk.say(Goodbye("measured"))
     return LineFigures(round_trip_s, up_bytes_s, down_bytes_s, talk.passed_bytes)
 
@@ -228,13 +232,13 @@ def _expect(talk: _Talk, kind: type[Message]) -> None:
         raise RemoteProtocolError(f"the listener sent {type(record).__name__} instead of {kind.__name__}")
 
 
-def _rate(burst: Callable[[int], None], round_trip_s: float) -> float:
+def _rate(burst: Callable[[int], None], round_trip_s: float, last_burst_bytes: int) -> float:
     """Bytes per second of the first burst that takes long enough, or of the largest."""
     nbytes = _FIRST_BURST_BYTES
     while True:
         started = time.monotonic()
         burst(nbytes)
         took_s = time.monotonic() - started - round_trip_s
-        if took_s >= _LONG_ENOUGH_S or nbytes >= _LAST_BURST_BYTES:
+        if took_s >= _LONG_ENOUGH_S or nbytes >= last_burst_bytes:
             return nbytes / max(took_s, 1e-6)
         nbytes *= _GROWTH

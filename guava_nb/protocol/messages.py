@@ -1012,6 +1012,24 @@ class Measured(Message, frozen=True):
     nbytes: int
 
 
+class MeasureLine(Message, frozen=True):
+    """Orchestrator to worker: visit my listener and measure the line, with bursts of at most so many bytes."""
+
+    measuring_id: int
+    burst_bytes: int
+
+
+class LineMeasured(Message, frozen=True):
+    """Worker to orchestrator: what it found; `error` says why it found nothing."""
+
+    measuring_id: int
+    round_trip_s: float = 0.0
+    up_bytes_s: float = 0.0
+    down_bytes_s: float = 0.0
+    used_bytes: int = 0
+    error: str = ""
+
+
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
@@ -1181,6 +1199,8 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     102: Measured,
     112: Energy,
     113: AskEnergy,
+    118: MeasureLine,
+    119: LineMeasured,
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
 

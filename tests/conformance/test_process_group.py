@@ -10,8 +10,6 @@ import torch
 
 from tests.support.hub_ranks import Ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 BOTH = [
     "all_reduce_ops",
     "half_types",

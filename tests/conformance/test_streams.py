@@ -21,7 +21,6 @@ from guava_nb.transport.tcp import TcpStream, connect, listen
 from guava_nb.transport.tls import TlsStream
 from guava_nb.transport.websocket import WebSocketStream
 
-pytestmark = pytest.mark.timeout(60)
 Pair = tuple[Stream, Stream]
 
 

@@ -14,7 +14,6 @@ from tests.support.cloudflared import FakeCloudflared
 from tests.support.processes import ROOT, PlainTraining, Session, eventually, loader
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(os.name == "nt", reason="the stand-in is started by its first line"),
 ]
 

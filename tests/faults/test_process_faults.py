@@ -58,7 +58,6 @@ class AtStep:
             self.fired = True
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_worker_killed_in_mid_step_changes_nothing(session: Session, pair: list[Worker], where: str) -> None:
     victim = pair[1]
@@ -75,7 +74,6 @@ def test_a_worker_killed_in_mid_step_changes_nothing(session: Session, pair: lis
     assert "signal 9" in notices(session)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("do", "printed", "told"),
     [
@@ -101,7 +99,6 @@ def test_a_crash_in_backward_leaves_its_last_words(
     assert victim.handle.status().state == "crashed"
 
 
-@pytest.mark.timeout(90)
 def test_a_stopped_worker_is_noticed_by_its_silence_and_comes_back(session: Session, pair: list[Worker]) -> None:
     still, victim = pair
     victim.trap("forward", 3)
@@ -136,7 +133,6 @@ CUTS = [
 ]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("lane", "way", "byte", "at_once"), CUTS)
 def test_a_cut_connection_resumed_in_mid_step_changes_nothing(
     session: Session, pair: list[Worker], lane: str, way: str, byte: int, at_once: bool
@@ -159,7 +155,6 @@ def test_a_cut_connection_resumed_in_mid_step_changes_nothing(
     assert session.ready() == [w.name for w in pair]  # the same seats, so the same sessions
 
 
-@pytest.mark.timeout(90)
 def test_all_connections_cut_for_a_second(session: Session, pair: list[Worker]) -> None:
     relays = [worker.relay for worker in pair]
 
@@ -179,7 +174,6 @@ def test_all_connections_cut_for_a_second(session: Session, pair: list[Worker]) 
     assert session.ready() == [w.name for w in pair]
 
 
-@pytest.mark.timeout(90)
 def test_a_copied_identity_never_gives_two_gradients(session: Session, pair: list[Worker], tmp_path: Path) -> None:
     """A second process with the identity of the first takes its place; the first one's work does not count twice."""
     first = pair[1]
@@ -199,7 +193,6 @@ def test_a_copied_identity_never_gives_two_gradients(session: Session, pair: lis
     assert "same identity" in first.handle.status().detail
 
 
-@pytest.mark.timeout(90)
 def test_all_workers_killed_and_another_one_joins(session: Session) -> None:
     """The state is gone with them: the run goes back to its last snapshot, samples included, with whoever comes."""
     both = session.ensure(2)
@@ -216,7 +209,6 @@ def test_all_workers_killed_and_another_one_joins(session: Session) -> None:
     assert [w["worker"] for w in run.report()["workers"] if w["state"] == "ready"] == [spare.name]
 
 
-@pytest.mark.timeout(90)
 def test_a_lone_worker_that_went_on_while_it_was_away_is_taken_as_it_is(session: Session) -> None:
     """It commits by itself; of steps that it did between two runs nobody heard, and the next run goes on from them."""
     (lone,) = session.ensure(1)

@@ -6,7 +6,6 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 from guava_nb.data.tree import class_resolver, pack, unpack
@@ -15,7 +14,6 @@ from guava_nb.protocol.messages import Channel, Shard
 from guava_nb.protocol.tensors import ITEM_BYTES
 from tests.support.links import FOREVER, world
 
-pytestmark = pytest.mark.timeout(90)
 DTYPES = sorted(name for name in ITEM_BYTES if hasattr(torch, name))
 SHAPES = [(), (0,), (1, 0, 2), (7,), (3, 5)]
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as users write them

@@ -81,7 +81,6 @@ def uninterrupted(pool_of_three: Session) -> tuple[list[float], dict[str, torch.
     return [record["loss"] for record in run.history], run.model().state_dict()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("steps", [8, 10])  # of four an epoch: at its end, and in its middle
 def test_resuming_in_another_process_equals_the_uninterrupted_run_bit_for_bit(
     three: Session, script: Console, folder: Path, tmp_path: Path,
@@ -111,7 +110,6 @@ def test_resuming_in_another_process_equals_the_uninterrupted_run_bit_for_bit(
     assert all(torch.equal(final[name], value) for name, value in weights(folder).items())
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("hook", ["on_step", "on_epoch", "on_validation"])
 def test_a_callback_may_save(three: Session, tmp_path: Path, hook: str) -> None:
     path = tmp_path / "best.pt"
@@ -132,7 +130,6 @@ def test_a_callback_may_save(three: Session, tmp_path: Path, hook: str) -> None:
     assert difference(saved, run.model()) == 0.0
 
 
-@pytest.mark.timeout(90)
 def test_a_checkpoint_taken_during_the_run_is_that_of_a_commit(three: Session, tmp_path: Path) -> None:
     run = three.train(loader(), epochs=60, detach=True)
     path = three.orch.save_checkpoint(tmp_path / "during.pt")
@@ -146,7 +143,6 @@ def test_a_checkpoint_taken_during_the_run_is_that_of_a_commit(three: Session, t
     assert position["epoch"] * 4 + position["batches"] == content["step"] + 1
 
 
-@pytest.mark.timeout(90)
 def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> None:
     run = three.train(loader(), epochs=1)
     path = three.orch.save_checkpoint(tmp_path / "small.pt")
@@ -210,7 +206,6 @@ def test_interrupts_at_random_points_of_one_script(script: Console, folder: Path
     assert "Traceback" not in "\n".join(script.lines)
 
 
-@pytest.mark.timeout(90)
 def test_a_step_that_does_not_end_is_given_up_after_the_grace(script: Console, folder: Path) -> None:
     script.run("workers[1].trap('backward', 3)")
     script.start("answer = outcome(session.train(in_order, epochs=400))")

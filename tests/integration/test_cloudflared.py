@@ -23,10 +23,7 @@ from tests.support.cloudflared import FakeCloudflared, runs
 from tests.support.links import exchange, nothing_left_behind, world
 from tests.support.processes import ROOT, eventually
 
-pytestmark = [
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(os.name == "nt", reason="the stand-in is told things by POSIX signals"),
-]
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is told things by POSIX signals")
 
 
 @pytest.fixture

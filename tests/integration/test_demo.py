@@ -36,7 +36,6 @@ def plain_losses(options: DemoOptions) -> list[float]:
     return train_plain(DigitNet(), make_loaders(options)[0], options.epochs, options.learning_rate)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("workers", "words"),
     [(1, ["--epochs", "1"]), (3, ["--epochs", "1", "--batch-size", "65", "--shares", "3,1,2"])],
@@ -68,7 +67,6 @@ def test_two_workers_learn_the_digits_and_report_everything(tmp_path: Path, caps
     assert "0 lost, 0 doubled" in out and "accuracy" in out
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("batch_size", "shares", "precision"),
     [(64, None, "fp64"), (64, None, "fp32"), (65, None, "fp32"), (65, None, "fp64"), (64, (5, 1, 2), "fp32")],
@@ -94,7 +92,6 @@ def test_three_workers_have_the_losses_of_plain_pytorch(
         assert max(float((theirs[name] - value).abs().max()) for name, value in model.state_dict().items()) <= 1e-9
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

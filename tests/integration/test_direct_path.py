@@ -16,8 +16,6 @@ from guava_nb.errors import ClusterError
 from guava_nb.protocol.messages import ProbeAddress
 from tests.support.processes import PlainTraining, Session, eventually, loader
 
-pytestmark = pytest.mark.timeout(110)
-
 SETTINGS: dict[str, dict[str, Any]] = {"data": {}, "zero": {"zero_stage": 2}}
 
 

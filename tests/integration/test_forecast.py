@@ -66,6 +66,24 @@ def pool(pool_without_compression: Session) -> Session:
     return pool_without_compression
 
 
+def test_the_lines_are_measured_before_anything_went_over_them(tmp_path: Path) -> None:
+    session = Session(tmp_path, relayed=True, rate_bytes_s=2e6)
+    try:
+        session.ensure(2)
+        shared(session)
+        made = session.orch.forecast(loader(), None, 2, **options())
+        out, back = made.rates_bytes_s
+        assert out is not None and back is not None and 1e6 < out < 8e6 and 1e6 < back < 8e6  # two lines of 2 MB/s
+        assert made.seconds == pytest.approx(max(made.run.out_bytes / out, made.run.in_bytes / back))
+        assert any("measured just now with" in note for note in made.notes)
+        shown = [(w.rate_out_bytes_s, w.rate_in_bytes_s) for w in session.orch.status().workers]
+        assert sum(rate[0] for rate in shown) == out
+        again = session.orch.forecast(loader(), None, 2, **options())  # known now
+        assert not any("measured just now" in note for note in again.notes)
+    finally:
+        session.close()
+
+
 def test_data_mode_takes_what_was_forecast_and_the_dry_run_changes_nothing(pool: Session) -> None:
     shared(pool)
     train, val, before = loader(), loader(96), pool.orch.run

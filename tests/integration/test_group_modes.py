@@ -101,7 +101,6 @@ MODES = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "workers", "settings"), MODES, ids=lambda value: str(value).replace(" ", ""))
 def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, settings: dict[str, Any]) -> None:
     """101 rows in batches of 32: the last batch has 5, which no number of micro-batches or replicas here divides."""
@@ -128,7 +127,6 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert report["wire"][moved] > 0
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> None:
     first, _ = session.ensure(2)
     run = train(session, "zero", loader(), epochs=1)
@@ -138,7 +136,6 @@ def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> Non
     assert (last.state, last.step) == ("left", len(run.history))
 
 
-@pytest.mark.timeout(60)
 def test_more_micro_batches_than_rows_are_told_once(session: Session) -> None:
     session.ensure(2)
     for number, told in ((33, 1), (32, 0)):
@@ -161,7 +158,6 @@ class Normed(nn.Module):
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "settings"), [("data", {}), ("zero", {"zero_stage": 3})])
 def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, settings: dict[str, Any]) -> None:
     """98 rows in batches of 32: the last batch has two, one on each worker."""
@@ -188,7 +184,6 @@ def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, set
     assert difference(run.model(), model) <= 1e-9
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 2}), ("pipeline", {}), ("tensor", {})])
 def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     session: Session, mode: str, settings: dict[str, Any]
@@ -207,7 +202,6 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     assert run.generations >= 2
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +225,6 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     assert len(calls) == 3 and run.generations == 3
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["data", "zero", "pipeline"])
 def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: Path, mode: str) -> None:
     """Nobody can hand the state over while the step holds; it is there when the step is over."""
@@ -259,7 +252,6 @@ def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: P
     assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])
 def test_a_failed_run_leaves_workers_that_validate(session: Session, mode: str) -> None:
     session.ensure(2)
@@ -271,7 +263,6 @@ def test_a_failed_run_leaves_workers_that_validate(session: Session, mode: str) 
         assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
 
 
-@pytest.mark.timeout(120)
 def test_checkpoints_go_from_mode_to_mode(session: Session, tmp_path: Path) -> None:
     session.ensure(2)
     plain = Plain(session.folder, loader())
@@ -292,7 +283,6 @@ def test_checkpoints_go_from_mode_to_mode(session: Session, tmp_path: Path) -> N
     assert difference(fresh.model, plain.model) <= 1e-9
 
 
-@pytest.mark.timeout(90)
 def test_an_interrupt_stops_at_a_commit_and_the_next_run_goes_on(session: Session) -> None:
     session.ensure(2)
 
@@ -309,7 +299,6 @@ def test_an_interrupt_stops_at_a_commit_and_the_next_run_goes_on(session: Sessio
     assert difference(again.model(), plain.epochs(1).model) <= 1e-9
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])
 def test_errors_of_user_code_and_nan_end_the_run_and_workers_stay(session: Session, mode: str) -> None:
     workers = session.ensure(2)
@@ -326,7 +315,6 @@ def test_errors_of_user_code_and_nan_end_the_run_and_workers_stay(session: Sessi
     assert session.ready() == [w.name for w in workers]
 
 
-@pytest.mark.timeout(60)
 def test_what_cannot_be_spread_is_refused_before_training(session: Session) -> None:
     session.ensure(2)
     with pytest.raises(ConfigError, match=r"dp 2 x pp 2 x tp 1 needs 4 workers, 2 are here"):
@@ -338,7 +326,6 @@ def test_what_cannot_be_spread_is_refused_before_training(session: Session) -> N
     session.assert_undisturbed(train(session, "data", loader(), epochs=1), Plain(session.folder, loader()).epochs(1))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("mode", ["zero", "tensor", "pipeline"])
 def test_dropout_repeats_from_the_seed(session: Session, mode: str) -> None:
     session.ensure(2)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.hub_ranks import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +27,6 @@ print("fine")
 """
 
 
-@pytest.mark.timeout(100)
 def test_two_programs_meet_at_a_hub_again_and_again() -> None:
     hub = Hub()
     try:

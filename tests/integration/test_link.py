@@ -41,8 +41,6 @@ from tests.support.links import (
     world,
 )
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
 def test_exchange_both_ways_on_several_channels(tls: bool) -> None:

@@ -28,7 +28,6 @@ from guava_nb.transport.tcp import connect
 from tests.support.links import QUICK, World, eventually, nothing_left_behind, numbered, rss_bytes, world
 from tests.support.relay import Relay
 
-pytestmark = pytest.mark.timeout(90)
 IDENTITY = bytes(32)
 
 

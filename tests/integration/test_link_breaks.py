@@ -38,8 +38,6 @@ from tests.support.links import (
 )
 from tests.support.relay import DOWN, UP, Relay
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def test_silence_is_noticed_and_survived() -> None:
     with world() as made, Relay(made.listener.port) as relay:

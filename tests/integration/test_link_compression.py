@@ -14,8 +14,6 @@ from guava_nb.protocol.messages import Channel, FlatTensor, MeanBucket
 from tests.support.links import QUICK, Recorder, nothing_left_behind, world
 from tests.support.relay import Relay
 
-pytestmark = pytest.mark.timeout(90)
-
 TEXT = b"the same words come again and again in what people write; " * 50_000  # 2.9 MB
 
 

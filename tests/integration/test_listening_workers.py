@@ -67,7 +67,6 @@ def plain(batches: Any, epochs: int) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.timeout(120)
 def test_an_orchestrator_dials_two_workers_and_the_result_is_plain_pytorch(codes: list[JoinCode]) -> None:
     with Orchestrator.dialling(*codes, config=CONFIG) as orch:
         assert orch.connect(*codes) == ["listener-0", "listener-1"]  # again: nothing changes
@@ -80,7 +79,6 @@ def test_an_orchestrator_dials_two_workers_and_the_result_is_plain_pytorch(codes
         assert orch.validate(loader(rows=96))["samples"] == 96
 
 
-@pytest.mark.timeout(120)
 def test_a_cut_connection_is_dialled_again_and_nothing_is_lost(codes: list[JoinCode]) -> None:
     with Relay(codes[0].port) as relay:
         through = codes[0].with_address("127.0.0.1", relay.port)
@@ -97,7 +95,6 @@ def test_a_cut_connection_is_dialled_again_and_nothing_is_lost(codes: list[JoinC
             assert difference_of_modules(run.model(), plain(loader(rows=96), 60)) <= 1e-9
 
 
-@pytest.mark.timeout(120)
 def test_one_orchestrator_at_a_time_and_a_dead_one_s_place_is_free_at_once(codes: list[JoinCode]) -> None:
     with Console() as other:
         other.run(
@@ -122,7 +119,6 @@ def test_one_orchestrator_at_a_time_and_a_dead_one_s_place_is_free_at_once(codes
         second.close()
 
 
-@pytest.mark.timeout(60)
 def test_who_does_not_know_the_code_stays_out(codes: list[JoinCode]) -> None:
     code = codes[1]
     orch = Orchestrator(CONFIG)
@@ -138,7 +134,6 @@ def test_who_does_not_know_the_code_stays_out(codes: list[JoinCode]) -> None:
         orch.close()
 
 
-@pytest.mark.timeout(60)
 def test_a_listening_worker_leaves_on_request_and_leaves_nothing_behind() -> None:
     before = threading.active_count()
     with NetworkWorker.listen(gpu_id="cpu") as worker:
@@ -153,7 +148,6 @@ def test_a_listening_worker_leaves_on_request_and_leaves_nothing_behind() -> Non
     eventually(lambda: threading.active_count() <= before, 10, "no thread is left")
 
 
-@pytest.mark.timeout(60)
 def test_once_returns_when_the_orchestrator_closed() -> None:
     with NetworkWorker.listen(gpu_id="cpu") as worker, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(worker.serve, once=True)
@@ -161,14 +155,12 @@ def test_once_returns_when_the_orchestrator_closed() -> None:
         assert "the orchestrator closed the session" in answer.result(30)
 
 
-@pytest.mark.timeout(60)
 def test_who_dials_before_anybody_serves_is_told() -> None:
     config = CONFIG.replace(connect_timeout_s=1.0)
     with NetworkWorker.listen(gpu_id="cpu") as worker, pytest.raises(LinkTimeout, match="nobody serves there now"):
         Orchestrator.dialling(worker.join_code, config=config)
 
 
-@pytest.mark.timeout(120)
 def test_the_command_listens_shows_its_code_and_serves_one_session_after_another() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

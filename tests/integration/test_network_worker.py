@@ -66,7 +66,6 @@ def trained_there(script: Console, tmp_path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.timeout(120)
 def test_a_script_s_own_model_is_trained_in_place(orch: Orchestrator, script: Console, tmp_path: Path) -> None:
     """Its constructor is known to the script alone; the orchestrator's instance is where the training starts."""
     start = SmallNet(norm=True).double()
@@ -94,7 +93,6 @@ def test_a_script_s_own_model_is_trained_in_place(orch: Orchestrator, script: Co
     assert all(torch.equal(there[name], value) for name, value in run.model().state_dict().items())
 
 
-@pytest.mark.timeout(120)
 def test_host_and_port_with_the_code_in_the_environment_and_an_interrupt(orch: Orchestrator, script: Console) -> None:
     elsewhere = orch.join_code.with_address("192.0.2.1", 9)  # as when a tunnel has another address meanwhile
     script.run(f"os.environ['GUAVA_JOIN_CODE'] = {elsewhere.encode()!r}")
@@ -115,7 +113,6 @@ def test_host_and_port_with_the_code_in_the_environment_and_an_interrupt(orch: O
     assert run.lost_samples == run.duplicated_samples == 0
 
 
-@pytest.mark.timeout(60)
 def test_two_joins_with_one_code_are_two_workers_with_names_of_their_own(orch: Orchestrator) -> None:
     workers = [NetworkWorker(orch.join_code, gpu_id="cpu", name="twin") for _ in range(2)]
     threads = [threading.Thread(target=worker.connect_and_train) for worker in workers]
@@ -129,7 +126,6 @@ def test_two_joins_with_one_code_are_two_workers_with_names_of_their_own(orch: O
     eventually(lambda: not [w for w in orch.status().workers if w.state == "ready"], 10, "both have left")
 
 
-@pytest.mark.timeout(60)
 def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     text = orch.join_code.encode()
@@ -162,7 +158,6 @@ def command(code: str | None, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(120)
 def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator) -> None:
     process = command(orch.join_code.encode(), "--name", "box")
     try:
@@ -186,7 +181,6 @@ def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator)
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("damage", ["cut", "secret", "none", "gone"])
 def test_a_code_that_does_not_fit_gives_a_line_and_a_status(orch: Orchestrator, damage: str) -> None:
     code = orch.join_code
@@ -211,7 +205,6 @@ def test_a_code_that_does_not_fit_gives_a_line_and_a_status(orch: Orchestrator, 
     assert "Traceback" not in out + err
 
 
-@pytest.mark.timeout(60)
 def test_it_goes_on_by_a_new_code_and_says_that_it_waits_for_one(
     orch: Orchestrator, caplog: pytest.LogCaptureFixture
 ) -> None:

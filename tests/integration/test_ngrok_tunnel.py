@@ -36,10 +36,7 @@ from tests.support.ngrok_agent import TOKEN, FakeNgrok
 from tests.support.processes import PlainTraining, Session, eventually, loader
 
 pytest.importorskip("pyngrok")
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(sys.platform == "win32", reason="the fake agent is started by its first line"),
-]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the fake agent is started by its first line")
 
 #: What the server says to an agent that wants a session; all others come when it wants an endpoint.
 AT_START = (103, 105, 107, 108, 120, 121, 4018, 9040)

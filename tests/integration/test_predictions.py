@@ -138,7 +138,6 @@ def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, came
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["validation", "prediction"])
 def test_a_worker_killed_in_the_middle_changes_nothing(session: Session, what: str) -> None:
     victim = session.ensure(3)[1]
@@ -157,7 +156,6 @@ def test_a_worker_killed_in_the_middle_changes_nothing(session: Session, what: s
         assert_right(came[0], plain(model, 5))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("mode", "workers", "settings"),
     [
@@ -185,7 +183,6 @@ def test_every_mode_gives_what_plain_pytorch_gives(
     assert np.array_equal(one["predictions"], outputs.float().topk(2).indices.numpy()) and one["kept"].all()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "settings"), [("pipeline", {}), ("zero", {"zero_stage": 2})])
 def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     session: Session, mode: str, settings: dict[str, Any]
@@ -204,7 +201,6 @@ def test_a_rank_killed_in_mid_prediction_is_replaced_by_another(
     assert_right(came[0], plain(model, 5), exactly=False)
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_nobody_can_replace_is_told_and_the_next_call_works_with_another(session: Session) -> None:
     lost = session.ensure(2)[1]
     model, orch = train(session, "pipeline"), session.orch
@@ -218,7 +214,6 @@ def test_a_rank_that_nobody_can_replace_is_told_and_the_next_call_works_with_ano
     assert orch.validate(DataLoader(data(), 5), metrics=["hits"]) == pytest.approx(truth(model), abs=1e-12)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["data", "pipeline", "tensor"])
 def test_an_error_or_an_interrupt_in_mid_pass_costs_no_worker(session: Session, mode: str) -> None:
     workers = session.ensure(2)
@@ -269,7 +264,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_orchestrator_goes_on_without_predicting_anything_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "cell.py").write_text(LOOKING.format(folder=str(tmp_path)))
@@ -297,7 +291,6 @@ def test_a_killed_orchestrator_goes_on_without_predicting_anything_again(tmp_pat
     assert np.array_equal(np.load(folder / "probabilities.npy"), torch.softmax(outputs, 1).numpy())
 
 
-@pytest.mark.timeout(60)
 def test_metrics_of_a_run_stand_in_its_history(session: Session) -> None:
     metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is part of the extra test")
     session.ensure(2)

@@ -25,7 +25,6 @@ def plain(three: Session, batches: Any, **changes: Any) -> PlainTraining:
 # ---------------------------------------------------------------------------------------------------- shared cells
 
 
-@pytest.mark.timeout(120)
 def test_a_class_that_was_redefined_is_used_from_the_next_run_on(three: Session) -> None:
     cell = CELL.format(folder=str(three.folder))
     first = three.train(loader(), epochs=1)
@@ -40,7 +39,6 @@ def test_a_class_that_was_redefined_is_used_from_the_next_run_on(three: Session)
     assert difference(more.model(), oracle.epochs(1).model) <= 1e-9
 
 
-@pytest.mark.timeout(60)
 def test_an_import_that_workers_lack_is_refused_before_training(
     three: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +56,6 @@ def test_an_import_that_workers_lack_is_refused_before_training(
     assert three.train(loader(), epochs=1).state == "done"  # nobody was hurt
 
 
-@pytest.mark.timeout(60)
 def test_a_name_that_exists_only_in_the_notebook_is_refused_at_once(three: Session) -> None:
     cell = CELL.format(folder=str(three.folder)).replace("return loss *", "return scale * loss *")
     before = three.orch.run
@@ -76,7 +73,6 @@ def test_a_name_that_exists_only_in_the_notebook_is_refused_at_once(three: Sessi
         three.orch.register_model("Net", {"device": torch.device("cpu")})
 
 
-@pytest.mark.timeout(60)
 def test_an_error_in_shared_code_comes_back_with_cell_and_line(three: Session) -> None:
     victim = three.workers[1]
     victim.trap("forward", 2, "raise")
@@ -91,7 +87,6 @@ def test_an_error_in_shared_code_comes_back_with_cell_and_line(three: Session) -
     assert three.train(loader(), epochs=1).state == "done"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("shares", [None, (1, 0, 0)])
 def test_an_error_in_the_user_s_schedule_costs_no_worker(three: Session, shares: tuple[int, ...] | None) -> None:
     cell = CELL.format(folder=str(three.folder)) + (
@@ -110,7 +105,6 @@ def test_an_error_in_the_user_s_schedule_costs_no_worker(three: Session, shares:
     assert three.train(loader(), epochs=1).state == "done"
 
 
-@pytest.mark.timeout(60)
 def test_printed_lines_arrive_with_names_and_a_flood_is_cut_but_kept_on_disk(three: Session) -> None:
     victim = three.workers[2]
     name = victim.name
@@ -141,7 +135,6 @@ def test_printed_lines_arrive_with_names_and_a_flood_is_cut_but_kept_on_disk(thr
 # --------------------------------------------------------------------------------------------------- ways to train
 
 
-@pytest.mark.timeout(60)
 def test_bf16_learns_like_float32(three: Session) -> None:
     run = three.train(loader(dtype=torch.float32), precision="bf16")
     losses = plain(three, loader(dtype=torch.float32), dtype=torch.float32).epochs(2).losses
@@ -160,7 +153,6 @@ def loss_scales(three: Session) -> list[float]:
     return [state["scaler"]["scale"] for state in states if state is not None]
 
 
-@pytest.mark.timeout(60)
 def test_an_overflow_on_one_worker_is_skipped_by_all(three: Session) -> None:
     three.workers[0].trap("loss", 3, "inf")
     run = three.train(
@@ -180,7 +172,6 @@ def test_an_overflow_on_one_worker_is_skipped_by_all(three: Session) -> None:
     assert difference(run.model(), oracle.epochs(2).model) <= 2e-3
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("site", ["workers", "orchestrator"])
 def test_accumulation_with_a_tail_that_does_not_divide(three: Session, site: str) -> None:
     run = three.train(loader(101, 16), epochs=2, accumulation_steps=3, optimizer_site=site)
@@ -201,7 +192,6 @@ def test_accumulation_with_a_tail_that_does_not_divide(three: Session, site: str
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.timeout(60)
 def test_the_master_copy_of_the_orchestrator_trains_the_same(three: Session) -> None:
     run = three.train(loader(), optimizer_site="orchestrator", max_grad_norm=1e9)
     three.assert_undisturbed(run, plain(three, loader()).epochs(2))
@@ -226,7 +216,6 @@ class Diary:
         return record["step"] >= self.stop_at
 
 
-@pytest.mark.timeout(60)
 def test_a_callback_stops_the_run_early(three: Session) -> None:
     diary = Diary(stop_at=6)
     held_out = DataLoader(data(50), batch_size=20)
@@ -246,7 +235,6 @@ def test_a_callback_stops_the_run_early(three: Session) -> None:
     assert run.validations[-1]["samples"] == 50
 
 
-@pytest.mark.timeout(60)
 def test_a_plateau_scheduler_follows_the_validation(three: Session) -> None:
     settings = {"factor": 0.5, "patience": 0, "threshold": 0.5}
     held_out = DataLoader(data(50), batch_size=20)
@@ -265,7 +253,6 @@ def test_a_plateau_scheduler_follows_the_validation(three: Session) -> None:
     assert difference(run.model(), oracle.model) <= 1e-9
 
 
-@pytest.mark.timeout(60)
 def test_validate_and_a_further_run_find_the_workers_as_they_are(three: Session) -> None:
     run = three.train(loader(), epochs=1)
     score = three.orch.validate(DataLoader(data(50), batch_size=7))
@@ -280,7 +267,6 @@ def test_validate_and_a_further_run_find_the_workers_as_they_are(three: Session)
 # ---------------------------------------------------------------------------------------------------------- the end
 
 
-@pytest.mark.timeout(90)
 def test_nothing_is_left_after_close_in_the_middle_of_a_run(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}

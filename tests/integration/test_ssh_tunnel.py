@@ -20,7 +20,7 @@ from tests.support.links import nothing_left_behind
 from tests.support.processes import eventually
 from tests.support.sshd import Sshd, free_port, running, why_not
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 @pytest.fixture(scope="module")

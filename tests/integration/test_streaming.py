@@ -92,7 +92,6 @@ MODES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "workers", "settings"), MODES, ids=lambda value: str(value)[:8])
 def test_functions_of_the_user_run_on_the_worker_and_change_no_result(
     pool_of_three: Session, mode: str, workers: int, settings: dict[str, Any]
@@ -177,7 +176,6 @@ class Few(nn.Module):
 )
 
 
-@pytest.mark.timeout(120)
 def test_what_is_held_stays_bounded_however_slow_a_worker_is(pool_of_three: Session) -> None:
     """A worker that stands still: bytes in flight and bytes loaded stop within the budget, and go on when it does."""
     (worker,) = pool_of_three.ensure(1)
@@ -235,7 +233,6 @@ class Slow(Dataset[Any]):
         return torch.zeros(12, dtype=torch.uint8), index % 4
 
 
-@pytest.mark.timeout(120)
 def test_who_waits_for_whom_is_told(pool_of_three: Session) -> None:
     pool_of_three.ensure(1)
     slow_data = pool_of_three.train(
@@ -251,7 +248,6 @@ def test_who_waits_for_whom_is_told(pool_of_three: Session) -> None:
     assert "worker waits for data" in text and "data waits for worker" in text
 
 
-@pytest.mark.timeout(120)
 def test_a_run_over_compressed_links_is_the_same_with_fewer_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.links import QUICK, World, exchange, nothing_left_behind, num
 from tests.support.nginx import Nginx, why_not
 from tests.support.processes import ROOT, PlainTraining, Session, eventually, loader
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(bool(why_not()), reason=why_not())]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 IDLE_S = 1
 
 

@@ -135,7 +135,6 @@ def error_of(kernel: Kernel, cell: str) -> str:
     return text
 
 
-@pytest.mark.timeout(100)
 def test_train_interrupt_train_on_save_and_leave_nothing(pair: Pair, tmp_path: Path) -> None:
     laptop, gpu = pair.laptop, pair.gpu
     shown = laptop.run(f"{TRAIN} --val test --loss CrossEntropyLoss --epochs 8 --out first")
@@ -190,7 +189,6 @@ def test_train_interrupt_train_on_save_and_leave_nothing(pair: Pair, tmp_path: P
         pass
 
 
-@pytest.mark.timeout(60)
 def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) -> None:
     laptop = pair.laptop
     (tmp_path / "only_here.py").write_text("VALUE = 1\n")
@@ -229,7 +227,6 @@ def test_a_mistake_is_one_line_that_says_what_to_do(pair: Pair, tmp_path: Path) 
     laptop.run(f"{TRAIN} --loss scaled")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("up_options", ["--workers 2 --local 1"])
 def test_interrupts_in_the_workers_own_cell(pair: Pair) -> None:
     laptop, gpu = pair.laptop, pair.gpu
@@ -263,7 +260,6 @@ def test_interrupts_in_the_workers_own_cell(pair: Pair) -> None:
     assert laptop.run("run.state, run.lost_samples, run.duplicated_samples").strip() == "('done', 0, 0)"
 
 
-@pytest.mark.timeout(60)
 def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
     laptop, gpu = kernels
     code, _ = open_session(laptop, "--workers 1")
@@ -298,7 +294,6 @@ def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
     assert "Closed" in gpu.run("%guava_down")
 
 
-@pytest.mark.timeout(60)
 def test_the_panel_of_a_page_shows_workers_loss_bytes_and_ends_as_plain_html(pair: Pair) -> None:
     laptop = pair.laptop
     laptop.run("%env GUAVA_UI=widget")

@@ -23,7 +23,6 @@ from guava_nb.protocol.messages import Attach
 from tests.integration.test_link_attacks import besieged, refused, say
 from tests.support.links import QUICK, World, eventually, exchange, nothing_left_behind, world
 
-pytestmark = pytest.mark.timeout(60)
 UPGRADE = (
     b"GET /guava HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\nSec-WebSocket-Version: 13\r\n\r\n"

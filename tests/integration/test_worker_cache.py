@@ -51,7 +51,6 @@ class SampleBytes:
         return [b - a for a, b in zip(self.totals, self.totals[1:], strict=False)]
 
 
-@pytest.mark.timeout(120)
 def test_epoch_two_sends_no_sample_and_equals_plain_pytorch(pool: Session) -> None:
     pool.ensure(2)
     counted = SampleBytes()
@@ -65,7 +64,6 @@ def test_epoch_two_sends_no_sample_and_equals_plain_pytorch(pool: Session) -> No
     assert plain.bytes[0] == plain.bytes[1] > ROWS * ROW_BYTES
 
 
-@pytest.mark.timeout(120)
 def test_one_worker_and_a_shuffled_order(pool: Session) -> None:
     pool.ensure(1)
     counted = SampleBytes()
@@ -141,7 +139,6 @@ class Torn(Dataset):
 """
 
 
-@pytest.mark.timeout(120)
 def test_data_at_the_workers_is_fed_by_ids_alone(pool: Session) -> None:
     pool.ensure(2)
     pool.orch.share(DATA_CELL.format(rows=ROWS), "data")

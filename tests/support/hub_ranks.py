@@ -9,8 +9,8 @@ A process imports torch once and runs many cases; a case is a function of `tests
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -25,6 +25,7 @@ from guava_nb.hub.relay import Relay
 from guava_nb.link.events import Event, MessageArrived
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
+from tests.support import warm
 
 CASE_S = 45.0
 OPTIONS = LinkOptions(heartbeat_s=0.5, silence_s=5.0, grace_s=1.0)
@@ -62,7 +63,7 @@ class Ranks:
         self.size = size
         self.hub = Hub()
         self.folder = Path(tempfile.mkdtemp(prefix="guava-ranks-"))
-        self._context = multiprocessing.get_context("spawn")
+        self._context = warm.context()
         self._processes: list[Any] = [None] * size
         self._pipes: list[Any] = [None] * size
         self._formed = ""
@@ -87,7 +88,8 @@ class Ranks:
         return int(self._processes[rank].pid)
 
     def kill(self, rank: int) -> None:
-        os.kill(self.pid(rank), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a case may have ended it
+            os.kill(self.pid(rank), signal.SIGKILL)
         self._processes[rank].join(10)
         self._formed = ""
 

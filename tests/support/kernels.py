@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 from jupyter_client.manager import KernelManager
 
+from tests.support.warm import without_servers
+
 ROOT = Path(__file__).resolve().parents[2]
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -109,7 +111,7 @@ class Kernel:
 
     def children(self) -> list[psutil.Process]:
         """Every process below the kernel."""
-        return self.process.children(recursive=True)
+        return without_servers(self.process.children(recursive=True))
 
     def close(self) -> None:
         """End it, whatever it does."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import multiprocessing
 import os
 import time
 import traceback
@@ -22,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support import warm
 
 TIMEOUT_S = 60.0
 
@@ -44,7 +45,7 @@ class GroupPool:
     """Spawned processes that wait for cases."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         self._numbers = itertools.count()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []

@@ -162,7 +162,7 @@ class Worker:
 
     def __init__(self, session: Session, name: str, relayed: bool, identity: bytes | None = None) -> None:
         code = session.through(session.orch.join_code)
-        self.relay = Relay(code.port) if relayed else None
+        self.relay = Relay(code.port, rate_bytes_s=session.rate_bytes_s) if relayed else None
         if self.relay is not None:
             code = code.with_address("127.0.0.1", self.relay.port)
         self.session, self.folder, self.name = session, session.folder, name
@@ -221,13 +221,14 @@ class Session:
 
     Attributes:
         through: what workers make of the orchestrator's code, where they come another way.
+        rate_bytes_s: of each worker's relay, each way; None is as fast as it gets.
     """
 
-    def __init__(self, folder: Path, relayed: bool = False, **settings: Any) -> None:
+    def __init__(self, folder: Path, relayed: bool = False, rate_bytes_s: float | None = None, **settings: Any) -> None:
         self.through: Callable[[JoinCode], JoinCode] = lambda code: code
         config = DistributedConfig(precision="fp64", bucket_mb=0.001, threads_per_worker=1, **settings)
         self.orch = Orchestrator(config)
-        self.folder = folder
+        self.folder, self.rate_bytes_s = folder, rate_bytes_s
         self.workers: list[Worker] = []
         self._relayed = relayed
         self._number = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import multiprocessing
 import os
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests.support import warm
 
 GROUP_TIMEOUT_S = 60.0
 
@@ -19,7 +20,7 @@ class Ranks:
     """Runs `module:function(group, *args)` on some ranks of the pool and returns what each gave."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -1,0 +1,51 @@
+"""How fast the lines to the workers are, asked of the workers themselves before anything was sent over them.
+
+All are asked at once: what they share, such as this machine's uplink or one tunnel, is shared while they measure, so that the
+sum of their rates is what a run can have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+from guava_nb.engine.job import Job, NobodyLeft
+from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
+
+if TYPE_CHECKING:
+    from guava_nb.engine.cluster import Cluster
+
+__all__ = ["measure_lines"]
+
+#: Enough to tell 10 Mbit/s from 100; a worker's visit costs 2.7 MB at most, also where a tunnel counts bytes.
+_BURST_BYTES = 1 << 20
+_ANSWERS_S = 12.0
+_ids = itertools.count(1)
+
+
+def measure_lines(cluster: Cluster) -> int:
+    """Let the workers measure whose lines are not known yet, and remember what they find; returns the bytes it cost.
+
+    At most 12 s; who does not answer in time, or cannot measure, stays unmeasured.
+
+    Raises:
+        ClusterError: a run is in progress.
+    """
+    job, answers, number = Job(cluster), dict[int, LineMeasured](), next(_ids)
+
+    def on_measured(rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, LineMeasured)
+        if message.measuring_id == number:
+            answers[rank] = message
+
+    job.on(LineMeasured, on_measured)
+    asked = [rank for rank in cluster.roster.ready() if None in cluster.rates(rank)]
+    with job.attached(), contextlib.suppress(NobodyLeft):
+        for rank in asked:
+            cluster.send(rank, MeasureLine(number, _BURST_BYTES))
+        job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
+    for rank, found in answers.items():
+        if not found.error:
+            cluster.roster.members[rank].line = (found.down_bytes_s, found.up_bytes_s)
+    return sum(found.used_bytes for found in answers.values())

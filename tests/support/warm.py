@@ -1,0 +1,298 @@
+"""Processes that begin with torch loaded, so that a test does not pay four seconds of processor time for each worker.
+
+A warm process is forked from a server that has imported the heavy libraries and nothing of ours, and goes on as `python -m
+MODULE` would: its own arguments, environment, folder, streams and session. It is a real process in every way that the tests
+use: it can be killed, stopped and looked at. What `install` replaces is `subprocess.Popen`, for the modules named in
+`WARM_MODULES` only; every other command, `guava` among them, starts as ever, and with GUAVA_TEST_COLD set all do.
+
+A warm kernel has a server of its own, forked before it has a thread: the workers that it starts are warm, and below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["context", "install", "without_servers"]
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_MODULES = ("guava_nb.engine.child", "ipykernel_launcher", "tests.support.console")
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "matplotlib.figure", "psutil")
+_SERVES = "guava-warm"
+_ORDER_BYTES = 1 << 17
+_START_S = 90.0
+
+
+class Server:
+    """The other end of a server: forks processes when told."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._lock = sock, threading.Lock()
+        self._sock.settimeout(_START_S)
+
+    @classmethod
+    def started(cls) -> Server:
+        """A server in a new interpreter."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        words = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
+        subprocess.Popen(words, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        return cls(ours)
+
+    def fork(self, order: dict[str, Any], streams: Iterable[int], status: int) -> int:
+        """Have a process made; returns its number. Its exit status comes out of the pipe whose end is `status`."""
+        data = json.dumps(order).encode()
+        assert len(data) < _ORDER_BYTES
+        with self._lock:
+            socket.send_fds(self._sock, [data], [*streams, status])
+            return int(self._sock.recv(64))
+
+
+def serve(sock: socket.socket) -> dict[str, Any]:
+    """Fork a process for each order. Returns in each of them, with its order; ends when nobody is left to give orders."""
+    _call_this_process(_SERVES)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the process that it serves
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    running: dict[int, int] = {}
+    while True:
+        ready = select.select([sock, wake], [], [])[0]
+        if wake in ready:
+            os.read(wake, 4096)
+            _bury(running)
+        if sock not in ready:
+            continue
+        data, fds, *_ = socket.recv_fds(sock, _ORDER_BYTES, 4)
+        if not data:
+            os._exit(0)
+        *streams, status = fds
+        pid = os.fork()
+        if pid == 0:
+            order: dict[str, Any] = json.loads(data)
+            _begin(order, streams, sock)
+            return order
+        running[pid] = status
+        for fd in streams:
+            os.close(fd)
+
+
+def _bury(running: dict[int, int]) -> None:
+    for pid in list(running):
+        done, how = os.waitpid(pid, os.WNOHANG)
+        if done:
+            status = running.pop(pid)
+            with contextlib.suppress(OSError):  # nobody waits for it any more
+                os.write(status, str(os.waitstatus_to_exitcode(how)).encode())
+            os.close(status)
+
+
+def _begin(order: dict[str, Any], streams: list[int], sock: socket.socket) -> None:
+    """Take the streams, and a session if that was asked for; then tell our number."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if order["new_session"]:
+        os.setsid()
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+    sock.send(str(os.getpid()).encode())
+    sock.detach()
+    os.closerange(3, 1 << 16)
+    _call_this_process("python")
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Be what `python -m MODULE ARGUMENTS` would be."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
+    sys.stdin = open(0, encoding=encoding, errors=errors or "strict", closefd=False)  # noqa: SIM115 - it stays open
+    for name, fd, fallback in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        binary = open(fd, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        made = _text(binary, encoding, errors or fallback, fd, unbuffered)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
+    sys.__stdin__ = sys.stdin
+    sys.path[:] = [order["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_base_path]
+    sys.argv[:] = ["-m", *order["arguments"]]
+    _be_like_nobody_else()
+    if order["module"] == "ipykernel_launcher":
+        install(_forked_server())
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+
+
+def _text(binary: Any, encoding: str, errors: str, fd: int, unbuffered: bool) -> Any:
+    import io
+
+    return io.TextIOWrapper(binary, encoding, errors, line_buffering=os.isatty(fd) or fd == 2, write_through=unbuffered)
+
+
+def _be_like_nobody_else() -> None:
+    """Draw random numbers of one's own, and take as many threads as the environment says."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+
+
+def _forked_server() -> Server:
+    """A server for this process, which has no threads yet."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        raise SystemExit(_become(serve(theirs)))  # unwinds what was to be done here
+    theirs.close()
+    return Server(ours)
+
+
+def _call_this_process(name: str) -> None:
+    Path("/proc/self/comm").write_text(name)
+
+
+# --------------------------------------------------------------------------------------------------------- who starts them
+
+
+class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """`Popen` that lets a server fork what it can.
+
+    Attributes:
+        server: where from.
+    """
+
+    server: Callable[[], Server]
+    _status = -1
+
+    def _execute_child(self, args: Any, *details: Any) -> None:
+        (executable, preexec_fn, _, pass_fds, folder, environment, _, _, shell, *pipes) = details[:15]
+        warm = (
+            not isinstance(args, (str, bytes)) and list(args[:2]) == [sys.executable, "-m"] and args[2] in WARM_MODULES
+            and executable is None and preexec_fn is None and not pass_fds and not shell and not self._is_other(environment)
+        )  # fmt: skip
+        if not warm:
+            super()._execute_child(args, *details)
+            return
+        ends = [
+            (pipes[0], pipes[1]),
+            (pipes[3], pipes[2]),
+            (pipes[5], pipes[4]),
+        ]  # the child's, and ours where it is a pipe
+        order = {
+            "module": args[2],
+            "arguments": [os.fspath(word) for word in args[3:]],
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": os.fspath(folder or os.getcwd()),
+            "new_session": bool(details[20]),
+        }
+        self._status, status = os.pipe()
+        try:
+            streams = [number if theirs == -1 else theirs for number, (theirs, _) in enumerate(ends)]
+            self.pid = type(self).server().fork(order, streams, status)
+        finally:
+            devnull = getattr(self, "_devnull", -1)
+            for fd in {status, devnull, *(theirs for theirs, ours in ends if ours != -1)} - {-1}:
+                os.close(fd)
+        self._child_created = True
+
+    @staticmethod
+    def _is_other(environment: Any) -> bool:
+        """Whether it is to see other libraries than the server has loaded."""
+        path = (os.environ if environment is None else environment).get("PYTHONPATH", "")
+        return any(word and Path(word).resolve() != ROOT for word in path.split(os.pathsep))
+
+    def _internal_poll(self, *state: Any, **more: Any) -> int | None:
+        if self._status == -1:
+            return super()._internal_poll(*state, **more)
+        self._look(0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._status == -1:
+            return super()._wait(timeout)
+        if not self._look(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def _look(self, timeout_s: float | None) -> bool:
+        """Wait for its exit status; returns whether it came."""
+        with self._waitpid_lock:
+            if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
+                told = os.read(self._status, 16)
+                self.returncode = int(told) if told else -signal.SIGKILL  # the server was ended, and did not see it
+                os.close(self._status)
+                self._status = -2
+        return self.returncode is not None
+
+
+def install(server: Server | None = None) -> None:
+    """Let `subprocess.Popen` of this process start warm processes, from this server or from one that starts when needed."""
+    if _all_cold():
+        return
+    made = [server] if server is not None else []
+    lock = threading.Lock()
+
+    def only() -> Server:
+        with lock:
+            if not made:
+                made.append(Server.started())
+            return made[0]
+
+    WarmPopen.server = staticmethod(only)
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    if "jupyter_client.launcher" in sys.modules:
+        sys.modules["jupyter_client.launcher"].Popen = WarmPopen  # type: ignore[attr-defined]
+
+
+def context() -> Any:
+    """`multiprocessing` for pools of ranks: its processes begin with torch loaded, too."""
+    if _all_cold():
+        return multiprocessing.get_context("spawn")
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(list(_PRELOADED))
+    return made
+
+
+def _all_cold() -> bool:
+    return sys.platform != "linux" or bool(os.environ.get("GUAVA_TEST_COLD"))
+
+
+def without_servers(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Leave out the servers of warm processes: they belong to the tests, not to what is tested."""
+    kept = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() != _SERVES:
+                kept.append(process)
+    return kept
+
+
+_base_path = [word for word in sys.path if word and Path(word) != Path(__file__).parent]
+
+if __name__ == "__main__":
+    for _name in _PRELOADED:
+        __import__(_name)
+    gc.collect()
+    gc.freeze()  # or collections would write into every page, and nothing would stay shared
+    _become(serve(socket.socket(fileno=int(sys.argv[1]))))
