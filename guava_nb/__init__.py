@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
-    from guava_nb.telemetry import EnergyMeter
+    from guava_nb.telemetry import EnergyMeter, energy_task
     from guava_nb.worker import NetworkWorker
 
     __version__: str
@@ -51,7 +51,7 @@ __all__ = [
     "NetworkWorker",
     "Orchestrator",
 ]
-__all__ += ["Run", "WorkerData", "__version__"]
+__all__ += ["Run", "WorkerData", "__version__", "energy_task"]
 __all__ += errors.__all__
 
 #: Public name to the module that holds it.
@@ -66,6 +66,7 @@ _HOMES = {
     "Orchestrator": "guava_nb.orchestrator",
     "Run": "guava_nb.engine.run",
     "WorkerData": "guava_nb.data.worker_data",
+    "energy_task": "guava_nb.telemetry.tasks",
 }
 
 

@@ -195,6 +195,7 @@ class Orchestrator(Host):
         count_flops: bool | None = None,
         budget_bytes: int | None = None,
         save_path: str | Path | None = None,
+        tokens: Reference | None = None,
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
@@ -237,6 +238,8 @@ class Orchestrator(Host):
                 pass them it stops between two steps and saves a checkpoint to go on from. None takes the configuration's,
                 0 sets no limit. What workers exchange directly does not count.
             save_path: where that checkpoint goes; None makes a name in `checkpoint_dir` of the configuration.
+            tokens: shared or importable function of a batch that returns its number of tokens, for joules per token in
+                `run.energy_record()`. Called on the workers with each batch of training as the model gets it.
 
         Raises:
             GuavaError: something is wrong, found before any work starts; or the run failed.
@@ -250,7 +253,7 @@ class Orchestrator(Host):
                 criterion_args=criterion_args, step=step, optimizer=optimizer, optimizer_args=optimizer_args,
                 scheduler=scheduler, scheduler_args=scheduler_args, threads=threads, scheduler_interval=scheduler_interval,
                 max_grad_norm=max_grad_norm, precision=precision, seed=seed, optimizer_site=optimizer_site,
-                preprocess=preprocess, augment=augment, count_flops=count_flops,
+                preprocess=preprocess, augment=augment, count_flops=count_flops, tokens=tokens,
             )  # fmt: skip
             composed.spec = self._with_data(composed.spec, composed.own, cache_static, interrupts.check)
             plan = self._plan(
@@ -356,7 +359,7 @@ class Orchestrator(Host):
         workers = ready or self.config.num_workers
         names = ("metrics", "cache", "criterion_args", "step", "optimizer", "optimizer_args", "scheduler", "scheduler_args",
                  "threads", "scheduler_interval", "max_grad_norm", "precision", "seed", "optimizer_site", "preprocess",
-                 "augment")  # fmt: skip
+                 "augment", "tokens")  # fmt: skip
         composed = self._compose(
             loaders, workers, lambda: False, given["data"], model=factory,
             criterion=None if given["step"] is not None else given["criterion"], **{name: given[name] for name in names},

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.cli.live import LiveLines, live_lines
 from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
+from guava_nb.render import redact, to_text, worker_view
 
 if TYPE_CHECKING:
     from guava_nb.engine.launcher import WorkerHandle
@@ -21,6 +23,8 @@ __all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
 VARIABLE = "GUAVA_JOIN_CODE"
 POLL_S = 0.5
 CRASH_LINES = 10
+#: Of what a worker printed, in the lines that are written over.
+LIVE_LINES = 3
 ENDED = frozenset({"left", "failed", "crashed"})
 AWAY = "reconnecting"
 
@@ -61,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         for k, (device, name) in enumerate(zip(devices, names, strict=True)):
             workers.append(_listening(args, k, device, name) if code is None else _joining(code, device, name))
-        return follow(workers, _say, pasted=None if code is None else pasted.take)
+        live = live_lines(sys.stdout)
+        say = _say if live is None else live.say
+        return follow(workers, say, pasted=None if code is None else pasted.take, live=live)
     finally:
         pasted.close()
         for worker in workers:
@@ -126,13 +132,15 @@ def follow(
     say: Callable[[str], None],
     poll_s: float = POLL_S,
     pasted: Callable[[], list[str]] | None = None,
+    live: LiveLines | None = None,
 ) -> int:
-    """Say each change of state until all have ended.
+    """Say each change of state until all have ended, and show below it what they do, where lines can be written over.
 
     The first interrupt lets each worker leave after the step in work, the second ends the processes.
 
     Args:
         pasted: gives lines of standard input, looked at while a session is away: one with its new join code leads there.
+        live: where what they do is shown; nothing meanwhile, so that what is pasted has a line of its own.
 
     Returns:
         0 when all left as they should, else 1.
@@ -144,6 +152,9 @@ def follow(
             if alive:
                 alive[0].wait(poll_s)
             said = [_say_change(worker, last, say) for worker, last in zip(workers, said, strict=True)]
+            if live is not None:
+                at_work = [worker for worker, state in zip(workers, said, strict=True) if state not in ENDED]
+                live.draw("" if AWAY in said else "\n".join(map(_panel, at_work)))
             if not alive:
                 return 0 if all(worker.status().state == "left" for worker in workers) else 1
             if pasted is not None and AWAY in said:
@@ -153,6 +164,12 @@ def follow(
             say("leaving after this step; interrupt again to end it now" if interrupts == 1 else "ending now")
             for worker in workers:
                 worker.leave() if interrupts == 1 else worker.kill()
+
+
+def _panel(worker: WorkerHandle) -> str:
+    """What one worker does, as its own notebook would show it, with the last lines that it printed."""
+    status = worker.status()
+    return "\n".join([to_text(worker_view(status)), *(f"  | {redact(line)}" for line in status.lines[-LIVE_LINES:])])
 
 
 def _follow_codes(workers: Sequence[WorkerHandle], lines: Sequence[str], say: Callable[[str], None]) -> None:
@@ -181,6 +198,10 @@ def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> 
             say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
         if status.state == AWAY:
             say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
+        if status.state in ENDED:
+            for line in to_text(worker_view(status)).splitlines()[1:]:  # its first line was just said
+                if line.startswith("  "):
+                    say(f"  {line}")
         if status.state in ("failed", "crashed"):
             for line in status.lines[-CRASH_LINES:]:
                 say(f"    {line}")

@@ -2,30 +2,37 @@
 
 Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
 "leave", or "dial CODE" when the session has a new join code. End of input means that whoever started this process is gone.
-Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON.
+Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, or about once
+a second with its figures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:  # torch is loaded when the order is read
     from guava_nb.config import DistributedConfig
     from guava_nb.engine.member import Membership
+    from guava_nb.engine.status import OwnFigures
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.protocol.messages import Message
+
+    Tell = Callable[[dict[str, Any]], None]
 
 __all__ = ["MARK", "main"]
 
 MARK = "\x1eguava "
+#: Seconds between two reports of figures: what a person follows, and no load on the pipe.
+FIGURES_S = 1.0
 
 #: Exit statuses: the launcher tells them apart from a crash.
 EXIT_OK, EXIT_REFUSED, EXIT_LOST = 0, 3, 4
@@ -51,12 +58,10 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.protocol.joincode import JoinCode
 
     _print_stacks_when_asked()
-    stdout, lock = sys.stdout, threading.Lock()
+    tell = _teller()
 
     def report(state: str, step: int, detail: str, **more: str) -> None:
-        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
-            stdout.write(f"{MARK}{json.dumps({'state': state, 'step': step, 'detail': detail, **more})}\n")
-            stdout.flush()
+        tell({"state": state, "step": step, "detail": detail, **more})
 
     try:
         if order.get("threads"):
@@ -70,7 +75,8 @@ def _work(order: dict[str, Any]) -> int:
                 report=report, options=link_options(config),
             )  # fmt: skip
 
-        reason = _dial(new_member()) if code is not None else _be_dialled(new_member, config, order["listen"], report)
+        listen = order["listen"]
+        reason = _dial(new_member(), tell) if code is not None else _be_dialled(new_member, config, listen, tell)
     except GuavaError as error:
         report("failed", -1, str(error), error=type(error).__name__)
         return EXIT_REFUSED
@@ -83,15 +89,26 @@ def _work(order: dict[str, Any]) -> int:
     return EXIT_OK
 
 
-def _dial(member: Membership) -> str:
+def _teller() -> Tell:
+    """Return what writes records to this process's own output, whatever takes the place of `sys.stdout` later."""
+    stdout, lock = sys.stdout, threading.Lock()
+
+    def tell(record: dict[str, Any]) -> None:
+        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
+            stdout.write(f"{MARK}{json.dumps(record)}\n")
+            stdout.flush()
+
+    return tell
+
+
+def _dial(member: Membership, tell: Tell) -> str:
     _tee(member.send)
     _obey(member.loop.leave, member.redirect)
-    return member.run()
+    with _figures_told(member.figures, tell):
+        return member.run()
 
 
-def _be_dialled(
-    new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], report: Callable[..., None]
-) -> str:
+def _be_dialled(new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], tell: Tell) -> str:
     from guava_nb.engine.options import link_options
     from guava_nb.engine.reception import Reception
 
@@ -101,10 +118,39 @@ def _be_dialled(
     _tee(reception.send)
     _obey(lambda reason: reception.leave())
     try:
-        # The code goes to whoever started this process, through the pipe, and into no log.
-        return reception.serve(once=False, on_wait=lambda: report("listening", -1, code.address, code=code.encode()))
+        with _figures_told(reception.figures, tell):
+            # The code goes to whoever started this process, through the pipe, and into no log.
+            shown = {"state": "listening", "step": -1, "detail": code.address, "code": code.encode()}
+            return reception.serve(once=False, on_wait=lambda: tell(shown))
     finally:
         reception.close()
+
+
+@contextlib.contextmanager
+def _figures_told(figures: Callable[[], OwnFigures], tell: Tell) -> Iterator[None]:
+    """Tell the figures inside the block whenever they changed, from a thread of its own; at its end once more."""
+    told: list[OwnFigures] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(Exception):  # a figure that cannot be had must not end the work
+            now = figures()
+            if told != [now]:
+                told[:] = [now]
+                tell({"figures": dataclasses.asdict(now)})
+
+    def main() -> None:
+        while not ended.wait(FIGURES_S):
+            look()
+
+    thread = threading.Thread(target=main, name="guava-figures", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        look()
 
 
 def _print_stacks_when_asked() -> None:

@@ -243,8 +243,13 @@ class Cluster:
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
-            member.samples, member.waits = 0, Waits()
+            member.samples, member.tokens, member.waits = 0, None, Waits()
             member.bytes_before = self.total_bytes(member.rank)
+
+    def worked(self, rank: int) -> tuple[int, float | None]:
+        """Return the samples and tokens that a member has done since then; tokens None where they are not counted."""
+        member = self.roster.members[rank]
+        return member.samples, member.tokens
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
@@ -292,8 +297,10 @@ class Cluster:
             RendezvousTimeout: too few came within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while len(ready := self.roster.ready()) < count:
+        while True:
+            with self._changed:
+                if len(ready := self.roster.ready()) >= count:
+                    return ready
                 left = 0.25 if deadline is None else min(0.25, deadline - time.monotonic())
                 if left <= 0:
                     raise RendezvousTimeout(
@@ -301,9 +308,8 @@ class Cluster:
                         "code on the other machines, or ask for fewer workers"
                     )
                 self._changed.wait(left)
-                if on_wait is not None:
-                    on_wait(len(ready))
-            return ready
+            if on_wait is not None:  # without the lock: whoever draws meanwhile must not hold up those who join
+                on_wait(len(self.roster.ready()))
 
     def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
         """Wait until whoever is at the end of a session has said hello.

@@ -179,6 +179,7 @@ def build_spec(
     parallel: ParallelSpec | None = None,
     preprocess: Reference | None = None,
     augment: Reference | None = None,
+    tokens: Reference | None = None,
     **overrides: Any,
 ) -> RunSpec:
     """Return the records for a run; `overrides` replace the configuration's values where they are not None.
@@ -222,5 +223,6 @@ def build_spec(
         parallel=parallel,
         preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
         augment=None if augment is None else _factory("augment", augment, None, shared),
+        tokens=None if tokens is None else _factory("tokens", tokens, None, shared),
         **chosen,
     )

@@ -14,11 +14,15 @@ from guava_nb.telemetry import NOT_MEASURED
 __all__ = ["EnergyBook", "RunEnergy"]
 
 Tell = Callable[[int, Message], bool]
+#: Samples that a member has done in a run, and tokens, None where they are not counted.
+Worked = Callable[[int], tuple[int, float | None]]
 
 #: Seconds that the end of a run waits for the workers' last figures.
 LAST_WORD_S = 1.0
 #: Shortest stretch that becomes a point of the watt curve, and how many are kept.
 _CURVE_S, _CURVE_POINTS = 0.5, 2000
+#: What `Energy.rates` holds, in its order.
+_RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s", "network_in_bytes_s")
 
 
 class EnergyBook:
@@ -71,6 +75,16 @@ class _Heard:
     last: Energy
     marks: dict[int, Energy] = field(default_factory=dict)
     curve: list[tuple[float, float]] = field(default_factory=list)
+    machine: dict[str, tuple[float, int]] = field(default_factory=dict)  # sum and number of what its machine showed
+
+    def look(self, report: Energy) -> None:
+        """Note how busy its machine was."""
+        rates = dict(zip(_RATES, report.rates, strict=False))
+        shown = {"cpu_busy": report.cpu_busy, "host_memory_used_bytes": report.host_memory_used_bytes, **rates}
+        for name, value in shown.items():
+            if value is not None:
+                total, count = self.machine.get(name, (0.0, 0))
+                self.machine[name] = (total + value, count + 1)
 
 
 class RunEnergy:
@@ -82,12 +96,20 @@ class RunEnergy:
         tell: sends a message to a member; False when it is gone.
         name: of a member.
         device: name of a member's device.
+        worked: what a member has done in this run so far.
     """
 
     def __init__(
-        self, book: EnergyBook, run_id: str, tell: Tell, name: Callable[[int], str], device: Callable[[int], str]
+        self,
+        book: EnergyBook,
+        run_id: str,
+        tell: Tell,
+        name: Callable[[int], str],
+        device: Callable[[int], str],
+        worked: Worked,
     ) -> None:
         self._book, self._run_id, self._tell, self._name, self._device = book, run_id, tell, name, device
+        self._worked = worked
         self._heard: dict[int, _Heard] = {}
         self._epochs: list[int] = []  # marks at the end of each epoch
         self._members: set[int] = set()
@@ -100,6 +122,7 @@ class RunEnergy:
         known = self._heard.setdefault(rank, _Heard(message))
         _draw(known.curve, known.last, message)
         known.last = message
+        known.look(message)
         if message.mark:
             known.marks[message.mark] = message
 
@@ -117,6 +140,8 @@ class RunEnergy:
         mark, asked = self._book.ask(self._run_id, ranks, self._tell)
         self._book.wait(lambda: all(mark in self._marks_of(rank) for rank in asked), LAST_WORD_S)
         self._book.leave(self)
+        done = {rank: self._worked(rank) for rank in self._members | set(self._heard)}
+        self._worked = lambda rank: done.get(rank, (0, None))  # the session's next run counts anew
 
     def _marks_of(self, rank: int) -> dict[int, Energy]:
         known = self._heard.get(rank)
@@ -143,7 +168,11 @@ class RunEnergy:
 
     def _record(self, rank: int, owners: dict[str, str]) -> dict[str, Any]:
         name = self._name(rank)
-        record: dict[str, Any] = {"worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED}
+        samples, tokens = self._worked(rank)
+        record: dict[str, Any] = {
+            "worker": name, "device": self._device(rank), "joules": None, "method": NOT_MEASURED,
+            "samples": samples, "tokens": tokens,
+        }  # fmt: skip
         known = self._heard.get(rank)
         if known is None:
             return {**record, "why": "no report came"}
@@ -160,7 +189,9 @@ class RunEnergy:
             "seconds": last.seconds,
             "boards": [_board(board, shared.get(board.key)) for board in last.boards],
             "phases": {part.phase: {"seconds": part.seconds, "joules": part.joules} for part in last.phases},
+            "tasks": {t.task: {"seconds": t.seconds, "joules": t.joules, "times": t.times} for t in last.tasks},
             "epochs": self._epochs_of(known, [board.key for board in mine]),
+            "machine": {name: total / count for name, (total, count) in known.machine.items()},
             "flops_per_sample": last.flops,
             "why": last.why,
         }

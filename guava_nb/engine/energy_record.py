@@ -11,13 +11,20 @@ from guava_nb.telemetry.peaks import peak_flops
 __all__ = ["EnergyRecord", "energy_record"]
 
 _J_PER_KWH = 3.6e6
+#: What is told of a worker's machine.
+_MACHINE = (
+    "cpu_busy", "host_memory_used_bytes", "disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s",
+    "network_in_bytes_s",
+)  # fmt: skip
 
 
 class EnergyRecord(Mapping[str, Any]):
-    """A read-only mapping; `rows` makes a table: `pandas.DataFrame(record.rows)`.
+    """A read-only mapping; its lists of rows make tables: `pandas.DataFrame(record["workers"])`, or `["tasks"]`.
 
-    Keys: `run_id, joules, seconds, samples, steps, j_per_sample, j_per_step, watt_hours, co2e_g, cost, epochs, workers`. What was
-    not measured is None. `workers` are the rows: one per worker, phases in columns of their own.
+    Keys: `run_id, joules, seconds, samples, steps, tokens, j_per_sample, j_per_step, j_per_token, watt_hours, co2e_g, cost,
+    epochs, workers, tasks`. What was not measured is None, and so are tokens that nobody asked for. `workers` has one row
+    per worker, phases in columns of their own (what its machine was busy with is the mean over the run); `tasks` one per
+    worker and name that its code gave with `energy_task`. Tasks overlap phases and each other: another view of the same time.
     """
 
     def __init__(self, values: dict[str, Any], curves: dict[str, list[tuple[float, float]]]) -> None:
@@ -32,7 +39,7 @@ class EnergyRecord(Mapping[str, Any]):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dict per worker."""
+        """One flat dict per worker, as `record["workers"]`."""
         return [dict(row) for row in self._values["workers"]]
 
     def __getitem__(self, key: str) -> Any:
@@ -48,7 +55,9 @@ class EnergyRecord(Mapping[str, Any]):
         """One line."""
         joules = self["joules"]
         total = "not measured" if joules is None else f"{joules:.4g} J"
-        return f"EnergyRecord({self['run_id']}: {total}, {len(self['workers'])} workers, {self['samples']} samples)"
+        count = len(self["workers"])
+        workers = f"{count} worker{'' if count == 1 else 's'}"
+        return f"EnergyRecord({self['run_id']}: {total}, {workers}, {self['samples']} samples)"
 
 
 def energy_record(
@@ -74,27 +83,35 @@ def energy_record(
         if factor is not None and not factor >= 0:
             raise ConfigError(f"{name} {factor!r}: a factor of at least 0")
     joules, samples, steps = report["energy_j"], report["samples"], report["steps"]
+    tokens = report["tokens"]
     kwh = None if joules is None else joules / _J_PER_KWH
-    per_worker = {worker["worker"]: worker["samples"] for worker in report["workers"]}
     values = {
         "run_id": report["run_id"],
         "joules": joules,
         "seconds": report["wall_s"],
         "samples": samples,
         "steps": steps,
+        "tokens": tokens,
         "j_per_sample": _per(joules, samples),
         "j_per_step": _per(joules, steps),
+        "j_per_token": _per(joules, tokens),
         "watt_hours": None if kwh is None else kwh * 1000,
         "co2e_g": None if kwh is None or grams_per_kwh is None else kwh * grams_per_kwh,
         "cost": None if kwh is None or price_per_kwh is None else kwh * price_per_kwh,
         "epochs": _epochs([one.get("epochs", []) for one in report["energy"]]),
-        "workers": [_row(one, per_worker.get(one["worker"], 0), precision) for one in report["energy"]],
+        "workers": [_row(one, precision) for one in report["energy"]],
+        "tasks": [
+            {"worker": one["worker"], "task": name, **figures}
+            for one in report["energy"]
+            for name, figures in one.get("tasks", {}).items()
+        ],
     }
     return EnergyRecord(values, curves)
 
 
-def _row(one: Mapping[str, Any], samples: int, precision: str) -> dict[str, Any]:
+def _row(one: Mapping[str, Any], precision: str) -> dict[str, Any]:
     joules, seconds, flops = one["joules"], one.get("seconds"), one.get("flops_per_sample")
+    samples, tokens, machine = one["samples"], one["tokens"], one.get("machine", {})
     phases = one.get("phases", {})
     computing = sum(phases.get(phase, {}).get("seconds", 0.0) for phase in ("forward", "backward"))
     flops_s = None if not flops or not computing else flops * samples / computing
@@ -107,13 +124,27 @@ def _row(one: Mapping[str, Any], samples: int, precision: str) -> dict[str, Any]
         "watts": _per(joules, seconds),
         "seconds": seconds,
         "samples": samples,
+        "tokens": tokens,
         "j_per_sample": _per(joules, samples),
+        "j_per_token": _per(joules, tokens),
+        **_reach(one),
         **{f"{phase}_s": part["seconds"] for phase, part in phases.items()},
         **{f"{phase}_j": part["joules"] for phase, part in phases.items()},
         "flops_per_s": flops_s,
         "share_of_peak": None if flops_s is None or peak is None else flops_s / peak,
         "flops_per_joule": None if not flops or not joules else flops * samples / joules,
+        **{name: machine.get(name) for name in _MACHINE},
         "why": one.get("why", ""),
+    }
+
+
+def _reach(one: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the figure goes: seconds of it that no reading covers, a stretch too short to say much, the last fault."""
+    measured = [board for board in one.get("boards", ()) if board["joules"] is not None]
+    return {
+        "uncovered_s": max((board["uncovered_s"] for board in measured), default=None),
+        "too_short": any(board["too_short"] for board in measured) if measured else None,
+        "problem": next((board["problem"] for board in one.get("boards", ()) if board["problem"]), ""),
     }
 
 

@@ -116,6 +116,8 @@ class EnergyReporter:
                 self._report(mark)
             case EndRun(run_id=run_id) if run_id == self._run_id:
                 self._run_id = ""
+                if self._meter is not None:
+                    self._meter.cancel(_WINDOW)
         return True
 
     def _begin(self, run_id: str) -> None:
@@ -165,6 +167,7 @@ class EnergyReporter:
             host_memory_bytes=load.memory_bytes,
             rates=_rates(load),
             flops=self.flops,
+            tasks=window.tasks,
         )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ class Exchange:
         if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
             self._send_shard(flight, shard, rank)
 
+    def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:
+        member = self._job.cluster.roster.members[rank]
+        member.samples += samples
+        if tokens is not None:
+            member.tokens = (member.tokens or 0.0) + tokens
+
     def _note_times(self, rank: int, message: Ready) -> None:
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s

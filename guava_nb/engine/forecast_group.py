@@ -111,7 +111,7 @@ def _training(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge) -> Feeding:
     team = tuple(range(mesh.size))
     writer, splitter = writer_for(spec, mesh.size), RowSplitter(plan.split_fn)
     weights = plan.weights(team)[:: mesh.stages * mesh.tensor]
-    treated = spec.preprocess is not None or spec.augment is not None
+    treated = spec.wants_whole_batches
     for group in sizes.groups:
         shares = shares_of(group, mesh, weights, splitter)
         tasks, shards = tasks_of(

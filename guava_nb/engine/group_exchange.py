@@ -61,7 +61,7 @@ class GroupExchange(Exchange):
         want_hash = bool(every) and (step + 1) % every == 0
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        treated = spec.preprocess is not None or spec.augment is not None
+        treated = spec.wants_whole_batches
         tasks, shards = tasks_of(
             ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated, self._writer, splitter
         )
@@ -109,7 +109,7 @@ class GroupExchange(Exchange):
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:
             return
-        self._job.cluster.roster.members[rank].samples += sum(flight.shards[message.shard][0].part_rows)
+        self._note_work(rank, sum(flight.shards[message.shard][0].part_rows), message.tokens)
         self._credit.worked(message.step, message.shard)
         for instruction in flight.machine.on_ready(rank, message):
             match instruction:

@@ -25,7 +25,7 @@ from guava_nb.engine.outputs import inputs_of
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, parameter_hash, plain
-from guava_nb.engine.treatment import Treatment, pair_of
+from guava_nb.engine.treatment import Treatment, pair_of, tokens_of
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.loss import Forward, Look, Measured, Predicted
@@ -164,26 +164,37 @@ class GroupReplica:
             part.model.train()
         factor = self.loss_scale / work.global_rows
         seat = axes.dp * axes.sizes.stages + axes.pp  # ranks that share layers draw the same numbers
-        parts = self._treated(work, axes.dp)
+        counts: list[Any] = []
+        parts = self._treated(work, axes.dp, counts)
         with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False):
             sums = [
                 self._train_part(part, batch, rows, factor, last=number == len(parts))
                 for number, (batch, rows) in enumerate(parts, start=1)
             ]
         part.finish_gradients()
-        return self._result(part, work, sums, started)
+        return self._result(part, work, sums, counts, started)
 
     def _train_part(self, part: Part, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():
             return part.train_batch(batch, max(rows, 1), factor, stand_in=rows == 0, last=last)
 
-    def _treated(self, work: ShardWork, replica: int) -> list[tuple[Any, int]]:
-        """The parts, placed and treated: all ranks of one replica draw the same numbers for it, on whatever stage."""
-        parts, part = _parts(work), self._standing
-        with seeded(shard_seed(self._spec.seed, work.step, -1 - replica), self.device, restore_all=False):
-            return [(_taken(part, self._treatment.train(batch)), rows) for batch, rows in parts]
+    def _treated(self, work: ShardWork, replica: int, counts: list[Any]) -> list[tuple[Any, int]]:
+        """The parts, placed and treated: all ranks of one replica draw the same numbers for it, on whatever stage.
 
-    def _result(self, part: Part, work: ShardWork, sums: list[Measured], started: float) -> ShardResult:
+        The one whose loss counts counts tokens too, into `counts`.
+        """
+        part, found = self._standing, []
+        with seeded(shard_seed(self._spec.seed, work.step, -1 - replica), self.device, restore_all=False):
+            for batch, rows in _parts(work):
+                treated = self._treatment.train(batch)
+                if part.reports and rows:
+                    counts.append(self._treatment.tokens(treated))
+                found.append((_taken(part, treated), rows))
+        return found
+
+    def _result(
+        self, part: Part, work: ShardWork, sums: list[Measured], counts: list[Any], started: float
+    ) -> ShardResult:
         loss_sum = count = 0.0
         if part.reports:
             loss_sum = sum(float(measured.loss_sum) for measured in sums)
@@ -197,7 +208,7 @@ class GroupReplica:
         finite = math.isfinite(loss_sum) and math.isfinite(count) and math.isfinite(square)
         return ShardResult(
             loss_sum, count, work.rows, finite, time.monotonic() - started, 0.0,
-            "" if finite else part.culprit(), square,
+            "" if finite else part.culprit(), square, tokens_of(counts),
         )  # fmt: skip
 
     def apply(self, means: object, commit: Commit) -> None:

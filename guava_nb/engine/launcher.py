@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
 from guava_nb.engine.output import telling_line
+from guava_nb.engine.status import OwnFigures
 from guava_nb.engine.tee import MAX_LINE_CHARS
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
@@ -56,6 +59,7 @@ class WorkerState:
         lines: its last printed lines.
         joined: it was in the session once.
         error: name of the error that it failed with.
+        figures: what it measured of itself, at most some two seconds ago.
     """
 
     state: str
@@ -68,6 +72,7 @@ class WorkerState:
     exit_status: int | None = None
     joined: bool = False
     error: str = ""
+    figures: OwnFigures = OwnFigures()
 
 
 class WorkerHandle:
@@ -90,7 +95,7 @@ class WorkerHandle:
         self._identity = secrets.token_bytes(32)
         self._log_path = log_path
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
-        self._name, self._joined = name, False
+        self._name, self._joined, self._figures = name, False, OwnFigures()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = ""
         self._ended = threading.Event()
@@ -173,13 +178,16 @@ class WorkerHandle:
     def _on_state(self, record: str) -> None:
         try:
             last = json.loads(record)
+            if "figures" in last:
+                self._figures = msgspec.convert(last["figures"], OwnFigures)
+                return
             if self._listens is not None and last.get("code"):
                 self._code = JoinCode.decode(last["code"])
             last = {
                 "state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"]),
                 "error": str(last.get("error", "")),
             }  # fmt: skip
-        except (AttributeError, ValueError, TypeError, KeyError, JoinCodeError):
+        except (AttributeError, ValueError, TypeError, KeyError, JoinCodeError, msgspec.ValidationError):
             return  # something wrote into the middle of it, or printed the mark; the next one will do
         if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
             last["step"] = self._last["step"]
@@ -232,6 +240,7 @@ class WorkerHandle:
             exit_status=self._process.poll(),
             joined=self._joined,
             error=str(self._last.get("error", "")),
+            figures=self._figures,
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:

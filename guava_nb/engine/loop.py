@@ -526,7 +526,7 @@ class WorkerLoop:
         ready = Ready(
             message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
             result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
-            result.gradient_square,
+            result.gradient_square, result.tokens,
         )  # fmt: skip
         scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
         if message.solo and (result.finite or scaled):

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from guava_nb.backend import Endpoint
 from guava_nb.engine.energy_reporter import EnergyReporter
+from guava_nb.engine.figures import OwnWork
 from guava_nb.engine.group_seat import GroupSeat
 from guava_nb.engine.hardware import describe
 from guava_nb.engine.line_probe import LineProbe
 from guava_nb.engine.loop import WorkerLoop
 from guava_nb.engine.own import OwnParts
 from guava_nb.engine.prober import Prober
-from guava_nb.engine.status import NEW_CODE_NEEDED
+from guava_nb.engine.status import NEW_CODE_NEEDED, OwnFigures
 from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
 from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.events import (
@@ -79,9 +82,10 @@ class Membership:
         self._seat = GroupSeat(self._endpoint, device)
         self._prober = Prober(self._send)
         self._lines = LineProbe(lambda: self._code, self._options, self._send)
-        self._energy = EnergyReporter(device, self._send)
+        self._work = OwnWork(self._hello.device, self._hello.device_name)
+        self._energy = EnergyReporter(device, self._send_noted)
         self.loop = WorkerLoop(
-            self._send,
+            self._send_noted,
             device,
             own,
             self._on_state,
@@ -149,6 +153,25 @@ class Membership:
         if self._session is not None:
             self._send(message, ())
 
+    def figures(self) -> OwnFigures:
+        """Return what this worker knows of its own work and link; from any thread."""
+        figures, session = self._work.figures(), self._session
+        if session is None:
+            return figures
+        out_rate, in_rate = session.rate_bytes_s
+        return replace(
+            figures,
+            rate_out_bytes_s=out_rate,
+            rate_in_bytes_s=in_rate,
+            round_trip_s=session.round_trip_s,
+            out_bytes=sum(session.wire.out_bytes.values()),
+            in_bytes=sum(session.wire.in_bytes.values()),
+        )
+
+    def _send_noted(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        self._work.sent(message, time.monotonic())
+        self._send(message, buffers)
+
     def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
         assert self._session is not None
         with contextlib.suppress(LinkClosed):  # the loop gets its SessionClosed in a moment
@@ -157,6 +180,7 @@ class Membership:
     def on_event(self, event: Event) -> None:
         """Take an event of the session; from any thread."""
         if isinstance(event, MessageArrived):
+            self._work.arrived(event.message)
             if self._endpoint.post(event.message, memoryview(event.payload), event.done):
                 return
             if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):

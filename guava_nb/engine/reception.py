@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from guava_nb.engine.member import Membership
+from guava_nb.engine.status import OwnFigures
 from guava_nb.engine.tunnelling import TunnelKeeper
 from guava_nb.errors import LinkBroken, LinkClosed, LinkTimeout, WorkerLost
 from guava_nb.link.events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
@@ -157,6 +158,11 @@ class Reception:
         member = self._working
         if member is not None:
             member.send(message)
+
+    def figures(self) -> OwnFigures:
+        """Return what the worker knows of its work for the orchestrator that is here; nothing when there is none."""
+        member = self._working
+        return OwnFigures() if member is None else member.figures()
 
     def close(self) -> None:
         """Stop listening and end what is open; may be called again."""

@@ -30,7 +30,7 @@ from guava_nb.engine.optim import LossScale, build_optimizer, build_scheduler
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, plain
-from guava_nb.engine.treatment import Treatment
+from guava_nb.engine.treatment import Treatment, tokens_of
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
 from guava_nb.parallel.batch_norm import explaining_few_rows
@@ -122,29 +122,32 @@ class Replica:
             TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
             ConfigError: batch, loss or outputs have a form that cannot be trained on.
         """
-        clock = Clock(self.device)
+        clock, counts = Clock(self.device), list[Any]()
         if on_bucket is None:
             self._exchange.remove_hooks()
         try:
             self._train_mode()
             self._buffers.begin_shard()
             with seeded(shard_seed(self._spec.seed, work.step, work.shard), self.device, restore_all=False):
-                losses = self._run_parts(work, on_bucket, clock)
+                losses = self._run_parts(work, on_bucket, clock, counts)
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
-            return self._result(work, losses, clock, solo=on_bucket is None)
+            return self._result(work, losses, clock, counts, solo=on_bucket is None)
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
             self._exchange.cancel()
             self._drop_gradients()
             raise
 
-    def _run_parts(self, work: ShardWork, on_bucket: OnBucket | None, clock: Clock) -> list[tuple[Loss, int]]:
+    def _run_parts(
+        self, work: ShardWork, on_bucket: OnBucket | None, clock: Clock, counts: list[Any]
+    ) -> list[tuple[Loss, int]]:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
                 batch = self._treatment.train(part)
+                counts.append(self._treatment.tokens(batch))
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
             if not loss.value.requires_grad:
@@ -165,7 +168,9 @@ class Replica:
             self._exchange.finish()
         return losses
 
-    def _result(self, work: ShardWork, losses: list[tuple[Loss, int]], clock: Clock, solo: bool) -> ShardResult:
+    def _result(
+        self, work: ShardWork, losses: list[tuple[Loss, int]], clock: Clock, counts: list[Any], solo: bool
+    ) -> ShardResult:
         # Read only now: on a GPU every value waits for the device.
         loss_sum = sum(float(loss.value) * loss.weight for loss, _ in losses)
         count = sum(rows / work.global_rows if loss.count is None else float(loss.count) for loss, rows in losses)
@@ -174,7 +179,10 @@ class Replica:
         finite = math.isfinite(loss_sum) and math.isfinite(count)
         culprit = self._culprit() if solo and finite else ""
         forward_s, backward_s = clock.read()
-        return ShardResult(loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit)
+        tokens = tokens_of(counts)
+        return ShardResult(
+            loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit, tokens=tokens
+        )
 
     def _culprit(self) -> str:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]

@@ -28,6 +28,7 @@ class Member:
     state: str = "ready"
     detail: str = ""
     samples: int = 0
+    tokens: float | None = None
     bytes_before: tuple[int, int] = (0, 0)  # sent to it and received from it before that run
     share: float | None = None
     step_s: float | None = None

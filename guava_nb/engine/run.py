@@ -30,7 +30,8 @@ class Run:
 
     Attributes:
         run_id: short name, unique in the session.
-        history: one dict per committed step: step, epoch, loss, count, samples, learning_rate, seconds.
+        history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
+            seconds.
         validations: one dict per validation: step, loss, accuracy, samples.
         wire: bytes by kind so far.
         budget: most bytes that it may take; None without.
@@ -104,7 +105,7 @@ class Run:
         return None if self._energy is None else self._energy.joules()
 
     def energy_record(self, grams_per_kwh: float | None = None, price_per_kwh: float | None = None) -> EnergyRecord:
-        """Return joules per worker, sample, step, epoch and phase, so far; see `EnergyRecord`.
+        """Return joules per worker, sample, step, token, epoch, phase and task, so far; see `EnergyRecord`.
 
         Args:
             grams_per_kwh: CO2 equivalent where the machines stand; without it none is told.
@@ -213,6 +214,7 @@ class Run:
             "steps": len(self.history),
             "epochs": self._epoch,
             "samples": sum(record["samples"] for record in self.history),
+            "tokens": _tokens(self.history),
             "train_loss": [record["loss"] for record in self.history],
             "val": {k: v for k, v in self.validations[-1].items() if k != "step"} if self.validations else None,
             "wall_s": self._elapsed_s(),
@@ -308,6 +310,12 @@ class Run:
 
 def _nothing_fed() -> Feeding:
     return Feeding((0, 0), {})
+
+
+def _tokens(history: list[dict[str, Any]]) -> float | None:
+    """Tokens of all committed steps; None when they are not counted."""
+    known = [record["tokens"] for record in history if record.get("tokens") is not None]
+    return sum(known) if known else None
 
 
 def _path_text(route: Route | None) -> str:

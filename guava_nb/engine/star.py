@@ -124,7 +124,7 @@ class StarExchange(Exchange):
     def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Ready)
         self._note_times(rank, message)
-        self._job.cluster.roster.members[rank].samples += message.rows
+        self._note_work(rank, message.rows, message.tokens)
         flight = self._flight(message)
         if flight is not None:
             self._credit.worked(message.step, message.shard)

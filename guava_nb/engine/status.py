@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["NEW_CODE_NEEDED", "RunStatus", "Status", "WireBytes", "WorkerStatus"]
+__all__ = ["NEW_CODE_NEEDED", "OwnFigures", "RunStatus", "Status", "WireBytes", "WorkerStatus"]
 
 #: In what a worker says of itself whose session is away behind a tunnel.
 NEW_CODE_NEEDED = "a new join code may be needed"
@@ -76,6 +76,39 @@ class WorkerStatus:
     memory_used_bytes: int | None = None
     memory_bytes: int | None = None
     awaited_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFigures:
+    """What a worker measured of itself.
+
+    Attributes:
+        samples: it worked on and that were committed, in the present or the last run.
+        share: part of its last step's samples that it got, 0 to 1.
+        step_s: seconds of forward and backward in its last step.
+        waits: part of the time in which it waited for data, 0 to 1.
+        busy, memory_used_bytes, memory_bytes, power_w: as in `WorkerStatus`, while it has a run.
+        joules: of its boards in the present or the last run, also where others share them.
+        rate_out_bytes_s, rate_in_bytes_s: measured on the line to the session and from it.
+        round_trip_s: seconds of a heartbeat there and back.
+        out_bytes, in_bytes: sent and received since it joined.
+    """
+
+    device_name: str = ""
+    samples: int = 0
+    share: float | None = None
+    step_s: float | None = None
+    waits: float | None = None
+    busy: float | None = None
+    memory_used_bytes: int | None = None
+    memory_bytes: int | None = None
+    power_w: float | None = None
+    joules: float | None = None
+    rate_out_bytes_s: float | None = None
+    rate_in_bytes_s: float | None = None
+    round_trip_s: float | None = None
+    out_bytes: int = 0
+    in_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

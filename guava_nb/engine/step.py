@@ -107,6 +107,11 @@ class StepMachine:
         """Samples in the whole step."""
         return sum(task.rows for task in self.tasks)
 
+    def tokens(self) -> float | None:
+        """Return the tokens of all shards that have reported; None when nobody counts them."""
+        known = [ready.tokens for ready in self._ready.values() if ready.tokens is not None]
+        return sum(known) if known else None
+
     def owners(self) -> set[int]:
         """Ranks that still owe something."""
         return {task.owner for task in self.tasks if not self._shard_done(task.index)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.figures import device_now
 from guava_nb.engine.roster import Member
 from guava_nb.engine.run import Run
 from guava_nb.engine.status import Status, WireBytes, WorkerStatus
@@ -83,23 +84,13 @@ def _worker(member: Member, cluster: Cluster, run: Run | None) -> WorkerStatus:
         worker_waits=member.waits.worker_waits,
         data_waits=member.waits.data_waits,
         awaited_s=session.patience_s(time.monotonic()) if session is not None and member.state == "suspect" else None,
-        **_device_now(cluster, member),
+        **_device_now(cluster, member, busy),
     )
 
 
-def _device_now(cluster: Cluster, member: Member) -> dict[str, Any]:
+def _device_now(cluster: Cluster, member: Member, at_work: bool) -> dict[str, Any]:
     told = cluster.energy.newest(member.rank)
-    if told is None:
-        return {}
-    joules = [board.joules for board in told.boards if board.joules is not None]
-    of_gpu = told.memory_bytes is not None
-    return {
-        "power_w": told.power_w,
-        "joules": sum(joules) if joules else None,
-        "busy": told.cpu_busy if told.busy is None and member.hello.device == "cpu" else told.busy,
-        "memory_used_bytes": told.memory_used_bytes if of_gpu else told.host_memory_used_bytes,
-        "memory_bytes": told.memory_bytes if of_gpu else told.host_memory_bytes,
-    }
+    return {} if told is None else device_now(told, member.hello.device == "cpu", at_work)
 
 
 def wire_bytes(sessions: Iterable[Session], parameters_come_down: bool, collectives: str = "gradient") -> WireBytes:

@@ -87,7 +87,7 @@ class TrainingJob(TeamJob):
         self._due: set[str] = set()
         self._energy = RunEnergy(
             cluster.energy, ensemble.run_id, cluster.send, cluster.name,
-            lambda rank: cluster.roster.members[rank].hello.device_name,
+            lambda rank: cluster.roster.members[rank].hello.device_name, cluster.worked,
         )  # fmt: skip
         run.powered_by(self._energy, ensemble.spec.precision)
         self._splitter = RowSplitter(plan.split_fn)
@@ -467,6 +467,7 @@ class TrainingJob(TeamJob):
             "loss": loss_sum / count if count else float("nan"),
             "count": count,
             "samples": flight.machine.rows,
+            "tokens": flight.machine.tokens(),
             "skipped": commit.skip,
             "learning_rate": self.ensemble.learning_rate(flight.machine.step),
         }

@@ -1,4 +1,4 @@
-"""What a user's functions do to a batch on the worker: augment (training only), then preprocess.
+"""What a user's functions do to a batch on the worker: augment (training only), then preprocess; and how they count tokens.
 
 Data travels in the dtype it has; what makes floats of it, normalises or augments runs where the device is. Knows batches;
 knows nothing of models. Whoever trains calls `train` with the shard's random state in place, so a shard that is computed
@@ -7,7 +7,8 @@ again is the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from guava_nb.engine.factories import Resolve, build, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["Treatment", "pair_of"]
+__all__ = ["Treatment", "pair_of", "tokens_of"]
 
 Function = Callable[[Any], Any]
 
@@ -39,6 +40,7 @@ class Treatment:
         self._device, self._double = device, spec.precision == "fp64"
         self._preprocess = _function("preprocess", spec.preprocess, resolve)
         self._augment = _function("augment", spec.augment, resolve)
+        self._tokens = _function("tokens", spec.tokens, resolve)
 
     def train(self, batch: Any) -> Any:
         """Place a batch and treat it for training; draws from the random state of the moment.
@@ -47,6 +49,23 @@ class Treatment:
             ConfigError: a function returned no batch, or one with another number of samples.
         """
         return self._run(self._preprocess, self._run(self._augment, self._place(batch)))
+
+    def tokens(self, batch: Any) -> Any:
+        """Count the tokens of a batch as the model gets it; None when nobody asks. A tensor is left on its device.
+
+        Raises:
+            ConfigError: the function returned no single number.
+        """
+        if self._tokens is None:
+            return None
+        name, function = self._tokens
+        with torch.no_grad():
+            count = function(batch)
+        is_one = count.numel() == 1 if isinstance(count, torch.Tensor) else isinstance(count, int | float)
+        if not is_one:
+            what = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
+            raise ConfigError(f"{name} returned {what}: it takes a batch and returns one number, that of its tokens")
+        return count
 
     def judge(self, batch: Any) -> Any:
         """Place a batch and treat it for validation or prediction; errors as in `train`."""
@@ -86,6 +105,18 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
             "stage gets the inputs, the last one the targets. Let the data set, collate_fn or preprocess give such pairs"
         )
     return batch[0], batch[1]
+
+
+def tokens_of(counts: Iterable[Any]) -> float | None:
+    """Add up what `Treatment.tokens` returned for the parts of a shard; on a GPU this waits for the device.
+
+    Raises:
+        ConfigError: a count is negative or not finite.
+    """
+    found = [float(count) for count in counts if count is not None]
+    if any(not math.isfinite(count) or count < 0 for count in found):
+        raise ConfigError(f"the function that counts tokens returned {min(found):g}: a number of tokens is at least 0")
+    return sum(found) if found else None
 
 
 def _function(role: str, factory: Factory | None, resolve: Resolve) -> tuple[str, Function] | None:

@@ -49,6 +49,7 @@ class ShardResult:
         backward_s: seconds of backward, with handing over.
         culprit: for a lone worker or a group, the first parameter or buffer that is not finite.
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
+        tokens: as the user's function counted them; None where it is not asked.
     """
 
     loss_sum: float
@@ -59,6 +60,7 @@ class ShardResult:
     backward_s: float
     culprit: str = ""
     gradient_square: float | None = None
+    tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from html import escape
 from importlib import metadata
+from types import TracebackType
+
+from IPython.display import DisplayHandle
 
 from guava_nb.notebook.host import Host, binder_rule, colab_rule, is_loopback
 from guava_nb.notebook.screen import say, show_bundle
 
-__all__ = ["GRANT", "NEW_ADDRESS", "code_html", "code_text", "grant_text", "hand_over", "install_line"]
+__all__ = [
+    "GRANT",
+    "NEW_ADDRESS",
+    "CodeBox",
+    "code_html",
+    "code_text",
+    "grant_text",
+    "hand_over",
+    "install_line",
+    "say_grant",
+]
 
 GRANT = (
     "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
@@ -56,6 +71,43 @@ def hand_over(code: str, ui: str, call: str = _CALL) -> None:
         show_bundle(code_text(code, call), code_html(code, call), secret=True)
 
 
+class CodeBox:
+    """The cell to paste, shown while a cell waits for workers and taken away when it does so no more.
+
+    So a notebook that is stored later has the code only where %guava_up wrote it. A context manager.
+
+    Args:
+        code: "" shows nothing.
+    """
+
+    def __init__(self, code: str) -> None:
+        """Nothing is shown yet."""
+        self._code = code
+        self._handle: DisplayHandle | None = None
+
+    def show(self) -> None:
+        """Show it, once. A page that cannot is no reason to stop waiting."""
+        if self._code and self._handle is None:
+            self._handle = DisplayHandle()
+            _draw(self._handle.display, code_text(self._code), code_html(self._code))
+
+    def __enter__(self) -> CodeBox:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put nothing in its place."""
+        if self._handle is not None:
+            _draw(self._handle.update, "", "")
+
+
+def _draw(draw: Callable[..., None], text: str, html: str) -> None:
+    with contextlib.suppress(Exception):
+        draw({"text/plain": text, "text/html": html}, raw=True)
+
+
 def code_text(code: str, call: str = _CALL) -> str:
     """The cell to run on the other side, as text. Holds the secret."""
     body = "\n".join(f"    {line}" for line in _cell(code).splitlines())
@@ -64,10 +116,24 @@ def code_text(code: str, call: str = _CALL) -> str:
 
 def code_html(code: str, call: str = _CALL) -> str:
     """The same as HTML: one click into the box marks all of it. Holds the secret."""
-    style = "user-select:all;-webkit-user-select:all;padding:6px 8px;border:1px solid rgba(128,128,128,.35)"
+    style = (
+        "user-select:all;-webkit-user-select:all;margin:4px 0;padding:6px 8px;border:1px solid rgba(128,128,128,.35)"
+    )
     style += ";background:transparent;white-space:pre-wrap;overflow-wrap:anywhere"
     box = f'<pre style="{style}">{escape(_cell(code))}</pre>'
-    return f'<div>{escape(call)}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
+    help_ = '<span style="opacity:.7">(one click into the box marks all of it, then copy)</span>'
+    parts = f'<div>{escape(call)} {help_}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
+    return f'<div style="font-size:13px;line-height:1.45">{parts}</div>'
+
+
+def say_grant(host: Host, joins: str, ui: str) -> None:
+    """Say what to know before joining the session at this name or address from this host."""
+    text = grant_text(host, joins)
+    if ui in ("text", "none"):
+        say(text)
+    else:  # standard output breaks its lines within words
+        paragraphs = "".join(f"<div>{escape(line)}</div>" for line in text.splitlines())
+        show_bundle(text, f'<div style="font-size:13px;line-height:1.45;opacity:.8">{paragraphs}</div>')
 
 
 def grant_text(host: Host, joins: str) -> str:

@@ -1,4 +1,4 @@
-"""%guava_validate and %guava_predict: options as arguments, progress while they run, results as the page shows them."""
+"""%guava_validate and %guava_predict: options as arguments, progress while they run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.panel import Panel
 from guava_nb.notebook.training import metrics_argument, resolve
-from guava_nb.render import Progress, View, predictions_view, to_html, to_text
+from guava_nb.render import Progress, View
 
-__all__ = ["forget_results", "predict", "show_results", "validate"]
-
-#: Where the class of the results is; naming it here loads nothing.
-_RESULTS = ("guava_nb.engine.predictions", "Predictions")
+__all__ = ["predict", "validate"]
 
 
 def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,17 +49,29 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     return {"loader": resolve(args.data, namespace, "--data"), **chosen}
 
 
-def validate(orchestrator: Any, args: argparse.Namespace, names: Mapping[str, Any], panel: Panel) -> Any:
-    """Do what a line of %guava_validate asks; returns the figures."""
+def validate(
+    orchestrator: Any, args: argparse.Namespace, names: Mapping[str, Any], panel: Panel, look: Callable[[], None]
+) -> Any:
+    """Do what a line of %guava_validate asks; returns the figures.
+
+    Args:
+        look: called a few times a second meanwhile, in the cell's own thread.
+    """
     arguments = _validate_arguments(args, names)
-    with _progress_on(panel, "validating", "validated") as progress:
+    with _progress_on(panel, "validating", "validated", look) as progress:
         return orchestrator.validate(**arguments, progress=progress)
 
 
-def predict(orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel) -> Any:
-    """Do what a line of %guava_predict asks; returns the results, and stores them where the line says."""
+def predict(
+    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+) -> Any:
+    """Do what a line of %guava_predict asks; returns the results, and stores them where the line says.
+
+    Args:
+        look: as for `validate`.
+    """
     arguments = _predict_arguments(args, names)
-    with _progress_on(panel, "predicting", "predicted") as progress:
+    with _progress_on(panel, "predicting", "predicted", look) as progress:
         found = orchestrator.predict(**arguments, progress=progress)
     if args.into is not None:
         names[args.into] = found
@@ -70,17 +79,21 @@ def predict(orchestrator: Any, args: argparse.Namespace, names: MutableMapping[s
 
 
 @contextmanager
-def _progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int, int | None], None]]:
+def _progress_on(
+    panel: Panel, doing: str, done: str, look: Callable[[], None]
+) -> Iterator[Callable[[int, int | None], None]]:
     """Give a function that draws the progress of a pass; at the end the panel says how much was done.
 
     Args:
         panel: is closed at the end, also when something raises.
         doing: title while it goes on.
         done: title at the end.
+        look: called with each of them.
     """
     last: list[tuple[int, int | None]] = []
 
     def draw(count: int, total: int | None) -> None:
+        look()
         last[:] = [(count, total)]
         panel.update(lambda: (View(doing, _headline(count, total), Progress(count, total, "sample")), ()))
 
@@ -95,18 +108,3 @@ def _progress_on(panel: Panel, doing: str, done: str) -> Iterator[Callable[[int,
 
 def _headline(count: int, total: int | None) -> str:
     return f"{count} samples" if total is None or count >= total else f"{count} of {total} samples"
-
-
-def show_results(shell: Any) -> None:
-    """Have results shown as a table, wherever in the notebook they come up."""
-    formatters = shell.display_formatter.formatters
-    formatters["text/html"].for_type_by_name(*_RESULTS, lambda found: to_html(predictions_view(found)))
-    formatters["text/plain"].for_type_by_name(
-        *_RESULTS, lambda found, printer, cycle: printer.text(to_text(predictions_view(found)))
-    )
-
-
-def forget_results(shell: Any) -> None:
-    """Take the tables away again."""
-    for kind in ("text/html", "text/plain"):
-        shell.display_formatter.formatters[kind].pop(".".join(_RESULTS), None)

@@ -25,6 +25,11 @@ _INTERVALS = ("step", "epoch", "validation")
 _CACHES = ("off", "memory", "disk")
 _SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
+#: What most people use of torch; tab offers these beside the names of shared cells, any other is as good.
+_LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL1Loss", "NLLLoss", "KLDivLoss")
+_OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
+_SCHEDULERS = ("CosineAnnealingLR", "StepLR", "MultiStepLR", "OneCycleLR", "LinearLR", "ExponentialLR", "LambdaLR",
+               "ReduceLROnPlateau", "CosineAnnealingWarmRestarts")  # fmt: skip
 
 
 def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
@@ -36,7 +41,16 @@ def _json(flag_name: str, text: str, example: str = '{"hidden": 64}') -> Option:
 
 
 def _expression(flag_name: str, text: str, required: bool = False) -> Option:
-    return option(flag_name, metavar="EXPR", required=required, complete="names", help=text)
+    return option(flag_name, metavar="EXPR", required=required, complete=("<loaders>",), help=text)
+
+
+def _shared(flag_name: str, text: str, *names: str, required: bool = False) -> Option:
+    """What is found in shared cells, or is well known."""
+    return option(flag_name, metavar="NAME", required=required, complete=("<shared>", *names), help=text)
+
+
+def _file(flag_name: str, text: str, metavar: str = "PATH") -> Option:
+    return option(flag_name, metavar=metavar, complete=("<files>",), help=text)
 
 
 UP = Command(
@@ -47,7 +61,7 @@ UP = Command(
         option(
             "--tunnel",
             metavar="NAME[:WHAT]",
-            complete="tunnels",
+            complete=("<tunnels>",),
             help="how others reach this machine: ngrok, ngrok-http, cloudflared, ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]] "
             "(PORT is the one that workers dial), local (default: GUAVA_TUNNEL; without one only this machine, or --host, is "
             "reached)",
@@ -173,31 +187,25 @@ TRAIN = Command(
     "guava_train",
     "Train over all workers. Blocks and returns the run; the first interrupt stops after the step, the second at once.",
     (
-        option(
-            "--model", metavar="NAME", required=True, help="class or function of a shared cell, or package.module:name"
-        ),
+        _shared("--model", "class or function of a shared cell, or package.module:name", required=True),
         _json("--model-args", "keyword arguments of the model"),
-        option(
-            "--loss", metavar="NAME", help="a torch criterion (CrossEntropyLoss) or a shared function(outputs, targets)"
-        ),
+        _shared("--loss", "a torch criterion (CrossEntropyLoss) or a shared function(outputs, targets)", *_LOSSES),
         _json("--loss-args", "keyword arguments of a torch criterion"),
-        option(
-            "--step", metavar="NAME", help="instead of --loss: a shared function(model, batch) that returns the loss"
-        ),
+        _shared("--step", "instead of --loss: a shared function(model, batch) that returns the loss"),
         _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
-        _expression("--metrics", "of the validations, as for %%guava_validate"),
+        option("--metrics", metavar="EXPR", complete=("<shared>",), help="of the validations, as for %%guava_validate"),
         option(
             "--epochs",
             metavar="N",
             type=integer(1),
             help="passes over the data; with --resume counted from the very beginning",
         ),
-        option("--optimizer", metavar="NAME", help="a torch.optim class or a shared function of the named parameters"),
+        _shared("--optimizer", "a torch.optim class or a shared function of the named parameters", *_OPTIMIZERS),
         _json("--optimizer-args", "keyword arguments of the optimizer"),
         option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args"),
         option("--weight-decay", metavar="X", type=number, help="weight decay, short for --optimizer-args"),
-        option("--scheduler", metavar="NAME", help="a torch.optim.lr_scheduler class or a shared function"),
+        _shared("--scheduler", "a torch.optim.lr_scheduler class or a shared function", *_SCHEDULERS),
         _json("--scheduler-args", "keyword arguments of the scheduler"),
         _one("--scheduler-interval", _INTERVALS, "what the scheduler counts"),
         option("--clip", metavar="X", type=number, help="largest global gradient norm"),
@@ -207,13 +215,15 @@ TRAIN = Command(
         option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
         option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
         _one("--optimizer-site", _SITES, "who holds the optimizer"),
-        option(
-            "--preprocess", metavar="NAME", help="shared function(batch), run on the workers' devices for every batch"
-        ),
-        option("--augment", metavar="NAME", help="shared function(batch), run there before it, in training only"),
+        _shared("--preprocess", "shared function(batch), run on the workers' devices for every batch"),
+        _shared("--augment", "shared function(batch), run there before it, in training only"),
         _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
         flag(
             "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
+        ),
+        _shared(
+            "--tokens",
+            "shared function(batch) that returns its number of tokens, for joules per token in %%guava_energy",
         ),
         flag("--flops", help="count floating point operations, for %%guava_energy (data mode)"),
         option(
@@ -222,10 +232,10 @@ TRAIN = Command(
             type=byte_size,
             help="most bytes to send and receive here, such as 900MB: stops before, with a checkpoint to go on from",
         ),
-        option("--save", metavar="PATH", help="where that checkpoint goes (default: checkpoints/, the name is told)"),
+        _file("--save", "where that checkpoint goes (default: checkpoints/, the name is told)"),
         flag("--dry-run", help="only show what the run would send and receive, and what would make it less"),
         flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
-        option("--resume", metavar="PATH", help="go on from a checkpoint, at its place in its epoch"),
+        _file("--resume", "go on from a checkpoint, at its place in its epoch"),
         flag(
             "--fresh",
             help="start from new weights; else a run with the last run's model and cells goes on from its weights",
@@ -240,11 +250,13 @@ VALIDATE = Command(
     "Loss, accuracy and metrics of the trained model on a DataLoader. Each sample counts once, whoever is lost meanwhile.",
     (
         _expression("--data", "DataLoader of the notebook", required=True),
-        _expression(
+        option(
             "--metrics",
-            "shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression",
+            metavar="EXPR",
+            complete=("<shared>",),
+            help="shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression",
         ),
-        option("--loss", metavar="NAME", help="criterion, where nothing was trained yet (default: CrossEntropyLoss)"),
+        _shared("--loss", "criterion, where nothing was trained yet (default: CrossEntropyLoss)", *_LOSSES),
     ),
     "%guava_validate --data test --metrics top5,f1",
 )
@@ -257,29 +269,34 @@ PREDICT = Command(
         option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
         flag("--full", help="the probabilities of all classes too"),
         flag("--raw", help="the outputs as they are, for models that give no [rows, classes]"),
-        option("--step", metavar="NAME", help="a shared function(model, batch) that returns the outputs"),
-        option("--path", metavar="DIR", help="write memory maps into this folder, for results larger than memory"),
+        _shared("--step", "a shared function(model, batch) that returns the outputs"),
+        _file("--path", "write memory maps into this folder, for results larger than memory", "DIR"),
         flag("--resume", help="go on with what --path holds"),
         option("--into", metavar="NAME", help="also store the results in this variable"),
     ),
     "%guava_predict --data test --top-k 3 --into results",
 )
-STATUS = Command("guava_status", "Who is there, what runs, how far it is.")
+STATUS = Command(
+    "guava_status",
+    "Who is there, what runs, how far it is; also in a page that was loaded anew.",
+    example="%guava_status",
+)
 ENERGY = Command(
     "guava_energy",
-    "Joules of the newest run per worker, sample, step, epoch and phase; returns the record (pandas.DataFrame(record.rows)).",
+    "Joules of the newest run per worker, sample, step, epoch and phase, and by the names that code on workers gave with "
+    'guava_nb.energy_task; returns the record: pandas.DataFrame(record["workers"]), or ["tasks"].',
     (
         option("--grams-per-kwh", metavar="G", type=number, help="CO2 equivalent of a kWh where the machines stand"),
         option("--price-per-kwh", metavar="P", type=number, help="price of a kWh, in any currency"),
     ),
-    "%guava_energy --grams-per-kwh 380",
-    elsewhere={"--flops": "%guava_train"},
+    "%guava_energy --grams-per-kwh 380 --price-per-kwh 0.30",
+    elsewhere={"--flops": "%guava_train", "--tokens": "%guava_train"},
 )
 LOG = Command(
     "guava_log",
     "Last lines that workers printed.",
     (
-        word("worker", nargs="?", metavar="WORKER", complete="workers", help="only this worker"),
+        word("worker", nargs="?", metavar="WORKER", complete=("<workers>",), help="only this worker"),
         option("-n", metavar="N", type=integer(1), help="how many lines (default: %%config Guava.log_lines, 50)"),
         flag(
             "-f", "--follow", help="go on with new lines until the run or the worker ends, or the cell is interrupted"
@@ -290,19 +307,23 @@ LOG = Command(
 SAVE = Command(
     "guava_save",
     "Write a checkpoint of the last committed step.",
-    (word("path", metavar="PATH", help="file to write"),),
+    (word("path", metavar="PATH", complete=("<files>",), help="file to write"),),
     "%guava_save digits.pt",
 )
 RESUME = Command(
     "guava_resume",
     "Load a checkpoint; the next %guava_train goes on from it. Its --epochs counts from the very beginning.",
-    (word("path", metavar="PATH", help="file that %%guava_save wrote"),),
+    (word("path", metavar="PATH", complete=("<files>",), help="file that %%guava_save wrote"),),
     "%guava_resume digits.pt",
 )
 STOP = Command(
-    "guava_stop", "Stop the detached run after its step (again: at once), or let this notebook's worker leave."
+    "guava_stop",
+    "Stop the detached run after its step (again: at once), or let this notebook's worker leave.",
+    example="%guava_stop",
 )
-DOWN = Command("guava_down", "Close the session: end the run, send the workers home, free the port.")
+DOWN = Command(
+    "guava_down", "Close the session: end the run, send the workers home, free the port.", example="%guava_down"
+)
 DOCTOR = Command(
     "guava_doctor",
     "Check this machine; with a join code also the way to its session, step by step, and how fast the line is (this sends up to "

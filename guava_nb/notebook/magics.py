@@ -13,18 +13,19 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from guava_nb.notebook import commands
-from guava_nb.notebook.announce import grant_text, hand_over
-from guava_nb.notebook.asking import forget_results, show_results
-from guava_nb.notebook.completion import install_completion, remove_completion
+from guava_nb.notebook.announce import hand_over, say_grant
+from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
 from guava_nb.notebook.doctoring import examine
 from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.objects import ObjectViews
 from guava_nb.notebook.options import Command
 from guava_nb.notebook.panel import Panel, make_panel
 from guava_nb.notebook.screen import choose_ui, say, show, show_png
 from guava_nb.notebook.session import NotebookSession
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
 from guava_nb.notebook.watching import Interrupted, follow_lines
-from guava_nb.render import View, energy_view
+from guava_nb.render import View, energy_view, forecast_view
+from guava_nb.tunnels import tunnel_names
 
 __all__ = ["GuavaMagics", "load", "unload"]
 
@@ -58,6 +59,7 @@ class GuavaMagics(Magics):
     def __init__(self, shell: Any, session: NotebookSession | None = None) -> None:
         super().__init__(shell)
         self.session = session or NotebookSession(shell)
+        self.objects = ObjectViews(shell)
 
     @line_magic
     @_command(commands.UP)
@@ -83,7 +85,7 @@ class GuavaMagics(Magics):
         if worker.lives:
             say(worker.follow(code))
         else:
-            say(grant_text(detect_host(self.shell), code.host))
+            say_grant(detect_host(self.shell), code.host, choose_ui(self.shell))
             worker.join(code, args.device, args.name)
         if args.detach:
             return self._show(*self.session.views())
@@ -94,7 +96,10 @@ class GuavaMagics(Magics):
     def guava_share(self, args: argparse.Namespace, cell: str | None = None) -> None:
         """Run a cell and share it."""
         if cell is None:
-            raise UsageError("%%guava_share is a cell magic: two percent signs, on the first line of the cell to share")
+            raise UsageError(
+                "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
+                "nothing to share here"
+            )
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.undefined(name):
@@ -109,10 +114,13 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.TRAIN)
     def guava_train(self, args: argparse.Namespace) -> Any:
-        """Train and return the run, or only show what it would send and receive."""
+        """Train and return the run, or only show what it would send and receive, and return that."""
         if args.dry_run:
-            return self._show(self.session.forecast(args))
-        return self.session.train(args, self._panel())
+            return self._show_and_return(forecast_view, self.session.forecast(args))
+        run = self.session.train(args, self._panel())
+        if not args.detach:
+            self.objects.shown(run)
+        return run
 
     @line_magic
     @_command(commands.VALIDATE)
@@ -140,7 +148,7 @@ class GuavaMagics(Magics):
     def guava_energy(self, args: argparse.Namespace) -> Any:
         """Show the newest run's energy and return its record."""
         record = self.session.energy(args)
-        self._show(energy_view(record))
+        self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
             from guava_nb.notebook.plots import watts_png  # matplotlib takes a second
 
@@ -200,6 +208,11 @@ class GuavaMagics(Magics):
         for view in views:
             show(view, ui)
 
+    def _show_and_return(self, view: Callable[[Any], View], thing: Any) -> Any:
+        self._show(view(thing))
+        self.objects.shown(thing)
+        return thing
+
     def _show_code(self) -> None:
         """The secret is written out, because a person asked for it."""
         hand_over(self.session.join_code(), choose_ui(self.shell))
@@ -212,8 +225,18 @@ def load(shell: Any) -> None:
     magics = GuavaMagics(shell)
     shell.register_magics(magics)
     add_settings(shell)
-    show_results(shell)
-    install_completion(shell, commands.COMMANDS, lambda: magics.session.worker_names())
+    install_completion(
+        shell,
+        commands.COMMANDS,
+        {
+            "<shared>": lambda begin: magics.session.shared_names(),
+            "<workers>": lambda begin: magics.session.worker_names(),
+            "<loaders>": lambda begin: loaders(shell),
+            "<tunnels>": lambda begin: list(tunnel_names()),
+            "<files>": files,
+        },
+    )
+    allow_help_alone(shell)
     atexit.register(magics.close)
 
 
@@ -223,14 +246,33 @@ def unload(shell: Any) -> None:
     if magics is None:
         return
     atexit.unregister(magics.close)
-    forget_results(shell)
+    magics.objects.forget()
     remove_settings(shell)
     remove_completion(shell, commands.COMMANDS)
+    forbid_help_alone(shell)
     for kind in ("line", "cell"):
         for command in commands.COMMANDS:
             shell.magics_manager.magics[kind].pop(command.name, None)
     shell.magics_manager.registry.pop(GuavaMagics.__name__, None)
     magics.close()
+
+
+def _without_body(lines: list[str]) -> list[str]:
+    """IPython refuses a cell magic without a cell before it is called, so that it could not even explain itself."""
+    if lines and lines[0].startswith("%%guava_") and not any(line.strip() for line in lines[1:]):
+        return [lines[0][1:]]
+    return lines
+
+
+def allow_help_alone(shell: Any) -> None:
+    """Let `%%guava_share -h` stand alone in its cell."""
+    shell.input_transformers_cleanup.append(_without_body)
+
+
+def forbid_help_alone(shell: Any) -> None:
+    """Take that back."""
+    if _without_body in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(_without_body)
 
 
 def _loaded(shell: Any) -> GuavaMagics | None:

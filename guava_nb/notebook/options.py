@@ -20,10 +20,10 @@ from guava_nb.config.units import parse_bytes
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.tokens import expand, near, split_line, take_code
 from guava_nb.render import redact
-from guava_nb.tunnels import tunnel_names
 
 __all__ = [
     "Command",
+    "Offers",
     "Option",
     "byte_size",
     "choice",
@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+#: Kinds of words that tab offers, each with what gives those that begin in some way.
+Offers = Mapping[str, Callable[[str], list[str]]]
+
+
 @dataclass(frozen=True)
 class Option:
     """One argument of a magic.
@@ -45,12 +49,12 @@ class Option:
     Attributes:
         flags: "--port", or a bare name for a positional argument.
         settings: passed on to argparse.
-        complete: what tab offers as its value: a tuple of choices, "names" (variables), "tunnels", or None (files).
+        complete: what tab offers as its value: words, and kinds of words that are looked up then, such as "<shared>".
     """
 
     flags: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
-    complete: tuple[str, ...] | str | None = None
+    complete: tuple[str, ...] = ()
 
     @property
     def takes_value(self) -> bool:
@@ -104,15 +108,22 @@ class Command:
         named = [flag for entry in self.options for flag in entry.flags if flag.startswith("-")]
         return (*named, "-h", "--help")
 
-    def completions(self, before: Sequence[str], symbol: str, namespace: Mapping[str, Any]) -> list[str]:
-        """What may stand at the cursor; `before` are the words left of it, without the magic's name."""
+    def completions(self, before: Sequence[str], symbol: str, offers: Offers) -> list[str]:
+        """What may stand at the cursor.
+
+        Args:
+            before: the words left of it, without the magic's name.
+            symbol: the word at the cursor, as far as it goes.
+            offers: gives the words of a kind that begin so.
+        """
         waiting = next((entry for entry in self.options if before and before[-1] in entry.flags), None)
         if waiting is not None and waiting.takes_value:
-            return _values(waiting, symbol, namespace)
+            return _values(waiting, symbol, offers)
+        found = [name for name in self.flags() if name.startswith(symbol) and name not in before]
         positional = next((entry for entry in self.options if not entry.flags[0].startswith("-")), None)
-        if positional is not None and not symbol.startswith("-"):
-            return _values(positional, symbol, namespace)  # nothing here lets IPython offer files
-        return [name for name in self.flags() if name.startswith(symbol) and name not in before]
+        if positional is None or symbol.startswith("-"):
+            return found
+        return _values(positional, symbol, offers) + ([] if symbol else found)
 
     def _check_flags(self, words: Sequence[str]) -> None:
         """Before argparse: it would complain of a missing option first and never come to the typo."""
@@ -178,7 +189,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def option(*flags: str, complete: tuple[str, ...] | str | None = None, **settings: Any) -> Option:
+def option(*flags: str, complete: tuple[str, ...] = (), **settings: Any) -> Option:
     """An option with one value."""
     return Option(flags, {"action": _Once, **settings}, complete)
 
@@ -188,7 +199,7 @@ def flag(*flags: str, **settings: Any) -> Option:
     return Option(flags, {"action": "store_true", **settings})
 
 
-def word(name: str, *, complete: tuple[str, ...] | str | None = None, **settings: Any) -> Option:
+def word(name: str, *, complete: tuple[str, ...] = (), **settings: Any) -> Option:
     """A positional argument."""
     return Option((name,), settings, complete)
 
@@ -283,11 +294,8 @@ def shares(text: str) -> tuple[float, ...]:
     return values
 
 
-def _values(entry: Option, symbol: str, namespace: Mapping[str, Any]) -> list[str]:
-    if isinstance(entry.complete, tuple):
-        return [name for name in entry.complete if name.startswith(symbol)]
-    if entry.complete == "tunnels":
-        return [name for name in tunnel_names() if name.startswith(symbol)]
-    if entry.complete == "names":
-        return sorted(name for name in namespace if name.startswith(symbol) and not name.startswith("_"))
-    return []
+def _values(entry: Option, symbol: str, offers: Offers) -> list[str]:
+    found: list[str] = []
+    for words in entry.complete:
+        found += offers[words](symbol) if words in offers else [words]
+    return list(dict.fromkeys(name for name in found if name.startswith(symbol)))

@@ -18,6 +18,8 @@ __all__ = ["PICTURE_S", "Picture", "close_widget"]
 
 #: Shortest time between two pictures: drawing one takes some tens of milliseconds of the cell's thread.
 PICTURE_S = 1.0
+#: Told with each picture, in CSS pixels: a page keeps the room for it, so that nothing jumps when the next one comes.
+_SIZE = {"image/png": {"width": 640, "height": 240}}
 
 
 class Picture:
@@ -50,7 +52,7 @@ class Picture:
         if self._handle is None:
             self._open(bundle)
         else:
-            self._handle.update(cast(Any, bundle), raw=True)
+            self._handle.update(cast(Any, bundle), raw=True, metadata=_SIZE)
         self._shown = curve
 
     def close(self) -> None:
@@ -71,12 +73,12 @@ class Picture:
         elif self._widget is not None:
             self._widget.value = png
         else:
-            self._handle.update(cast(Any, _bundle(png)), raw=True)
+            self._handle.update(cast(Any, _bundle(png)), raw=True, metadata=_SIZE)
         self._shown = curve
 
     def _open(self, bundle: dict[str, Any]) -> None:
         self._handle = DisplayHandle()
-        self._handle.display(cast(Any, bundle), raw=True)
+        self._handle.display(cast(Any, bundle), raw=True, metadata=_SIZE)
 
 
 def close_widget(widget: Any) -> None:

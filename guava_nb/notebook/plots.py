@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from guava_nb.render import Curve
 
-__all__ = ["HEIGHT_PX", "curve_png", "watts_png"]
+__all__ = ["HEIGHT_PX", "WIDTH_PX", "curve_png", "watts_png"]
 
 _DPI = 100
 _WIDTH_IN, _HEIGHT_IN = 6.4, 2.4
-HEIGHT_PX = round(_HEIGHT_IN * _DPI)
+WIDTH_PX, HEIGHT_PX = round(_WIDTH_IN * _DPI), round(_HEIGHT_IN * _DPI)
 #: Losses that differ by more than this factor are drawn on a logarithmic scale.
 _WIDE = 30.0
 _MOST = 1e30
@@ -73,7 +73,7 @@ def _plain(axes: Axes) -> None:
     axes.yaxis.label.set_color(_GREY)
     axes.patch.set_alpha(0)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, labelcolor=_GREY, fontsize=8)
+        axes.legend(frameon=False, labelcolor=_GREY, fontsize=8, loc="upper right")  # "best" would hop about
 
 
 def _png(figure: Figure) -> bytes:

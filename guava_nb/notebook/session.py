@@ -23,6 +23,7 @@ from guava_nb.engine.status import RunStatus
 from guava_nb.errors import GuavaError
 from guava_nb.notebook.announce import NEW_ADDRESS, hand_over
 from guava_nb.notebook.asking import predict, validate
+from guava_nb.notebook.gathering import gather
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
@@ -35,7 +36,7 @@ from guava_nb.notebook.training import training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
-from guava_nb.render import View, awaited_workers, forecast_view, ready_workers, run_view, session_view, summary_view
+from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
 
 __all__ = ["NotebookSession"]
 
@@ -157,6 +158,10 @@ class NotebookSession:
         self._cells[name] = text
         return name
 
+    def shared_names(self) -> list[str]:
+        """What shared cells define, by name."""
+        return sorted({name for text in self._cells.values() for name in defined_names(text)})
+
     def choose_mode(self, args: argparse.Namespace) -> str:
         """Choose the mode of the next runs, if the line names one; returns a sentence on the mode that holds now.
 
@@ -186,7 +191,8 @@ class NotebookSession:
         if orchestrator.run is not None and not orchestrator.run.done:
             raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
         arguments = self._arguments(args)
-        self._gather()
+        new_code = self._new_codes()
+        self._gather(new_code, panel, last=args.detach)
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
@@ -196,17 +202,17 @@ class NotebookSession:
         if args.detach:
             say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
         else:
-            self._follow(run, tail, notices, panel)
+            self._follow(run, tail, notices, panel, new_code)
         return run
 
-    def forecast(self, args: argparse.Namespace) -> View:
-        """What the run of such a line would send and receive, also as the variable of -o; nothing is started."""
+    def forecast(self, args: argparse.Namespace) -> Any:
+        """The forecast of what the run of such a line would send and receive, also as -o; nothing is started."""
         orchestrator, arguments = self._need_session(), self._arguments(args)
         self._apply_mode()
         forecast = orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args)
         if args.out is not None:
             self._shell.user_ns[args.out] = forecast
-        return forecast_view(forecast)
+        return forecast
 
     def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
         """Keyword arguments for a run, checked as far as this notebook can."""
@@ -218,11 +224,11 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        return validate(self._need_session(), args, self._shell.user_ns, panel)
+        return validate(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        return predict(self._need_session(), args, self._shell.user_ns, panel)
+        return predict(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
 
     def energy(self, args: argparse.Namespace) -> Any:
         """Energy record of the newest run, also while it goes on.
@@ -294,7 +300,7 @@ class NotebookSession:
     def stop(self) -> str:
         """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
         if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
-            return interrupt_run(self._orchestrator.run, 1, awaited_workers(self._orchestrator.status().workers))
+            return self._interrupt(self._orchestrator.run, 1)
         if self.worker.lives:
             self.worker.leave()
             return "The worker leaves after its step; %guava_down ends it at once."
@@ -342,8 +348,8 @@ class NotebookSession:
 
     def _check_shared(self, args: argparse.Namespace) -> None:
         """Catch the commonest slip: a name that exists in this notebook, in a cell that was not shared."""
-        shared = {name for text in self._cells.values() for name in defined_names(text)}
-        for option in ("model", "loss", "step", "optimizer", "scheduler"):
+        shared = self.shared_names()
+        for option in ("model", "loss", "step", "optimizer", "scheduler", "preprocess", "augment", "tokens"):
             name = getattr(args, option, None)
             here = self._shell.user_ns.get(name) if name and name not in shared else None
             if here is not None and inspect.getmodule(here) is sys.modules.get("__main__"):
@@ -352,30 +358,37 @@ class NotebookSession:
                     "cell that defines it and run that cell"
                 )
 
-    def _gather(self) -> None:
+    def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
-        orchestrator = self._orchestrator
-        count = None if orchestrator.run is None else 1
-        here, expected = ready_workers(orchestrator.status()), count or orchestrator.expected_workers
-        if here < expected:
-            patience_s = orchestrator.config.rejoin_timeout_s
-            say(
-                f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. Run %guava_worker elsewhere "
-                "(%guava_up --show-code shows the code again), or interrupt and start some here: %guava_up --local 2."
-            )
-            orchestrator.wait_for_workers(count=count, timeout=patience_s)
+        count = None if self._orchestrator.run is None else 1
+        code = "" if self.is_local_only else self._code_now()
+        gather(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
 
-    def _follow(self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel) -> None:
+    def _interrupt(self, run: Any, count: int) -> str:
+        away = awaited_workers(self._orchestrator.status().workers)
+        # The step has its time, and then the state has as much to come back.
+        return interrupt_run(run, count, away, self._orchestrator.config.interrupt_grace_s)
+
+    def _new_codes(self) -> Callable[[], None]:
+        """A function that shows the join code when it is another one than before: a busy cell leaves no other way to ask."""
+        known = self._code_now()
+
+        def show() -> None:
+            nonlocal known
+            if (now := self._code_now()) != known:
+                known = now
+                hand_over(now, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+
+        return show
+
+    def _follow(
+        self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel, new_code: Callable[[], None]
+    ) -> None:
         """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
         orchestrator = self._orchestrator
 
-        code = self._code_now()
-
         def frame(view: Callable[..., View]) -> Frame:
-            nonlocal code
-            if (now := self._code_now()) != code:  # this cell is busy, so nobody can ask for it elsewhere
-                code = now
-                hand_over(code, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+            new_code()
             return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
 
         watch(
@@ -383,7 +396,7 @@ class NotebookSession:
             lambda: frame(run_view),
             lambda: frame(summary_view),
             panel,
-            lambda count: interrupt_run(run, count, awaited_workers(orchestrator.status().workers)),
+            lambda count: self._interrupt(run, count),
         )
         status: RunStatus = run.status()
         if status.state == "failed":

@@ -51,8 +51,8 @@ class TextSurface:
     def draw(self, view: View, lines: Sequence[str]) -> None:
         """Move the bar."""
         bar = self._open(view) if self._bar is None else self._bar  # a bar without a total has no truth value
-        for line in (*_capped(lines), *self._news.of(view)):
-            bar.write(redact(line), file=sys.stdout)
+        if new := [*_capped(lines), *self._news.of(view)]:
+            bar.write(redact("\n".join(new)), file=sys.stdout)
         bar.set_description_str(view.title if view.progress else f"{view.title}: {view.headline}", refresh=False)
         if view.progress is not None:
             bar.total, bar.n = view.progress.total, view.progress.done
@@ -103,19 +103,18 @@ class LineSurface:
 
     def draw(self, view: View, lines: Sequence[str]) -> None:
         """Write what workers printed and what happened at once, progress now and then, and nothing twice."""
-        for line in (*_capped(lines), *self._news.of(view)):
-            say(line)
+        new = [*_capped(lines), *self._news.of(view)]
         text = ": ".join(part for part in (view.title, view.headline) if part)
         if text != self._last and self._clock() >= self._due_s:
-            say(text)
+            new.append(text)
             self._last, self._due_s = text, self._clock() + self._pause_s
             self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
+        if new:  # in one piece: each call is a message to the page
+            say("\n".join(new))
 
     def finish(self, view: View, lines: Sequence[str]) -> None:
         """Write the summary."""
-        for line in _capped(lines):
-            say(line)
-        say(to_text(self._news.alone(view)))
+        say("\n".join([*_capped(lines), to_text(self._news.alone(view))]))
 
     def close(self) -> None:
         """Nothing is held."""

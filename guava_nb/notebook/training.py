@@ -36,6 +36,7 @@ _PASSED_ON = {
     "optimizer_site": "optimizer_site",
     "preprocess": "preprocess",
     "augment": "augment",
+    "tokens": "tokens",
     "cache": "cache",
     "budget": "budget_bytes",
 }

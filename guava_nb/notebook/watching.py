@@ -112,18 +112,19 @@ def follow_lines(new_lines: Callable[[], list[str]], at_work: Callable[[], bool]
                 return
 
 
-def interrupt_run(run: Any, count: int = 1, awaited: str = "") -> str:
+def interrupt_run(run: Any, count: int = 1, awaited: str = "", grace_s: float = 0.0) -> str:
     """Do what the n-th interrupt of a watched run means; returns the sentence to say.
 
     Args:
-        awaited: workers whose connections broke, and how long they are waited for, when nobody else is here.
+        awaited: workers whose connections broke, when nobody else is here.
+        grace_s: that a step has to end after the first one.
     """
     stopping = run.status().state == "stopping"
     run.interrupt()
     if count == 1 and not stopping and awaited:
         return (
-            f"Nobody is here to end the step: it waits for {awaited}. Interrupt again (or %guava_stop) to stop at the last "
-            "committed step."
+            f"Stopping. Nobody is here to end the step: if nobody is back within {2 * grace_s:g} s, the run ends at the last "
+            "committed step. Interrupt again (or %guava_stop) to end it there now."
         )
     if count == 1 and not stopping:
         return "Stopping after this step. Interrupt again (or %guava_stop) to abort it now."

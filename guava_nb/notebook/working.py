@@ -29,6 +29,7 @@ _AWAY = "reconnecting"
 #: Errors that say little of what is in the way.
 _UNREACHED = ("LinkBroken", "LinkTimeout")
 _BACK = "The connection to the session is back: it goes on where it was, and nothing is left to do."
+_BY_ITSELF = "It dials again by itself, and nothing needs to be done here; an interrupt lets it leave."
 _HOW_ON = (
     "with the session's new join code, run %guava_worker NEWCODE here and it goes on where it was; %guava_down ends it"
 )
@@ -65,9 +66,10 @@ class OwnWorker:
         """How it stands, and what to do when its session is away."""
         status = self._handle.status()
         view = worker_view(status)
-        if not _needs_code(status):
+        if status.state != _AWAY:
             return view
-        return replace(view, notes=(*view.notes, f"It waits: interrupt its cell, then, {_HOW_ON}."))
+        todo = f"It waits: interrupt its cell, then, {_HOW_ON}." if _needs_code(status) else _BY_ITSELF
+        return replace(view, notes=(*view.notes, todo))
 
     def code(self, words: list[str]) -> JoinCode:
         """The code on the line, else in GUAVA_JOIN_CODE, else that of the worker that lives, else asked for.

@@ -322,6 +322,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         cache: what workers keep of the batches they got; None keeps nothing.
         data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
         count_flops: count the floating point operations of one shard.
+        tokens: function of a batch, as the model gets it, that returns its number of tokens.
     """
 
     model: Factory | None
@@ -346,6 +347,12 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cache: CacheSpec | None = None
     data: tuple[DataSpec, ...] = ()
     count_flops: bool = False
+    tokens: Factory | None = None
+
+    @property
+    def wants_whole_batches(self) -> bool:
+        """Whether a function of the user's sees batches in training, so that both ends of a pipeline need all of them."""
+        return self.preprocess is not None or self.augment is not None or self.tokens is not None
 
 
 class Prepare(Message, frozen=True):
@@ -618,6 +625,7 @@ class Ready(Message, frozen=True):
     wait_s: float  # time without work since the last commit
     culprit: str = ""  # with no buckets: the first parameter or buffer that is not finite
     gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
+    tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
@@ -1093,6 +1101,21 @@ class PhaseReport(msgspec.Struct, frozen=True, array_like=True):
     joules: float | None
 
 
+class TaskEnergy(msgspec.Struct, frozen=True, array_like=True):
+    """Time and energy of what the user named a task, of those that ended; `joules` None: not measured.
+
+    Tasks may lie within one another and within phases: they are views of the same time.
+
+    Attributes:
+        times: how often it was done.
+    """
+
+    task: str
+    seconds: float
+    joules: float | None
+    times: int = 0
+
+
 class Energy(Message, frozen=True):
     """Worker to orchestrator (METRICS), about once a second during a run, and as the answer to `AskEnergy`.
 
@@ -1104,6 +1127,7 @@ class Energy(Message, frozen=True):
         cpu_busy, host_memory_used_bytes, host_memory_bytes: of the machine.
         rates: bytes a second of the machine: disk read, disk written, network out, network in; None where unknown.
         flops: floating point operations of one sample, forward and backward; None when not counted.
+        tasks: what the user's own code named.
     """
 
     run_id: str
@@ -1121,6 +1145,7 @@ class Energy(Message, frozen=True):
     host_memory_bytes: int | None = None
     rates: tuple[float | None, ...] = ()
     flops: float | None = None
+    tasks: tuple[TaskEnergy, ...] = ()
 
 
 class AskEnergy(Message, frozen=True):

@@ -5,16 +5,16 @@ from guava_nb.render.energy import energy_view
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.forecast import forecast_view
 from guava_nb.render.html import to_html
+from guava_nb.render.own import WorkerSelf, worker_view
 from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
-    WorkerSelf,
     awaited_workers,
     ready_workers,
     run_view,
     session_view,
     summary_view,
-    worker_view,
+    waiting_view,
 )
 from guava_nb.render.text import to_text
 from guava_nb.render.view import Curve, Progress, Table, View
@@ -39,5 +39,6 @@ __all__ = [
     "summary_view",
     "to_html",
     "to_text",
+    "waiting_view",
     "worker_view",
 ]

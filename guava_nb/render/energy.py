@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from guava_nb.render.values import NOT_MEASURED, show_float, show_joules, show_percent, show_seconds, show_watts
+from guava_nb.render.values import (
+    NOT_MEASURED,
+    show_bytes,
+    show_float,
+    show_joules,
+    show_percent,
+    show_seconds,
+    show_watts,
+)
 from guava_nb.render.view import Table, View
 
 __all__ = ["energy_view"]
@@ -16,9 +24,13 @@ _PHASES = ("forward", "backward", "exchange", "update", "waiting", "other")
 def energy_view(record: Mapping[str, Any]) -> View:
     """Return the view of an energy record, see `guava_nb.engine.energy_record`."""
     rows: Sequence[Mapping[str, Any]] = record["workers"]
-    tables = (Table((), tuple(_facts(record))), _workers(rows), _phases(rows), _speed(rows))
+    tasks: Sequence[Mapping[str, Any]] = record["tasks"]
+    facts = Table((), tuple(_facts(record)))
+    tables = (facts, _workers(rows), _phases(rows), _tasks(tasks), _speed(rows), _machines(rows))
     reasons = dict.fromkeys(f"{row['worker']}: {row['why']}" for row in rows if row["why"])
-    notes = list(reasons)
+    notes = [*reasons, *(note for row in rows for note in _doubts(row))]
+    if tasks:
+        notes.append("Tasks overlap phases, and each other where one is within another: another view of the same time.")
     if record["joules"] is not None:
         notes.append("Figures are of whole boards, as their sensors give them: other programs there are in them.")
     headline = show_joules(record["joules"]) if record["joules"] is not None else NOT_MEASURED
@@ -33,6 +45,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("per step", show_joules(record["j_per_step"])),
         ("in watt hours", f"{record['watt_hours']:.3g} Wh"),
     ]
+    if record["tokens"] is not None:
+        each = NOT_MEASURED if record["j_per_token"] is None else show_joules(record["j_per_token"])
+        facts.insert(1, ("per token", f"{each}, {record['tokens']:,.0f} tokens"))
     if len(record["epochs"]) > 1:
         facts.append(("per epoch", ", ".join(show_joules(joules) for joules in record["epochs"])))
     if record["co2e_g"] is not None:
@@ -42,21 +57,44 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
+def _doubts(row: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on what makes a worker's figure say less than it seems to."""
+    if row["joules"] is None:
+        if row["problem"]:
+            yield f"{row['worker']}: {row['problem']}"
+        return
+    if row["too_short"]:
+        yield f"{row['worker']}: the run was hardly longer than the pace of the sensor, so its energy says little."
+    missing_s, seconds = row["uncovered_s"] or 0.0, row["seconds"] or 0.0
+    if missing_s > max(1.0, 0.01 * seconds):  # a reading more or less is no gap
+        why = f" ({row['problem']})" if row["problem"] else ""
+        yield (
+            f"{row['worker']}: no reading covers {show_seconds(missing_s)} of {show_seconds(seconds)}{why}; their energy is "
+            "not in its figure."
+        )
+
+
 def _workers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("worker", "device", "energy", "on average", "per sample", "method")
-    return Table(columns, tuple(_worker(row) for row in rows))
+    per_token = any(row["tokens"] is not None for row in rows)
+    counted = ("per sample", "per token") if per_token else ("per sample",)
+    columns = ("worker", "device", "energy", "on average", *counted, "method")
+    return Table(columns, tuple(_worker(row, per_token) for row in rows))
 
 
-def _worker(row: Mapping[str, Any]) -> tuple[str, ...]:
-    known = row["joules"] is not None
+def _worker(row: Mapping[str, Any], per_token: bool) -> tuple[str, ...]:
+    counted = (row["j_per_sample"], row["j_per_token"]) if per_token else (row["j_per_sample"],)
     return (
         row["worker"],
         row["device"],
-        show_joules(row["joules"]) if known else "-",
-        show_watts(row["watts"]) if known else "-",
-        show_joules(row["j_per_sample"]) if known and row["j_per_sample"] is not None else "-",
+        _joules(row["joules"]),
+        "-" if row["watts"] is None else show_watts(row["watts"]),
+        *(_joules(each) for each in counted),
         row["method"],
     )
+
+
+def _joules(energy_j: float | None) -> str:
+    return "-" if energy_j is None else show_joules(energy_j)
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -76,6 +114,40 @@ def _phase(row: Mapping[str, Any], phase: str) -> str:
     seconds = show_seconds(row[f"{phase}_s"]) if row[f"{phase}_s"] else ""
     parts = [seconds, show_joules(joules) if joules is not None else ""]
     return ", ".join(part for part in parts if part) or "-"
+
+
+def _tasks(tasks: Sequence[Mapping[str, Any]]) -> Table:
+    """What the user's own code named."""
+    columns = ("task", "worker", "times", "time", "energy", "each time")
+    made = [
+        (
+            row["task"],
+            row["worker"],
+            str(row["times"]),
+            show_seconds(row["seconds"]),
+            _joules(row["joules"]),
+            _joules(None if row["joules"] is None or not row["times"] else row["joules"] / row["times"]),
+        )
+        for row in tasks
+    ]
+    return Table(columns, tuple(made))
+
+
+def _machines(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """How busy the workers' machines were on average, as their systems tell."""
+    columns = ("machine of", "processors busy", "memory used", "disk read", "disk written", "network out", "network in")
+    rates = ("disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s", "network_in_bytes_s")
+    made = [
+        (
+            row["worker"],
+            "-" if row["cpu_busy"] is None else show_percent(row["cpu_busy"]),
+            "-" if row["host_memory_used_bytes"] is None else show_bytes(round(row["host_memory_used_bytes"])),
+            *("-" if row[name] is None else f"{show_bytes(round(row[name]))}/s" for name in rates),
+        )
+        for row in rows
+        if any(row[name] is not None for name in ("cpu_busy", "host_memory_used_bytes", *rates))
+    ]
+    return Table(columns, tuple(made))
 
 
 def _speed(rows: Sequence[Mapping[str, Any]]) -> Table:

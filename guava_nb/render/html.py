@@ -14,7 +14,10 @@ from guava_nb.render.view import Progress, Table, View
 __all__ = ["lines_html", "table_html", "to_html"]
 
 _LINE = "rgba(128,128,128,.35)"
-_CELL = f"padding:2px 12px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
+_CELL = f"padding:2px 9px 2px 0;text-align:left;border:0;border-bottom:1px solid {_LINE};background:transparent"
+_RIGHT = ";text-align:right"
+#: What a page says of its own tables (centred, of fixed columns) does not suit these.
+_TABLE = "border-collapse:collapse;margin:4px 0;table-layout:auto;font-size:inherit;font-variant-numeric:tabular-nums"
 _LONG_CELL = 40  # characters
 _BAR = "rgba(70,140,90,.85)"
 
@@ -31,21 +34,36 @@ def to_html(view: View, lines: Sequence[str] = ()) -> str:
 
 
 def table_html(table: Table) -> str:
-    """A table; the first column of a list of facts is its header."""
-    head = "".join(f'<th style="{_CELL};opacity:.7">{_safe(name)}</th>' for name in table.columns)
-    body = "".join(_row(row) for row in table.rows)
+    """A table; figures stand at the right of their column, and a page that is too narrow gets a bar to scroll with."""
+    right = [_is_figures(column) for column in zip(*table.rows, strict=True)] if table.columns else []
+    head = "".join(
+        f'<th style="{_CELL}{_RIGHT if right and right[k] else ""};opacity:.7;font-weight:600">{_safe(name)}</th>'
+        for k, name in enumerate(table.columns)
+    )
+    body = "".join(_row(row, right, number in table.faint) for number, row in enumerate(table.rows))
     title = f'<div style="margin-top:6px;opacity:.7">{_safe(table.title)}</div>' if table.title else ""
     header = f"<thead><tr>{head}</tr></thead>" if table.columns else ""
-    return f'{title}<table style="border-collapse:collapse;margin:2px 0">{header}<tbody>{body}</tbody></table>'
+    return f'{title}<div style="overflow-x:auto"><table style="{_TABLE}">{header}<tbody>{body}</tbody></table></div>'
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f'<td style="{_CELL}{_wrapping(cell)}">{_safe(cell)}</td>' for cell in cells) + "</tr>"
+def _row(cells: Sequence[str], right: Sequence[bool], faint: bool) -> str:
+    style = ' style="opacity:.5"' if faint else ""
+    columns = right or [False] * len(cells)
+    made = "".join(
+        f'<td style="{_CELL}{_RIGHT if figure else ""}{_wrapping(cell, number == 0)}">{_safe(cell)}</td>'
+        for number, (cell, figure) in enumerate(zip(cells, columns, strict=True))
+    )
+    return f"<tr{style}>{made}</tr>"
 
 
-def _wrapping(cell: str) -> str:
-    """A sentence may take several lines; a number and its unit stay together."""
-    return "" if len(cell) > _LONG_CELL else ";white-space:nowrap"
+def _is_figures(cells: Sequence[str]) -> bool:
+    """Whether a column holds figures: numbers with units, and dashes where there is none."""
+    return any(cell[:1].isdigit() for cell in cells) and all(cell[:1].isdigit() or cell == "-" for cell in cells)
+
+
+def _wrapping(cell: str, is_name: bool) -> str:
+    """Words may take several lines; a name stays whole, and a number with its unit."""
+    return ";white-space:nowrap" if (is_name or cell[:1].isdigit()) and len(cell) <= _LONG_CELL else ""
 
 
 def lines_html(lines: Sequence[str]) -> str:

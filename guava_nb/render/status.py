@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Protocol
 
 from guava_nb.engine.status import RunStatus, Status, WorkerStatus
-from guava_nb.render.values import (
-    NOT_MEASURED,
-    short_bytes,
-    show_bytes,
-    show_float,
-    show_joules,
-    show_percent,
-    show_rate,
-    show_seconds,
-    show_watts,
-)
+from guava_nb.render.values import show_bytes, show_float, show_joules, show_rate, show_seconds, show_used
 from guava_nb.render.view import Curve, Progress, Table, View
+from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
 
-__all__ = ["WorkerSelf", "awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "worker_view"]
+__all__ = ["awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "waiting_view"]
 
-#: What makers write into the names of their devices and nobody reads.
-_MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU)\b(?= )", re.IGNORECASE)
-
-#: Workers that are not here any more, and states of a run in which it works.
-_GONE = ("lost", "left")
+#: States of a run in which it works.
 _AT_WORK = ("preparing", "training", "validating", "stopping")
-
-
-class WorkerSelf(Protocol):
-    """What a worker knows of itself; `step` is None or 0 before its first one."""
-
-    @property
-    def state(self) -> str: ...  # noqa: D102
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def step(self) -> int | None: ...  # noqa: D102
-    @property
-    def device(self) -> str: ...  # noqa: D102
-    @property
-    def address(self) -> str: ...  # noqa: D102
-    @property
-    def detail(self) -> str: ...  # noqa: D102
 
 
 def ready_workers(status: Status) -> int:
@@ -75,13 +43,14 @@ def session_view(status: Status) -> View:
             *_budget(run),
             *_path(run),
             *_loaded(run),
+            *_energy(run),
         ]
     doing = (status.tunnel_note,) if status.tunnel_note else ()
     notes = (*doing, *status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
     there = _taking_part(status.workers, run is not None)
-    tables = (Table((), tuple(facts)), _workers(there), _feeding(there), _devices(there))
-    return View("session", headline, None, tables, notes)
+    tables = (Table((), tuple(facts)), glance(there), traffic(there))
+    return View("session", headline, None, tables, (*worker_notes(there, notes), *notes))
 
 
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
@@ -89,9 +58,9 @@ def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequ
     progress = Progress(run.step, run.total_steps)
     facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_loaded(run), *_energy(run))
     there = _taking_part(workers)
-    tables = (Table((), facts), _workers(there), _feeding(there), _devices(there))
-    title, headline = _state(run, workers), _headline(run, workers)
-    return View(title, headline, progress, tables, _notes(run, notices), _curve(run))
+    title, headline, notes = _state(run, workers), _headline(run, workers), _notes(run, notices)
+    tables = (Table((), facts), glance(there))
+    return View(title, headline, progress, tables, (*worker_notes(there, notes), *notes), _curve(run))
 
 
 def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
@@ -104,9 +73,26 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
     facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_energy(run)]
-    tables = (Table((), tuple(facts)), _workers(_taking_part(workers)))
+    there = _taking_part(workers)
+    tables = (Table((), tuple(facts)), workers_at_the_end(there))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
-    return View(run.state, "", Progress(run.step, run.total_steps), tables, tuple(told), _curve(run))
+    notes = (*worker_notes(there, told), *told)
+    return View(run.state, "", Progress(run.step, run.total_steps), tables, notes, _curve(run))
+
+
+def waiting_view(workers: Sequence[WorkerStatus], expected: int, left_s: float | None = None, advice: str = "") -> View:
+    """A session while it waits for workers: who is here, how many are missing.
+
+    Args:
+        expected: workers that are waited for.
+        left_s: seconds until the waiting ends; None leaves that out.
+        advice: what to do meanwhile; not shown when all are here.
+    """
+    there = _taking_part(workers, ran=False)
+    here = sum(worker.state in ("ready", "working") for worker in there)
+    more = "" if left_s is None or here >= expected else f", up to {show_seconds(max(0, round(left_s)))} more"
+    notes = (*worker_notes(there, ()), advice) if advice and here < expected else worker_notes(there, ())
+    return View("waiting", f"{here} of {expected} workers are here{more}", None, (glance(there),), notes)
 
 
 def _curve(run: RunStatus) -> Curve | None:
@@ -114,14 +100,6 @@ def _curve(run: RunStatus) -> Curve | None:
     if len(run.losses) < 2:
         return None
     return Curve(run.losses, tuple((step, loss) for step, loss, _ in run.val))
-
-
-def worker_view(worker: WorkerSelf) -> View:
-    """A worker seen from its own notebook."""
-    step = f"step {worker.step}" if worker.step else "no step yet"
-    ended = worker.state in ("left", "failed", "crashed")
-    headline = f"{worker.state}, {step}" if ended else f"{worker.state} on {worker.device} for {worker.address}, {step}"
-    return View(f"worker {worker.name}".rstrip(), headline, notes=(worker.detail,) if worker.detail else ())
 
 
 def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
@@ -143,7 +121,16 @@ def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
     parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None and not awaited else []
+    left_s = None if awaited else _left_s(run)
+    parts += [f"{show_seconds(max(1, round(left_s)))} left"] if left_s is not None else []
     return ", ".join(parts)
+
+
+def _left_s(run: RunStatus) -> float | None:
+    """Seconds until the end at the present speed; None while nobody knows."""
+    if run.state not in _AT_WORK or not (run.total_steps and run.step and run.samples and run.samples_per_s):
+        return None
+    return max(0, run.total_steps - run.step) * (run.samples / run.step) / run.samples_per_s
 
 
 def _steps(run: RunStatus) -> str:
@@ -182,9 +169,7 @@ def _wire(run: RunStatus) -> str:
 def _budget(run: RunStatus) -> list[tuple[str, str]]:
     if not run.budget_bytes:
         return []
-    used = run.wire.out_bytes + run.wire.in_bytes
-    share = show_percent(used / run.budget_bytes)
-    return [("budget", f"{show_bytes(used)} of {show_bytes(run.budget_bytes)} used, {share}")]
+    return [("budget", show_used(run.wire.out_bytes + run.wire.in_bytes, run.budget_bytes))]
 
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
@@ -201,85 +186,13 @@ def _energy(run: RunStatus) -> list[tuple[str, str]]:
     """Nothing where nothing is measured: %guava_energy says why."""
     if run.joules is None:
         return []
-    each = f", {show_joules(run.joules / run.samples)} per sample" if run.samples else ""
-    return [("energy", f"{show_joules(run.joules)}{each}")]
-
-
-def _devices(workers: Sequence[WorkerStatus]) -> Table:
-    """How busy each device is and what it draws; only those that tell something."""
-    columns = ("device", "busy", "memory", "power", "energy")
-    return Table(
-        columns,
-        tuple(_device_row(worker) for worker in workers if worker.memory_bytes is not None and _is_there(worker)),
-    )
-
-
-def _device_row(worker: WorkerStatus) -> tuple[str, ...]:
-    used = worker.memory_used_bytes
-    return (
-        worker.name,
-        "-" if worker.busy is None else show_percent(worker.busy),
-        "-" if used is None else f"{show_bytes(used)} of {show_bytes(worker.memory_bytes)}",
-        "-" if worker.power_w is None else show_watts(worker.power_w),
-        "-" if worker.joules is None else show_joules(worker.joules),
-    )
-
-
-def _feeding(workers: Sequence[WorkerStatus]) -> Table:
-    """How data reaches each worker, and who waits for whom; only those of whom something is known."""
-    there = [w for w in workers if _is_there(w)]
-    known = [w for w in there if w.queued_batches or w.rate_out_bytes_s is not None or w.worker_waits is not None]
-    columns = ("feeding", "in flight", "link to it", "link from it", "round trip", "who waits")
-    return Table(columns, tuple(_feeding_row(worker) for worker in known))
-
-
-def _feeding_row(worker: WorkerStatus) -> tuple[str, ...]:
-    def rate(bytes_s: float | None) -> str:
-        return "-" if bytes_s is None else f"{show_bytes(round(bytes_s))}/s"
-
-    return (
-        worker.name,
-        f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}",
-        rate(worker.rate_out_bytes_s),
-        rate(worker.rate_in_bytes_s),
-        "-" if worker.round_trip_s is None else show_seconds(worker.round_trip_s),
-        _who_waits(worker),
-    )
-
-
-def _who_waits(worker: WorkerStatus) -> str:
-    if worker.worker_waits is None or worker.data_waits is None:
-        return NOT_MEASURED
-    who = "GPU" if worker.device.startswith("cuda") else "worker"
-    return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
+    parts = [show_joules(run.joules)]
+    parts += [f"{show_joules(run.joules / run.samples)} per sample"] if run.samples else []
+    if run.total_steps and run.step and not run.steps_before and run.num_epochs > 1:
+        parts.append(f"{show_joules(run.joules / run.step * run.total_steps / run.num_epochs)} per epoch")
+    return [("energy", ", ".join(parts))]
 
 
 def _taking_part(workers: Sequence[WorkerStatus], ran: bool = True) -> list[WorkerStatus]:
     """Without those that were gone before the run began; before any run, without those that left."""
-    return [w for w in workers if _is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")]
-
-
-def _is_there(worker: WorkerStatus) -> bool:
-    return worker.state not in _GONE
-
-
-def _workers(workers: Sequence[WorkerStatus]) -> Table:
-    columns = ("worker", "state", "device", "share", "compute", "wait", "samples", "out", "in", "note")
-    return Table(columns, tuple(_worker_row(worker) for worker in workers))
-
-
-def _worker_row(worker: WorkerStatus) -> tuple[str, ...]:
-    name = " ".join(_MARKS.sub("", worker.device_name).split())
-    device = worker.device if name in ("", worker.device) else f"{worker.device} {name}"
-    return (
-        worker.name,
-        "away" if worker.state == "suspect" else worker.state,
-        device,
-        "-" if worker.share is None else show_percent(worker.share),
-        "-" if worker.step_s is None else show_seconds(worker.step_s),
-        "-" if worker.wait_s is None else show_seconds(worker.wait_s),
-        str(worker.samples),
-        short_bytes(worker.out_bytes),
-        short_bytes(worker.in_bytes),
-        worker.detail,
-    )
+    return [w for w in workers if is_there(w) or (w.samples or w.out_bytes if ran else w.state == "lost")]

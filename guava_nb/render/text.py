@@ -8,7 +8,11 @@ from collections.abc import Iterable, Sequence
 from guava_nb.render.redact import redact
 from guava_nb.render.view import Table, View
 
-__all__ = ["table_text", "to_text"]
+__all__ = ["WIDTH", "table_text", "to_text"]
+
+#: Characters that a line of a table takes at most, if its columns can be set below each other.
+WIDTH = 110
+_GAP = "  "
 
 
 def to_text(view: View) -> str:
@@ -20,22 +24,40 @@ def to_text(view: View) -> str:
 
 
 def table_text(table: Table) -> str:
-    """A table with columns as wide as their content and a rule below the header."""
+    """A table with columns as wide as their content and a rule below the header; a wide one is set in pieces."""
     header = [table.columns] if table.columns else []
     rows = [[_one_line(cell) for cell in row] for row in (*header, *table.rows)]
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    lines = [_row(row, widths) for row in rows]
-    if table.columns:
-        lines.insert(1, "  ".join("-" * width for width in widths))
+    pieces = _pieces(widths) if table.columns else [list(range(len(widths)))]
+    lines = [line for piece in pieces for line in _lines(rows, widths, piece, bool(header))]
     return "\n".join([f"{table.title}:", *_indent(lines)] if table.title else _indent(lines))
 
 
+def _pieces(widths: Sequence[int]) -> list[list[int]]:
+    """Numbers of the columns that stand beside each other; each piece begins with the first column, which tells who."""
+    pieces, used = [[0]], widths[0]
+    for column in range(1, len(widths)):
+        if len(pieces[-1]) > 1 and len(_GAP) + used + len(_GAP) + widths[column] > WIDTH:
+            pieces, used = [*pieces, [0]], widths[0]
+        pieces[-1].append(column)
+        used += len(_GAP) + widths[column]
+    return pieces
+
+
+def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int], piece: Sequence[int], ruled: bool) -> list[str]:
+    kept = [widths[column] for column in piece]
+    lines = [_row([row[column] for column in piece], kept) for row in rows]
+    if ruled:
+        lines.insert(1, _GAP.join("-" * width for width in kept))
+    return lines
+
+
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(cells, widths, strict=True)).rstrip()
+    return _GAP.join(cell + " " * (width - _width(cell)) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _indent(lines: Iterable[str]) -> list[str]:
-    return [f"  {line}" for line in lines]
+    return [f"{_GAP}{line}" for line in lines]
 
 
 def _one_line(text: str) -> str:

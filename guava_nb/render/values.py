@@ -10,15 +10,19 @@ __all__ = [
     "NOT_MEASURED",
     "short_bytes",
     "show_bytes",
+    "show_bytes_pair",
+    "short_rate",
     "show_float",
     "show_joules",
     "show_percent",
     "show_rate",
     "show_seconds",
+    "show_used",
     "show_watts",
 ]
 
 NOT_MEASURED = "not measured"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def show_bytes(count_bytes: int | None) -> str:
@@ -29,6 +33,30 @@ def show_bytes(count_bytes: int | None) -> str:
 def short_bytes(count_bytes: int | None) -> str:
     """Bytes for a table cell: a dash where `show_bytes` would need three words."""
     return "-" if count_bytes is None else show_bytes(count_bytes)
+
+
+def show_bytes_pair(part_bytes: float, total_bytes: float) -> str:
+    """A part of a size in the unit of the larger of the two, for a table cell: "5.1/25.3 GB"."""
+    power = _power(max(part_bytes, total_bytes))
+    return f"{_short(part_bytes / 1000**power)}/{_short(total_bytes / 1000**power)} {_UNITS[power]}"
+
+
+def short_rate(bytes_s: float) -> str:
+    """A rate for a table cell: "480 kB/s"."""
+    power = _power(bytes_s)
+    return f"{_short(bytes_s / 1000**power)} {_UNITS[power]}/s"
+
+
+def _power(largest: float) -> int:
+    """Of a thousand, so that what is left has at most three digits."""
+    return next((power for power in range(len(_UNITS)) if largest / 1000**power < 999.5), len(_UNITS) - 1)
+
+
+def _short(value: float) -> str:
+    """Three digits of a number below a thousand; what would need more zeros than digits is only said to be small."""
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if value >= 0.01 or value == 0 else "<0.01"
 
 
 def show_seconds(duration_s: float | None) -> str:
@@ -74,3 +102,10 @@ def show_float(value: float | None, digits: int = 4) -> str:
 def show_percent(fraction: float | None) -> str:
     """A share of one as a percentage: 0.333 is "33 %"."""
     return NOT_MEASURED if fraction is None else f"{fraction * 100:.0f} %"
+
+
+def show_used(used_bytes: int, limit_bytes: int) -> str:
+    """How much of a limit is used; what is left is said where two rounded sizes would look alike."""
+    text = f"{show_bytes(used_bytes)} of {show_bytes(limit_bytes)} used, {show_percent(used_bytes / limit_bytes)}"
+    alike = show_bytes(used_bytes) == show_bytes(limit_bytes) and used_bytes < limit_bytes
+    return f"{text} ({show_bytes(limit_bytes - used_bytes)} left)" if alike else text

@@ -12,11 +12,16 @@ __all__ = ["Curve", "Progress", "Table", "View"]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of finished strings. Without `columns` it is a list of facts: a name and a value per row."""
+    """Rows of finished strings. Without `columns` it is a list of facts: a name and a value per row.
+
+    Attributes:
+        faint: numbers of the rows of what is gone.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
+    faint: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

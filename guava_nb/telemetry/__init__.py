@@ -6,6 +6,7 @@ from guava_nb.telemetry.meter import EnergyMeter
 from guava_nb.telemetry.nvml import Gauges, NvmlBoard
 from guava_nb.telemetry.phases import BACKWARD, EXCHANGE, FORWARD, OTHER, PHASES, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.sensor import NOT_MEASURED, Board, Sensor, SensorError
+from guava_nb.telemetry.tasks import energy_task
 from guava_nb.telemetry.window import EnergyWindow
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "PhaseBook",
     "Sensor",
     "SensorError",
+    "energy_task",
     "open_device",
 ]

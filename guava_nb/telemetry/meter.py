@@ -1,25 +1,29 @@
 """Measures the energy of stretches of time: a thread reads the sensors, windows begin and end.
 
-A fault of a sensor never reaches whoever measures: what could not be read is not measured, and says so.
+A fault of a sensor never reaches whoever measures: what could not be read is not measured, and says so. Nobody waits long for a
+sensor either: it is read without a lock that others need, and a caller goes on after a moment with what there is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import BoardEnergy
 from guava_nb.telemetry.devices import sensors_of
-from guava_nb.telemetry.integral import Integral, Total
-from guava_nb.telemetry.sensor import Sensor, SensorError
+from guava_nb.telemetry.events import CudaEvents
+from guava_nb.telemetry.following import Followed
+from guava_nb.telemetry.integral import Total
+from guava_nb.telemetry.sensor import Sensor
+from guava_nb.telemetry.tasks import Task, TaskBook, between, listen, unlisten
 from guava_nb.telemetry.window import EnergyWindow
 
 if TYPE_CHECKING:
@@ -29,42 +33,32 @@ __all__ = ["EnergyMeter"]
 
 logger = logging.getLogger(__name__)
 
-#: After so many failed readings in a row a sensor is asked no more.
-MAX_FAULTS = 20
+#: Longest that a window's end waits for sensors that are slow to answer.
+PATIENCE_S = 2.0
 _JOIN_S = 2.0
+_STRETCHES = 4000
 
 
-class _Followed:
-    """One sensor and what was read of it."""
+@dataclass(slots=True)
+class _Window:
+    """An open window: when it began, the sums at that time (None until a sensor has answered), and the tasks'."""
 
-    def __init__(self, sensor: Sensor) -> None:
-        self.sensor = sensor
-        self.integral = Integral(sensor.counts, sensor.wrap_j)
-        self.faults = 0
-        self.problem = ""
-
-    def read(self, now: Callable[[], float]) -> None:
-        if self.faults >= MAX_FAULTS:
-            return
-        try:
-            value = _checked(self.sensor.read())
-        except (Exception, SystemExit) as problem:  # a sensor of another package may raise anything
-            self.faults += 1
-            self.problem = str(problem) if isinstance(problem, SensorError) else f"{type(problem).__name__}: {problem}"
-            self.integral.fail(now())
-        else:
-            self.faults, self.problem = 0, ""
-            self.integral.add(now(), value)
+    began_s: float
+    totals: list[Total | None]
+    tasks: dict[str, Any]
 
 
 class EnergyMeter:
     """Measures joules between `begin` and `end`, or inside a `with` block.
 
         with EnergyMeter() as meter:
-            train()
+            with meter.task("load"):
+                data = load()
+            train(data)
         print(meter.window)
 
-    Figures are of whole boards, as their sensors give them: other programs on the same board are in them.
+    Figures are of whole boards, as their sensors give them: other programs on the same board are in them. `begin`, `end`
+    and `so_far` wait two seconds at most for a sensor that does not answer; what it did not tell counts as not covered.
 
     Args:
         devices: torch devices ("cuda:0"), None for all that torch sees here; the machine's processors are added where
@@ -72,7 +66,8 @@ class EnergyMeter:
         interval_s: seconds between readings.
         sensors: these instead of looking for some.
         clock: monotonic seconds.
-        background: read on a thread of its own; without it only `begin`, `end` and `poll` read.
+        background: read on a thread of its own; without it `begin`, `end`, `so_far` and `poll` read themselves, and take as
+            long as the sensors do.
 
     Attributes:
         window: the newest that ended; None before the first.
@@ -95,15 +90,23 @@ class EnergyMeter:
         if sensors is None:
             sensors, self.unmeasured = sensors_of(devices)
         self._devices = devices
-        boards: dict[str, _Followed] = {}
+        boards: dict[str, Followed] = {}
         for sensor in sensors:  # two devices of one board are measured once
-            boards.setdefault(sensor.board.key, _Followed(sensor))
+            boards.setdefault(sensor.board.key, Followed(sensor))
         self._followed = list(boards.values())
         self._interval_s, self._clock, self._background = interval_s, clock, background
-        self._open: dict[str, tuple[float, list[Total]]] = {}
-        self._lock = threading.RLock()
-        self._stop = threading.Event()
+        self._open: dict[str, _Window] = {}
+        self._events = _events_of(devices, clock)
+        self._tasks = (
+            TaskBook(clock) if self._events is None else TaskBook(clock, self._events.mark, self._events.time_of)
+        )
+        self._stretches: deque[tuple[float, float, float]] = deque(maxlen=_STRETCHES)
+        self._changed = threading.Condition(threading.RLock())  # never held while a sensor is asked
+        self._reading = threading.Lock()
+        self._begun = self._finished = 0  # rounds of readings
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------------------- windows
 
@@ -114,15 +117,27 @@ class EnergyMeter:
             restart: begin anew where one of this name is open already, as after a cell that failed between.
 
         Raises:
-            ConfigError: a window of this name is open.
+            ConfigError: a window of this name is open, or the meter was closed.
         """
-        with self._lock:
+        with self._changed:
+            if self._closed:
+                raise ConfigError("this meter is closed and its sensors are given back: make a new EnergyMeter()")
             if name in self._open and not restart:
                 raise ConfigError(f"window {name!r} is open already: end it, or begin it with restart=True")
-            self._synchronise()
-            self.poll()
-            self._open[name] = (self._clock(), [one.integral.total() for one in self._followed])
-            self._start()
+            for one in self._followed:
+                one.retry()
+        self._synchronise()
+        if self._events is not None:
+            with contextlib.suppress(Exception):  # as for a broken device below
+                self._events.anchor()
+        asked_s = self._clock()
+        self._start()
+        self.poll()
+        with self._changed:
+            totals = [one.since(asked_s) for one in self._followed]
+            self._open[name] = _Window(self._clock(), totals, self._tasks.totals())
+            listen(self._tasks)
+            self._start()  # again: a window that ended meanwhile may have stopped it
 
     def end(self, name: str = "window") -> EnergyWindow:
         """End a window and return it.
@@ -130,58 +145,88 @@ class EnergyMeter:
         Raises:
             ConfigError: no window of this name is open.
         """
-        with self._lock:
-            if name not in self._open:
-                raise ConfigError(f"no window {name!r} is open; open are: {', '.join(self._open) or 'none'}")
-            self._synchronise()
-            window = self._read(name, *self._open.pop(name))
+        self._find(name)
+        self._synchronise()
+        self.poll()
+        with self._changed:
+            window = self._read(name)
+            del self._open[name]
             self.window = window
-            last = not self._open
-        if last:
-            self._halt()
+        self._rest()
         return window
 
     def so_far(self, name: str = "window", synchronise: bool = False) -> EnergyWindow:
         """Return an open window as it stands.
 
         Args:
-            synchronise: wait for what is queued on the device, as `end` does; without it nothing waits.
+            synchronise: wait for what is queued on the device, as `end` does; without it nothing waits for the device.
 
         Raises:
             ConfigError: no window of this name is open.
         """
-        with self._lock:
-            if name not in self._open:
-                raise ConfigError(f"no window {name!r} is open; open are: {', '.join(self._open) or 'none'}")
-            if synchronise:
-                self._synchronise()
-            return self._read(name, *self._open[name])
+        self._find(name)
+        if synchronise:
+            self._synchronise()
+        self.poll()
+        return self._read(name)
+
+    def cancel(self, name: str = "window") -> None:
+        """Forget an open window, if there is one; waits for nothing."""
+        with self._changed:
+            self._open.pop(name, None)
+        self._rest()
+
+    def task(self, name: str) -> Task:
+        """Name what the code of a `with` block is about: its seconds and joules stand in the window by that name.
+
+        A task within another counts for both. `guava_nb.energy_task` does the same for every meter that measures at that moment.
+
+        Raises:
+            ConfigError: no window is open, or the name is no text.
+        """
+        with self._changed:
+            if not self._open:
+                raise ConfigError(
+                    f"task {name!r}: no window is open; begin one first, or use the meter in a with block"
+                )
+        return Task(name, (self._tasks,))
 
     def poll(self) -> None:
-        """Read all sensors now."""
-        with self._lock:
-            for one in self._followed:
-                one.read(self._clock)
+        """Read all sensors now; with a thread that reads, wait for it two seconds at most."""
+        with self._changed:
+            thread = self._thread
+            wanted = self._begun + 1
+        if thread is None or not thread.is_alive():
+            self._round()
+            return
+        self._wake.set()
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished >= wanted, PATIENCE_S)
+        self._tasks.measured((), self._clock())  # those that wait for a sensor that hangs are told without it
 
     def curve(self) -> dict[str, list[tuple[float, float]]]:
         """Return (seconds of the clock, watts) per board, thinned; empty where nothing was measured."""
-        with self._lock:
+        with self._changed:
             return {one.sensor.board.key: one.integral.curve() for one in self._followed}
 
     def take_increments(self) -> list[tuple[float, float, float]]:
         """Return (from, to, joules) of the stretches between readings since the last call, in order of their ends."""
-        with self._lock:
-            found = [part for one in self._followed for part in one.integral.take_increments()]
-        return sorted(found, key=lambda part: part[1])
+        with self._changed:
+            found = list(self._stretches)
+            self._stretches.clear()
+        return found
 
     def close(self) -> None:
         """Stop reading and give the sensors back; open windows are lost. Safe to call twice."""
-        with self._lock:
+        with self._changed:
             self._open.clear()
-        self._halt()
-        for one in self._followed:
-            with contextlib.suppress(Exception):
-                one.sensor.close()
+            self._closed = True
+        self._rest()
+        if self._reading.acquire(timeout=_JOIN_S):  # a sensor that hangs in a reading is given back after it
+            try:
+                self._give_back()
+            finally:
+                self._reading.release()
 
     def __enter__(self) -> Self:
         """Begin the window "window"."""
@@ -191,21 +236,58 @@ class EnergyMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it, and close."""
-        with contextlib.suppress(ConfigError):  # ended inside the block already
+        """End it, unless the block did, and close, also when the block failed."""
+        with contextlib.suppress(ConfigError):
             self.end()
         self.close()
 
     # ------------------------------------------------------------------------------------------------------- private
 
-    def _read(self, name: str, began: float, before: list[Total]) -> EnergyWindow:
-        self.poll()
-        ended = self._clock()
-        boards = tuple(
-            _between(one, then, one.integral.total(), ended - began)
-            for one, then in zip(self._followed, before, strict=True)
-        )
-        return EnergyWindow(name, ended - began, boards, self.unmeasured)
+    def _find(self, name: str) -> _Window:
+        with self._changed:
+            if name not in self._open:
+                raise ConfigError(f"no window {name!r} is open; open are: {', '.join(self._open) or 'none'}")
+            return self._open[name]
+
+    def _read(self, name: str) -> EnergyWindow:
+        with self._changed:
+            window, now_s = self._find(name), self._clock()
+            boards = tuple(
+                one.energy(then, now_s - window.began_s)
+                for one, then in zip(self._followed, window.totals, strict=True)
+            )
+            tasks = between(window.tasks, self._tasks.totals())
+            return EnergyWindow(name, now_s - window.began_s, boards, self.unmeasured, tasks)
+
+    def _round(self) -> None:
+        """Ask every sensor once, unless another thread hangs in one."""
+        if not self._reading.acquire(timeout=PATIENCE_S):
+            return
+        try:
+            with self._changed:
+                self._begun += 1
+                mine = self._begun
+            from_s = self._clock()
+            for one in self._followed:
+                answer = one.ask()
+                with self._changed:
+                    one.note(answer, self._clock())
+            with self._changed:
+                self._book(from_s)
+                self._finished = mine
+                self._changed.notify_all()
+        finally:
+            self._reading.release()
+
+    def _book(self, from_s: float) -> None:
+        """Pass on what a round of readings brought; windows that waited for a sensor's first answer begin there."""
+        parts = sorted((p for one in self._followed for p in one.integral.take_increments()), key=lambda part: part[1])
+        self._stretches.extend(parts)
+        self._tasks.measured(parts, from_s)
+        for window in self._open.values():
+            for k, one in enumerate(self._followed):
+                if window.totals[k] is None:
+                    window.totals[k] = one.since(window.began_s)
 
     def _synchronise(self) -> None:
         """Wait for what was queued on the GPUs: it belongs to the window in which it was asked for."""
@@ -219,53 +301,50 @@ class EnergyMeter:
                     torch.cuda.synchronize(device)
 
     def _start(self) -> None:
-        if not self._background or not self._followed or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, args=(self._stop,), name="guava-energy", daemon=True)
-        self._thread.start()
+        """Have a thread read, unless one does."""
+        with self._changed:
+            if not self._background or self._closed or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._follow, args=(self._stop,), name="guava-energy", daemon=True)
+            self._thread.start()
 
     def _follow(self, stop: threading.Event) -> None:
-        while not stop.wait(self._interval_s):
+        while not stop.is_set():
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
             try:
-                self.poll()
+                self._round()
             except Exception:
                 logger.exception("the energy meter failed and stops")
                 return
+        if self._closed:
+            self._give_back()
 
-    def _halt(self) -> None:
-        thread, self._thread = self._thread, None
-        self._stop.set()
+    def _rest(self) -> None:
+        """Read no more where no window is open; a thread that hangs in a sensor is left behind."""
+        with self._changed:
+            if self._open:
+                return
+            thread, self._thread = self._thread, None
+            unlisten(self._tasks)
+            self._stop.set()
+        self._wake.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_S)
 
-
-def _checked(value: float) -> float:
-    """Return a reading that can be one.
-
-    Raises:
-        SensorError: it is no number of joules or watts.
-    """
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise SensorError(f"the sensor gave {value!r}, which is no energy and no power")
-    return number
+    def _give_back(self) -> None:
+        for one in self._followed:
+            with contextlib.suppress(Exception):
+                one.sensor.close()
 
 
-def _between(one: _Followed, then: Total, now: Total, seconds: float) -> BoardEnergy:
-    sensor, readings = one.sensor, now.readings - then.readings
-    # A stretch of which nothing is known is not measured, whatever was read at its ends.
-    covered_s = (
-        0.0 if then.at_s is None or now.at_s is None else now.at_s - then.at_s - (now.uncovered_s - then.uncovered_s)
-    )
-    measured = readings > 0 and covered_s > 0
-    return BoardEnergy(
-        key=sensor.board.key,
-        name=sensor.board.name,
-        method=sensor.method,
-        joules=max(0.0, now.joules - then.joules) if measured else None,
-        readings=readings,
-        uncovered_s=max(0.0, now.uncovered_s - then.uncovered_s),
-        too_short=seconds < 2 * sensor.refresh_s,
-        problem=one.problem,
-    )
+def _events_of(devices: Sequence[Any] | None, clock: Callable[[], float]) -> CudaEvents | None:
+    """The clock of the device that tasks run on: the only one given, else the one that is current there."""
+    if devices is None:
+        return CudaEvents(None, clock)
+    found = [f"cuda:{one}" if isinstance(one, int) else str(one) for one in devices]
+    of_cuda = [name for name in found if name.startswith("cuda")]
+    if not of_cuda:
+        return None
+    return CudaEvents(of_cuda[0] if len(of_cuda) == 1 else None, clock)

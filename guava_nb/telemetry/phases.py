@@ -81,10 +81,10 @@ class PhaseBook:
         for begin, end, phase in self._intervals:
             overlap = min(end_s, end) - max(start_s, begin)
             if overlap > 0:
-                part = joules * overlap / (end_s - start_s)
+                part = joules * (overlap / (end_s - start_s))
                 self._joules[phase] = self._joules.get(phase, 0.0) + part
                 left -= part
             if begin >= end_s:
                 break
-        if left > 1e-9 * joules:
+        if left > 1e-9 * joules + 1e-12:  # what rounding leaves is nobody's
             self._joules[OTHER] = self._joules.get(OTHER, 0.0) + left

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from guava_nb.protocol.messages import BoardEnergy
+from guava_nb.protocol.messages import BoardEnergy, TaskEnergy
 from guava_nb.telemetry.sensor import NOT_MEASURED
 
 __all__ = ["EnergyWindow"]
@@ -22,12 +22,14 @@ class EnergyWindow:
     Attributes:
         boards: each piece of hardware once.
         unmeasured: (device, why) of what has no sensor.
+        tasks: what the code named and ended meanwhile; they may lie within one another, so their sum means nothing.
     """
 
     name: str
     seconds: float
     boards: tuple[BoardEnergy, ...] = ()
     unmeasured: tuple[tuple[str, str], ...] = ()
+    tasks: tuple[TaskEnergy, ...] = ()
 
     @property
     def joules(self) -> float | None:
@@ -58,7 +60,7 @@ class EnergyWindow:
         return None if self.watt_hours is None else self.watt_hours / 1000 * price_per_kwh
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON or a table."""
+        """Return plain data, for JSON or a table: `pandas.DataFrame(window.to_dict()["tasks"])`."""
         return {
             "name": self.name,
             "seconds": self.seconds,
@@ -66,6 +68,7 @@ class EnergyWindow:
             "watts": self.watts,
             "boards": [asdict(board) for board in self.boards],
             "unmeasured": dict(self.unmeasured),
+            "tasks": [asdict(task) for task in self.tasks],
         }
 
     def __repr__(self) -> str:

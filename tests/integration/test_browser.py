@@ -39,11 +39,13 @@ train = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
 test = DataLoader(TensorDataset(x_test, y_test), batch_size=120)"""
 TRAIN = "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs {} --lr 0.003"
 #: Numbers of the cells of the orchestrator's notebook.
-LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, MORE, DOWN = range(10)
+LOAD, UP, SHARE, LOADERS, LONG, STATUS, SHORT, ENERGY, PLAIN, TEXT, TEXT_STATUS, DOWN = range(12)
 CELLS = [
-    "%load_ext guava_nb", "%guava_up --local 3", MODEL, DATA, TRAIN.format(2000), "%guava_status", TRAIN.format(3),
-    "%guava_energy", "%guava_up --workers 4 --show-code", "%guava_down",
+    "%load_ext guava_nb", "%guava_up --local 2 --workers 3", MODEL, DATA, TRAIN.format(2000), "%guava_status",
+    TRAIN.format(3), "%guava_energy", "%env GUAVA_UI=text", TRAIN.format(3), "%guava_status", "%guava_down",
 ]  # fmt: skip
+#: And of the worker's notebook.
+WORKER_LOAD, WORKER = range(2)
 
 
 def write(folder: Path, name: str, cells: list[str]) -> None:
@@ -80,7 +82,15 @@ def lab(page: Any, url: str) -> Lab:
     made = Lab(page, url, "main.ipynb")
     for number in (LOAD, UP, SHARE, LOADERS):
         made.run_cell(number)
-    made.wait_output(UP, "3 ready of 3", 90)
+    made.wait_output(UP, "2 ready of 3", 90)
+    return made
+
+
+@pytest.fixture(scope="module")
+def other(lab: Lab, page: Any, url: str) -> Lab:
+    """The notebook of the third worker."""
+    made = Lab(page.context.new_page(), url, "worker.ipynb")
+    made.run_cell(WORKER_LOAD)
     return made
 
 
@@ -89,28 +99,58 @@ def step_of(lab: Lab, number: int) -> int:
     return int(found[1]) if found else -1
 
 
-def workers_of_the_kernel() -> list[psutil.Process]:
-    """Worker processes below this test's server: other tests in this process may have workers of their own."""
-    below = psutil.Process().children(recursive=True)
-    servers = [process for process in below if "jupyterlab" in process.cmdline()]
-    return [
-        process
-        for server in servers
-        for process in server.children(recursive=True)
-        if "guava_nb.engine.child" in " ".join(process.cmdline())
-    ]
+def code_of(lab: Lab) -> str:
+    found = re.search(r"guava1:[\w-]+", lab.output(UP))
+    assert found is not None
+    return found[0]
 
 
-def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab) -> None:
+def local_workers() -> list[psutil.Process]:
+    """Worker processes of the orchestrator's kernel, which has two: other tests here may have workers of their own."""
+    servers = [p for p in psutil.Process().children(recursive=True) if "jupyterlab" in p.cmdline()]
+    kernels = [kernel for server in servers for kernel in server.children()]
+    workers = [[p for p in kernel.children() if "guava_nb.engine.child" in " ".join(p.cmdline())] for kernel in kernels]
+    return max(workers, key=len)
+
+
+def both_themes(lab: Lab, name: str, number: int) -> None:
+    """Pictures in the dark and in the light theme, which stays."""
+    lab.theme("JupyterLab Dark")
+    lab.shot(f"{name}-dark", number)
+    lab.theme("JupyterLab Light")
+    lab.shot(f"{name}-light", number)
+
+
+def test_the_cell_to_paste_is_shown_while_workers_are_missing_and_then_no_more(lab: Lab, other: Lab) -> None:
     lab.run_cell(LONG)
+    shown = lab.wait_output(LONG, "2 of 3 workers are here", 60)
+    code = code_of(lab)
+    assert eventually(lambda: f"%guava_worker {code}" in lab.output(LONG), 10, "the cell to paste") and shown
+    both_themes(lab, "waiting-for-workers", LONG)
+    assert lab.marks_all_of(LONG, "pre", "guava_worker")
+    other.run_cell(WORKER)
+    other.answer(WORKER, code)
     lab.wait_output(LONG, "training", 60)
+    assert "guava1:" not in lab.output(LONG) and lab.errors == []
+
+
+def test_a_worker_s_own_notebook_shows_its_work_its_device_and_its_link(lab: Lab, other: Lab) -> None:
+    shown = other.wait_output(WORKER, "samples", 60)
+    shown = other.wait_output(WORKER, "round trip", 60)
+    assert re.search("(working|validating) on cpu", shown) and "of each batch" in shown and "sent" in shown
+    assert eventually(lambda: "% busy" in other.output(WORKER), 30, "how busy its device is")
+    both_themes(other, "worker-side", WORKER)
+    assert code_of(lab) not in other.output(WORKER) and other.errors == []
+
+
+def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab, other: Lab) -> None:
     first = eventually(lambda: max(0, step_of(lab, LONG)), 30, "the first step")
     eventually(lambda: step_of(lab, LONG) > first + 20, 30, "the panel moves")
     eventually(lambda: lab.has_picture(LONG), 30, "the curve appears")
-    lab.shot("training-light", LONG)
-    lab.theme("JupyterLab Dark")
-    lab.shot("training-dark", LONG)
-    lab.theme("JupyterLab Light")
+    eventually(lambda: "busy" in lab.output(LONG) and "val loss" in lab.output(LONG), 30, "all that it shows")
+    both_themes(lab, "training", LONG)
+    heights = {lab.height_of_picture(LONG) for _ in range(20)}
+    assert heights == {240}, "the page would jump"
     lab.save()
     lab.reload()
     assert "training" in lab.output(LONG)  # what was saved last stays to be seen
@@ -118,31 +158,36 @@ def test_the_panel_moves_survives_a_reload_and_the_button_stops_the_run(lab: Lab
     lab.run_cell(STATUS)  # behind the training cell: it runs when that has ended
     shown = lab.wait_output(STATUS, "session", 60)
     assert "stopped" in shown and "3 ready of 3" in shown
-    lab.shot("status-after-reload", LONG)
+    lab.shot("status-after-reload", STATUS)
     assert lab.errors == []
 
 
-def test_a_lost_worker_is_shown_and_the_run_goes_on(lab: Lab) -> None:
+def test_a_lost_worker_is_shown_and_the_run_goes_on(lab: Lab, other: Lab) -> None:
     lab.run_cell(LONG)
     lab.wait_output(LONG, "training", 60)
     eventually(lambda: step_of(lab, LONG) > 5, 30, "it trains")
-    workers_of_the_kernel()[0].kill()
+    local_workers()[0].kill()
     lab.wait_output(LONG, "was lost", 30)
     before = step_of(lab, LONG)
     eventually(lambda: step_of(lab, LONG) > before + 10, 30, "it goes on")
-    lab.shot("lost-worker", LONG)
+    both_themes(lab, "lost-worker", LONG)
     lab.interrupt()
     lab.wait_output(LONG, "stopped", 30)
     assert lab.errors == []
 
 
-def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, folder: Path) -> None:
+def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, other: Lab, folder: Path) -> None:
     lab.run_cell(SHORT)
     lab.wait_output(SHORT, "done", 60)
     lab.run_cell(ENERGY)
     lab.wait_output(ENERGY, "time by phase", 30)
-    lab.shot("finished", SHORT)
+    both_themes(lab, "finished", SHORT)
     lab.shot("energy", ENERGY)
+    for number in (PLAIN, TEXT, TEXT_STATUS):
+        lab.run_cell(number)
+    lab.wait_output(TEXT, "done", 60)
+    lab.wait_output(TEXT_STATUS, "session", 30)
+    lab.shot("plain-text", TEXT)
     lab.save()
     path = folder / "main.ipynb"
     assert path.stat().st_size < 300_000
@@ -150,22 +195,18 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, folder: Pat
     page, _ = HTMLExporter().from_filename(str(path))
     assert "data:image/png;base64" in page and "time by phase" in page
     assert "widget-view" not in text.split('"execution_count"', SHORT + 1)[SHORT]
+    assert text.count(code_of(lab)) == text.split('"execution_count"')[UP + 1].count(code_of(lab)) > 0
     assert lab.errors == []
 
 
-def test_a_worker_s_own_notebook(lab: Lab, page: Any, url: str) -> None:
-    lab.run_cell(MORE)
-    code = re.search(r"guava1:[\w-]+", lab.wait_output(MORE, "guava1:", 30))
-    assert code is not None
-    lab.shot("waiting-for-workers", MORE)
-    other = Lab(page.context.new_page(), url, "worker.ipynb")
-    other.run_cell(0)
-    other.run_cell(1)
-    other.answer(1, code[0])
-    other.wait_output(1, "ready on", 60)
-    other.shot("worker-side", 1)
+def test_the_worker_s_cell_ends_with_the_session(lab: Lab, other: Lab, folder: Path) -> None:
+    code = code_of(lab)
     lab.run_cell(DOWN)
     lab.wait_output(DOWN, "Closed", 60)
-    shown = other.wait_output(1, "left", 60)
-    assert code[0] not in shown
+    shown = other.wait_output(WORKER, "left", 60)
+    assert code not in shown and "samples" in shown
+    other.shot("worker-side-ended", WORKER)
+    other.save()
+    saved = (folder / "worker.ipynb").read_text()
+    assert code not in saved and len(saved) < 300_000
     assert other.errors == [] and lab.errors == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from guava_nb import EnergyMeter, energy_task
 from guava_nb.orchestrator import Orchestrator
 from tests.support.training import difference, loader, losses_of, plain, spec
 
@@ -27,3 +30,26 @@ def test_gpu_workers_equal_plain_pytorch(workers: int, site: str) -> None:
         assert difference(run.model(), model) <= 1e-9
         assert (run.lost_samples, run.duplicated_samples) == (0, 0)
         assert {w.device for w in orchestrator.status().workers} == {"cuda:0"}
+
+
+def test_a_task_has_the_device_s_time_and_the_code_in_it_does_not_wait() -> None:
+    """The host is done with the block long before the device is; the time of the task is the device's."""
+    a = torch.randn(8192, 8192, device="cuda")
+    for _ in range(3):
+        a @ a
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with EnergyMeter(["cuda:0"]) as meter:
+        begun = time.monotonic()
+        with energy_task("products"):
+            start.record()
+            for _ in range(100):
+                a @ a
+            end.record()
+        host_s = time.monotonic() - begun
+        torch.cuda.synchronize()
+        device_s = start.elapsed_time(end) / 1e3
+    assert meter.window is not None
+    (task,) = meter.window.tasks
+    assert task.seconds == pytest.approx(device_s, rel=0.05) and host_s < device_s / 2
+    assert task.joules is None or 0 < task.joules <= (meter.window.joules or 0) * 1.05

@@ -81,7 +81,7 @@ def train(session: Session, mode: str, batches: Any, epochs: int = 2, **options:
     if mode == "tensor" or "tp" in settings:  # the traps hide from the planner what the blocks do
         settings = {"tensor_plan": {"0.linear": "colwise", "1.linear": "rowwise"}, **settings}
     session.orch.set_mode(mode, path="relay", **settings)
-    cell = BLOCKS.format(folder=str(session.folder))
+    cell = BLOCKS.format(folder=str(session.folder)) + options.pop("more", "")
     return session.train(batches, epochs, cell, **{"model": "Deep", "criterion": "CrossEntropyLoss", **options})
 
 
@@ -134,6 +134,17 @@ def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> Non
     assert first.handle.wait(20)
     last = first.handle.status()
     assert (last.state, last.step) == ("left", len(run.history))
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "tensor", "zero"])
+def test_tokens_count_once_however_a_batch_is_shared(session: Session, mode: str) -> None:
+    session.ensure(2)
+    plain = Plain(session.folder, loader()).epochs(1)
+    run = train(session, mode, loader(), epochs=1, more="def tokens_of(batch):\n    return batch[0].numel() + len(batch[1])\n",
+                tokens="tokens_of")  # fmt: skip
+    session.assert_undisturbed(run, plain)
+    assert [step["tokens"] for step in run.history] == [11 * step["samples"] for step in run.history]
+    assert sum(row["tokens"] or 0 for row in run.energy_record()["workers"]) == 11 * 101
 
 
 def test_more_micro_batches_than_rows_are_told_once(session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,9 +17,10 @@ import psutil
 import pytest
 import torch
 
-from guava_nb import DistributedConfig, NetworkWorker, Orchestrator
+from guava_nb import DistributedConfig, NetworkWorker, Orchestrator, Run
 from guava_nb.errors import AuthenticationError, ConfigError, GuavaError, JoinCodeError
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.telemetry import Board, Sensor
 from tests.support.console import Console
 from tests.support.processes import ROOT, eventually, loader
 from tests.support.relay import Relay
@@ -126,6 +128,59 @@ def test_two_joins_with_one_code_are_two_workers_with_names_of_their_own(orch: O
     eventually(lambda: not [w for w in orch.status().workers if w.state == "ready"], 10, "both have left")
 
 
+class Dying(Sensor):
+    """Counts joules for some readings; then its driver is gone, by an error or by never answering again."""
+
+    board, method, counts = Board("host/GPU-1", "a GPU"), "NVML energy counter", True
+
+    def __init__(self, hangs: bool) -> None:
+        self.readings, self.dead, self.let_go = 0, threading.Event(), threading.Event()
+        self._hangs = hangs
+
+    def read(self) -> float:
+        self.readings += 1
+        if self.readings > 4:
+            self.dead.set()
+            if self._hangs:
+                self.let_go.wait(60)
+            raise RuntimeError("GPU is lost")
+        return 10.0 * self.readings
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_nvml_that_dies_in_mid_run_costs_its_figure_and_nothing_else(
+    orch: Orchestrator, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    sensor, seen = Dying(hangs), list[int]()
+    monkeypatch.setattr("guava_nb.telemetry.meter.sensors_of", lambda devices: ([sensor], ()))
+
+    class Watch:
+        def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+            assert sensor.dead.wait(30)
+            seen.append(record["epoch"])
+
+    start = SmallNet().double()
+    worker = NetworkWorker(orch.join_code, gpu_id="cpu", name="measured", model_ctor=SmallNet)
+    thread = threading.Thread(target=worker.connect_and_train)
+    thread.start()
+    orch.wait_for_workers(1, timeout=30)
+    orch.register_model(start)
+    expected = plain(SmallNet().double(), loader(), 0)
+    expected.load_state_dict(start.state_dict())
+    run = orch.start_training(loader(), num_epochs=2, callbacks=[Watch()], fresh=True, **ARGUMENTS)
+    assert run.state == "done" and seen == [1, 2]
+    assert difference_of_modules(run.model(), plain(expected, loader(), 2)) <= 1e-9
+    row = run.energy_record()["workers"][0]
+    if hangs:
+        assert row["joules"] in (None, 10.0, 20.0, 30.0)  # what it had told before it hung
+    else:
+        assert row["joules"] == 30.0 and "GPU is lost" in row["problem"] and row["uncovered_s"] > 0
+    sensor.let_go.set()
+    worker.leave()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     text = orch.join_code.encode()
@@ -147,19 +202,42 @@ def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypat
 # ---------------------------------------------------------------------------------------------------- guava worker
 
 
-def command(code: str | None, *words: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def command(code: str | None, *words: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TERM": "xterm"}
     env.pop("GUAVA_JOIN_CODE", None)
     if code is not None:
         env["GUAVA_JOIN_CODE"] = code
     return subprocess.Popen(
         [sys.executable, "-m", "guava_nb", "worker", "--device", "cpu", *words], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True,
+        stdout=out, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
 
 
+class Terminal:
+    """What a program writes on a terminal of its own."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.openpty()
+        self.text = ""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # how a terminal ends that nobody has open any more
+            while data := os.read(self._ours, 65536):
+                self.text += data.decode(errors="replace")
+
+    def close(self) -> str:
+        """Return all of it, without carriage returns."""
+        os.close(self.theirs)
+        self._thread.join(10)
+        os.close(self._ours)
+        return self.text.replace("\r", "")
+
+
 def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator) -> None:
-    process = command(orch.join_code.encode(), "--name", "box")
+    terminal = Terminal()
+    process = command(orch.join_code.encode(), "--name", "box", out=terminal.theirs)
     try:
         assert orch.wait_for_workers(1, timeout=60) == ["box"]
         if sys.platform == "linux":  # no process list shows the secret, and the child has it nowhere but in memory
@@ -169,12 +247,16 @@ def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator)
         orch.register_model(SmallNet)
         run = orch.start_training(loader(), num_epochs=500, detach=True, fresh=True, **ARGUMENTS)
         eventually(lambda: len(run.history) > 2, 40, "it trains")
+        eventually(lambda: "of each batch" in terminal.text, 20, "what it does is shown")
         os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to the command's whole group
-        out, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=30)
     finally:
         process.kill()
+        out = terminal.close()
     assert process.returncode == 0, (out, err)
     assert "leaving after this step" in out and "box: left" in out
+    assert re.search(r"\x1b\[\d+A\x1b\[J.*\n?worker box: working on cpu", out), "drawn over what was drawn before"
+    assert re.search(r"\n +work +\d+ samples", out[out.rindex("box: left") :]), "what it did stays"
     assert "Traceback" not in out + err
     assert "Python code on this machine" in err
     run.stop()

@@ -34,6 +34,9 @@ def test_a_class_that_was_redefined_is_used_from_the_next_run_on(three: Session)
     # Same cells, same model: a further run goes on where this one ended, unless it is told to start anew.
     more = three.train(loader(seed=3), epochs=1, cell=cell.replace("width=16", "width=24"), fresh=False)
     assert sum(worker["samples"] for worker in more.report()["workers"]) == 101  # of this run, not of the session
+    own = [worker.handle for worker in three.workers]
+    eventually(lambda: sum(w.status().figures.samples for w in own) == 101, 10, "each worker knows what it did itself")
+    assert all(w.status().figures.out_bytes > 0 and w.status().figures.step_s for w in own)
     oracle = plain(three, loader(), width=24).epochs(1)
     oracle.batches = loader(seed=3)
     assert difference(more.model(), oracle.epochs(1).model) <= 1e-9
@@ -292,3 +295,36 @@ def test_nothing_is_left_after_close_in_the_middle_of_a_run(tmp_path: Path) -> N
     listening = {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
     assert port not in listening
     orch.close()  # again is fine
+
+
+def test_tasks_and_tokens_of_the_user_s_code_come_back(three: Session) -> None:
+    cell = CELL.format(folder=str(three.folder)).replace(
+        "hidden = torch.relu(self.first(x))",
+        "with energy_task('whole'), energy_task('first layer'):\n            hidden = torch.relu(self.first(x))",
+    )
+    cell = "from guava_nb import energy_task\n" + cell + "\ndef tokens_of(batch):\n    return batch[0].numel()\n"
+    seen: list[Any] = []
+
+    class Watch:
+        def on_epoch(self, run: Run, record: dict[str, Any]) -> None:
+            seen.append(run.energy_record())
+
+    run = three.train(loader(), epochs=2, cell=cell, tokens="tokens_of", callbacks=[Watch()])
+    oracle = plain(three, loader()).epochs(2)
+    assert difference(run.model(), oracle.model) <= 1e-9  # naming and counting change nothing
+    record = run.energy_record()
+    assert [step["tokens"] for step in run.history] == [320, 320, 320, 50] * 2
+    assert record["tokens"] == 2 * 101 * 10 and run.report()["tokens"] == record["tokens"]
+    assert [row["tokens"] for row in record["workers"]] == [10 * row["samples"] for row in record["workers"]]
+    assert sum(row["samples"] for row in record["workers"]) == 2 * 101
+    assert seen[0]["workers"][0]["samples"] > 0  # while it goes on too
+    assert {row["task"] for row in record["tasks"]} == {"whole", "first layer"}
+    assert {row["worker"] for row in record["tasks"]} == set(three.ready())
+    for row in record["tasks"]:
+        assert row["times"] == len(run.history) and 0 < row["seconds"] < record["seconds"] and row["joules"] is None
+    assert record["j_per_token"] is None  # no sensor is read on these machines, and nothing is guessed
+    again = three.train(loader(), epochs=1)
+    assert again.energy_record()["tasks"] == [] and again.energy_record()["tokens"] is None
+    assert run.energy_record()["workers"] == record["workers"]  # what is over is not counted anew
+    with pytest.raises(ConfigError, match=r"tokens 'tokens_of' returned a tensor of shape \(.*one number"):
+        three.train(loader(), cell=cell.replace("batch[0].numel()", "batch[0].sum(1)"), tokens="tokens_of")

@@ -134,17 +134,102 @@ def test_user_mistakes_are_one_line_on_the_page(kernel: Kernel) -> None:
     assert "did you mean loader?" in shown.text
 
 
-def test_a_broken_comm_switches_the_panel_off_and_training_goes_on(kernel: Kernel) -> None:
-    fresh_run(kernel, "widget", "FakeRun(num_steps=40)")
-    kernel.run("import time; wait = run.wait; run.wait = lambda s: (time.sleep(0.02), wait(s))[1]")
-    kernel.run(
+#: What is broken for a while in the kernel: how, and how it is mended.
+FAULTS = {
+    "comm": (
         "from ipywidgets import Widget\nkept = Widget._send\n"
-        "def broken(*args, **settings): raise LookupError('parent_header')\nWidget._send = broken"
-    )
+        "def broken(*args, **settings): raise LookupError('parent_header')\nWidget._send = broken",
+        "Widget._send = kept",
+    ),
+    "display": (
+        "kept = shell.display_pub.publish\n"
+        "def broken(*args, **settings): raise LookupError('parent_header')\nshell.display_pub.publish = broken",
+        "shell.display_pub.publish = kept",
+    ),
+    "no widgets": ("import sys\nkept = sys.modules.pop('ipywidgets', None)\nsys.modules['ipywidgets'] = None",
+                   "sys.modules.pop('ipywidgets')\nif kept: sys.modules['ipywidgets'] = kept"),
+}  # fmt: skip
+SLOWLY = "import time; wait = thing.wait; thing.wait = lambda s: (time.sleep(0.02), wait(s))[1]"
+
+
+def told_faults(fault: str) -> int:
+    """Times that a fault is told of: a page without widgets is none."""
+    return 0 if fault == "no widgets" else 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_is_wrong_with_the_display_training_goes_on(kernel: Kernel, fault: str) -> None:
+    fresh_run(kernel, "widget", "FakeRun(num_steps=40)")
+    kernel.run(f"thing = run; {SLOWLY}")
+    assert kernel.run(FAULTS[fault][0]).ended == "ok"
     shown = kernel.run(f"r = {TRAIN}")
-    assert kernel.run("Widget._send = kept\nassert r.state == 'done'").ended == "ok"
+    assert kernel.run(f"{FAULTS[fault][1]}\nassert r.state == 'done' and r.step == 40").ended == "ok"
     assert shown.ended == "ok"
-    assert shown.text.count("switched off (LookupError: parent_header)") == 1
+    assert shown.text.count("switched off (LookupError: parent_header)") == told_faults(fault)
+    assert "Traceback" not in str(shown.messages)
+
+
+def own_worker(kernel: Kernel, ui: str, num_waits: int) -> SimpleNamespace:
+    """Run %guava_worker over a stand-in that works for a second and whose figures change with each look."""
+    cell = f"""
+import os, time
+from dataclasses import replace
+from guava_nb.engine.status import OwnFigures
+class Changing(FakeWorker):
+    def status(self):
+        self.figures = OwnFigures('T4', self.waits, 0.5, 0.01, joules=1.0 * self.waits, out_bytes=self.waits)
+        return replace(super().status(), lines=tuple(f'printed {{n}}' for n in range(self.waits // 100)))
+def start(code, device, name):
+    global thing
+    thing = Changing(code, device, name, num_waits={num_waits})
+    wait, every = thing.wait, max(1, {num_waits} // 100)
+    thing.wait = lambda s: (time.sleep(0.01) if thing.waits % every == 0 else None, wait(s))[1]
+    return thing
+magics.session.worker._start = start
+os.environ['GUAVA_UI'] = {ui!r}
+from fake_session import SECRET_CODE
+os.environ['GUAVA_JOIN_CODE'] = SECRET_CODE
+"""
+    assert kernel.run(cell).ended == "ok"
+    shown = kernel.run("%guava_worker")
+    assert kernel.run("assert not thing.alive and thing.calls == []").ended == "ok"
+    return shown
+
+
+@pytest.mark.parametrize("ui", ["widget", "html", "text"])
+def test_a_worker_s_ten_thousand_looks_are_few_messages_too(kernel: Kernel, ui: str) -> None:
+    started = time.monotonic()
+    shown = own_worker(kernel, ui, 10_000)
+    seconds = time.monotonic() - started
+    assert shown.ended == "ok"
+    assert len(shown.messages) < 10 + 12 * seconds, [m["msg_type"] for m in shown.messages]
+    assert "guava1:" not in str(shown.messages).replace("guava1:<hidden>", "")
+    if ui == "text":
+        assert "10000 samples, 50 % of each batch" in shown.text
+        return
+    last = shown.update_display_data[-1]
+    assert set(last["data"]) == {"text/plain", "text/html"}
+    assert "10000 samples" in last["data"]["text/html"] and "printed 99" in last["data"]["text/html"]
+    assert len(str(last)) + len(shown.text) < 30_000, "of what is saved in the notebook"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_is_wrong_with_the_display_a_worker_works_on(kernel: Kernel, fault: str) -> None:
+    assert kernel.run(FAULTS[fault][0]).ended == "ok"
+    shown = own_worker(kernel, "widget", 40)
+    assert kernel.run(FAULTS[fault][1]).ended == "ok"
+    assert shown.ended == "ok"
+    assert shown.text.count("switched off (LookupError: parent_header)") == told_faults(fault)
+
+
+def test_tab_in_a_front_end_offers_what_the_magic_takes_and_nothing_else(kernel: Kernel) -> None:
+    def offered(line: str) -> list[str]:
+        reply = kernel.client.complete(line, reply=True, timeout=30)
+        return list(reply["content"]["matches"])
+
+    assert offered("%guava_up --co") == ["--connect", "--compression"]
+    assert offered("r = %guava_train --precision ") == ["fp32", "bf16", "fp16", "fp64"]
+    assert offered("%guava_mode ")[:5] == ["data", "pipeline", "tensor", "zero", "hybrid"]
 
 
 def test_the_python_of_the_kernel_is_this_one(kernel: Kernel) -> None:

@@ -181,6 +181,19 @@ class Lab:
         """Whether a picture stands below a cell."""
         return bool(self._cell(number).locator(".jp-Cell-outputArea img").count())
 
+    def height_of_picture(self, number: int) -> int:
+        """Pixels that the picture below a cell takes a moment from now, also while its next one is being loaded."""
+        self.page.wait_for_timeout(50)
+        script = "cell => [...cell.querySelectorAll('.jp-Cell-outputArea img')].pop().getBoundingClientRect().height"
+        return round(float(self._cell(number).evaluate(script)))
+
+    def marks_all_of(self, number: int, kind: str, words: str) -> bool:
+        """Whether one click into an element of a cell's output marks the whole of it, for copying."""
+        box = self._cell(number).locator(f".jp-Cell-outputArea {kind}", has_text=words).last
+        box.click()
+        marked = str(self.page.evaluate("() => window.getSelection().toString()"))
+        return marked.split() == str(box.inner_text()).split()
+
     def answer(self, number: int, text: str) -> None:
         """Type into the prompt that a cell shows."""
         field = self._cell(number).locator(".jp-Stdin-input")
@@ -200,10 +213,12 @@ class Lab:
         )
         kind = "true" if "Light" in name else "false"
         self.page.wait_for_selector(f'body[data-jp-theme-light="{kind}"]', state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")  # it covers the page for a moment
 
     def shot(self, name: str, number: int) -> Path:
         """Keep a picture of the notebook as it looks now, with a cell at its top; returns where it lies."""
         self._cell(number).evaluate("cell => cell.scrollIntoView(true)")
+        self.page.mouse.move(0, 0)  # a row under it has another colour
         folder = Path(os.environ.get("GUAVA_ARTEFACTS") or Path(tempfile.gettempdir()) / "guava_nb-pictures")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.png"

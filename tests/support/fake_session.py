@@ -6,14 +6,14 @@ A fake run commits one step per `wait`, so a test decides by counting, never by 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
 from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.status import RunStatus, Status, WorkerStatus
+from guava_nb.engine.status import OwnFigures, RunStatus, Status, WorkerStatus
 from guava_nb.engine.traffic import Traffic
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
 from guava_nb.protocol.joincode import JoinCode
@@ -22,11 +22,14 @@ from tests.support.energy import record
 SECRET_CODE = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"secret of 16 b..").encode()
 
 
+@dataclass
 class FakeCode:
     """A join code that hides itself unless asked."""
 
+    text: str = SECRET_CODE
+
     def encode(self) -> str:
-        return SECRET_CODE
+        return self.text
 
     def __repr__(self) -> str:
         return "JoinCode(127.0.0.1:4242, secret hidden)"
@@ -105,6 +108,8 @@ class FakeOrchestrator:
     tunnel_note: str = ""
     config: DistributedConfig = field(default_factory=DistributedConfig)
     results: Any = None
+    code: str = SECRET_CODE
+    waiting: Callable[[], None] = lambda: None  # noqa: E731 - what happens while a call waits
 
     @property
     def expected_workers(self) -> int:
@@ -112,7 +117,7 @@ class FakeOrchestrator:
 
     @property
     def join_code(self) -> FakeCode:
-        return FakeCode()
+        return FakeCode(self.code)
 
     def open(self, tunnel: str | None = None, ask: Any = None) -> FakeCode:
         self.state = "open"
@@ -134,8 +139,12 @@ class FakeOrchestrator:
         self.coming += names
         return self.local[-count:]
 
-    def wait_for_workers(self, count: int | None = None, timeout: float | None = None) -> None:
+    def wait_for_workers(
+        self, count: int | None = None, timeout: float | None = None, on_wait: Any = lambda there: None
+    ) -> None:
         self.calls.append(("wait", count))
+        self.waiting()
+        on_wait(len(self.here))
         if self.too_few:
             raise RendezvousTimeout("1 of 2 workers joined within 180 s; look at %guava_log")
         while len(self.here) < (count or 0):
@@ -143,6 +152,8 @@ class FakeOrchestrator:
             if not arriving:
                 raise RendezvousTimeout(f"{len(self.here)} of {count} workers joined; nobody else is coming")
             self.here.append(arriving.pop(0))
+            if on_wait is not None:
+                on_wait(len(self.here))
 
     def share(self, source: str, name: str | None = None) -> None:
         if "!pip" in source:
@@ -170,10 +181,13 @@ class FakeOrchestrator:
 
     def validate(self, loader: Any, progress: Any = None, **options: Any) -> dict[str, Any]:
         self.calls.append(("validate", {"loader": loader, **options}))
+        self.waiting()
+        progress(0, len(loader))
         return {"loss": 0.25, "accuracy": 0.75, "samples": len(loader)}
 
     def predict(self, loader: Any, progress: Any, **options: Any) -> Any:
         self.calls.append(("predict", {"loader": loader, **options}))
+        self.waiting()
         for done in (1, len(loader)):
             progress(done, len(loader))
         return self.results
@@ -215,6 +229,7 @@ class FakeWorkerStatus:
     lines: tuple[str, ...] = ()
     joined: bool = True
     error: str = ""
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
 
 @dataclass
@@ -237,6 +252,7 @@ class FakeWorker:
     detail: str = ""
     joined: bool = True
     error: str = ""
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if self.waits in self.interrupt_at:
@@ -266,5 +282,5 @@ class FakeWorker:
         )
         name = self.name or ("worker-0" if self.joined else "")
         return FakeWorkerStatus(
-            state, name, self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error
+            state, name, self.waits, "cpu", "127.0.0.1:4242", detail, ("hello",), self.joined, self.error, self.figures
         )

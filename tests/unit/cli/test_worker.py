@@ -13,6 +13,7 @@ import pytest
 from guava_nb.cli import worker
 from guava_nb.cli.main import main
 from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
+from guava_nb.engine.status import OwnFigures
 from guava_nb.errors import ConfigError, JoinCodeError
 
 
@@ -91,6 +92,8 @@ class Status:
     detail: str = ""
     address: str = "127.0.0.1:1"
     lines: tuple[str, ...] = ()
+    step: int = 0
+    figures: OwnFigures = field(default_factory=OwnFigures)
 
 
 @dataclass
@@ -139,6 +142,22 @@ def test_one_crash_among_several_is_a_failure_with_its_last_lines() -> None:
     crashed = said.index("w: crashed (exit status -9), 127.0.0.1:1")
     assert said[crashed + 1 : crashed + 3] == ["    a", "    b"]
     assert said[-1] == "w: left, 127.0.0.1:1"
+
+
+def test_what_it_does_is_shown_live_but_not_while_a_new_code_may_be_pasted() -> None:
+    class Live:
+        drawn: list[str] = []
+
+        def draw(self, text: str) -> None:
+            self.drawn.append(text)
+
+    busy = Status("working", step=7, figures=OwnFigures(samples=64), lines=("old", "a", "b", f"guava1:{'x' * 20}"))
+    handle = Handle([Status(""), busy, Status("reconnecting"), busy, Status("left", figures=OwnFigures(samples=64))])
+    said: list[str] = []
+    assert follow([handle], said.append, poll_s=1, live=Live()) == 0  # type: ignore[list-item,arg-type]
+    shown = "worker w: working on cpu for 127.0.0.1:1, step 7\n  work  64 samples\n  | a\n  | b\n  | guava1:<hidden>"
+    assert Live.drawn == [shown, "", shown, "", ""]
+    assert said[-1] == "    work  64 samples", "and stays"
 
 
 def test_the_first_interrupt_leaves_the_second_ends() -> None:

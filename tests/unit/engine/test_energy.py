@@ -94,7 +94,11 @@ class Session:
     def __init__(self) -> None:
         self.book = EnergyBook()
         self.asked: list[tuple[int, int]] = []
-        self.run = RunEnergy(self.book, "r", self.tell, lambda rank: f"w{rank}", lambda rank: "a GPU")
+        self.worked = {0: (30, 600.0)}
+        self.run = RunEnergy(
+            self.book, "r", self.tell, lambda rank: f"w{rank}", lambda rank: "a GPU",
+            lambda rank: self.worked.get(rank, (0, None)),
+        )  # fmt: skip
 
     def tell(self, rank: int, message: Message) -> bool:
         assert isinstance(message, AskEnergy)

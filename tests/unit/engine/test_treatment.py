@@ -107,3 +107,33 @@ def test_structure_and_dtype_stay_unless_the_run_is_in_float64() -> None:
     same = treat(lambda b: b, batch)
     assert same["image"].dtype == torch.uint8 and same["text"] == ["a", "b"]
     assert treat(lambda b: b["image"].float(), batch, precision="fp64").dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (lambda batch: batch["x"].numel(), 12),
+        (lambda batch: (batch["x"] != 0).sum(), 12),  # a tensor, which is read when the loss is
+        (lambda batch: 2.5, 2.5),
+    ],
+)
+def test_tokens_are_counted_on_the_batch_as_the_model_gets_it(count: Any, expected: float) -> None:
+    run = spec(criterion=None, step=Factory("step"), tokens=Factory("count"), preprocess=Factory("ones"))
+    made = replica(Mean, run, step=mean_step, count=count, ones=lambda batch: {"x": torch.ones_like(batch["x"])})
+    parts = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 3)}]
+    result = made.run_shard(ShardWork(0, 0, parts, 4, 4), lambda *_: None)
+    assert result.tokens == (expected if expected != 2.5 else 5.0)
+    assert spec().tokens is None and not spec().wants_whole_batches and run.wants_whole_batches
+
+
+@pytest.mark.parametrize("bad", [None, "7", [7], torch.ones(2), -1, float("nan"), torch.tensor(-3)])
+def test_what_is_no_number_of_tokens_is_refused_by_name(bad: Any) -> None:
+    run = spec(criterion=None, step=Factory("step"), tokens=Factory("count"))
+    made = replica(Mean, run, step=mean_step, count=lambda batch: bad)
+    with pytest.raises(ConfigError, match="token"):
+        made.run_shard(ShardWork(0, 0, [{"x": torch.zeros(4, 3)}], 4, 4), lambda *_: None)
+
+
+def test_without_a_count_a_shard_has_no_tokens() -> None:
+    made = replica(Mean, spec(criterion=None, step=Factory("step")), step=mean_step)
+    assert made.run_shard(ShardWork(0, 0, [{"x": torch.zeros(4, 3)}], 4, 4), lambda *_: None).tokens is None

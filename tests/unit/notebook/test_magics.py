@@ -402,7 +402,8 @@ def test_a_dry_run_shows_the_forecast_and_starts_nothing(notebook: Any) -> None:
     notebook.run("%guava_up --local 1\nloader = [1]")
     before = list(notebook.orchestrator.calls)
     shown = notebook.run(TRAIN + " --model-args {'width':3} --dry-run --budget 2MB -o made")
-    assert shown.ok and shown.value is None and notebook.orchestrator.run is None
+    assert shown.ok and shown.value.budget_bytes == 2_000_000 and notebook.orchestrator.run is None
+    assert shown.text.count("would stop after about") == 1  # its table stands there once
     assert notebook.shell.user_ns["made"].run_bytes == 4_000_000
     assert shown.lines[0] == "forecast: data mode, 2 workers, 10 steps in 1 epoch, 4.0 MB in all"
     assert "would stop after about 50%" in shown.text and "sample" in shown.text
@@ -748,18 +749,90 @@ def test_unload_closes_everything_and_takes_the_magics_away(notebook: Any) -> No
     ("line", "offered"),
     [
         ("%guava_train --prec", ["--precision"]),
+        ("r = %guava_train --prec", ["--precision"]),
         ("%guava_train --precision b", ["bf16"]),
         ("%guava_train --data load", ["loader", "loaders"]),
+        ("%guava_train --model ", ["Net", "count"]),
+        ("%guava_train --tokens c", ["count"]),
+        ("%guava_train --loss Cross", ["CrossEntropyLoss"]),
         ("%guava_mode p", ["pipeline"]),
+        ("%guava_mode pipeline --sched", ["--schedule"]),
+        ("%guava_up --", [flag for flag in commands.UP.flags() if flag != "-h"]),
         ("%%guava_share --n", ["--name"]),
         ("%guava_worker x --device cu", ["cuda", "cuda:0"]),
         ("%guava_log worker-", ["worker-0", "worker-1"]),
+        ("%guava_resume ", ["a.pt", "folder/", "-h", "--help"]),
+        ("%guava_train --resume folder/", ["folder/b.pt"]),
     ],
 )
-def test_tab_completes_options_and_values(notebook: Any, line: str, offered: list[str]) -> None:
+def test_tab_completes_options_and_values_and_nothing_else(
+    notebook: Any, line: str, offered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("a.pt", "folder/b.pt", ".hidden"):
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    notebook.run("%%guava_share --name all\nclass Net: pass\ndef count(batch): return 1")
     notebook.run("loader, loaders = 1, 2\n%guava_up --local 2")
-    found = notebook.complete(line)
-    assert set(offered) <= set(found), found
+    assert notebook.complete(line) == offered
+
+
+def test_an_older_ipython_completes_by_its_hooks(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("IPython.core.completer.completion_matcher")
+    unload(notebook.shell)
+    load(notebook.shell)
+    assert "bf16" in notebook.complete("%guava_train --precision b")
+    unload(notebook.shell)
+    assert "bf16" not in notebook.complete("%guava_train --precision b")
+
+
+def test_loaders_come_before_other_variables(notebook: Any) -> None:
+    notebook.run("from torch.utils.data import DataLoader\nnumbers, batches = [1, 2], DataLoader([1, 2])")
+    assert notebook.complete("%guava_train --data ") == ["batches"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_magic_has_an_example_that_it_understands(notebook: Any, name: str) -> None:
+    command = next(command for command in commands.COMMANDS if command.name == name)
+    sign_and_name, _, rest = command.example.partition(" ")
+    assert sign_and_name == f"{command.sign}{name}"
+    assert command.parse(rest.replace("guava1:...", SECRET_CODE), {}) is not None
+    assert f"example: {command.example}" in notebook.run(line_of(name, "-h")).text
+
+
+def test_a_cell_magic_explains_itself_alone_in_its_cell(notebook: Any) -> None:
+    shown = notebook.run("%%guava_share -h")
+    assert shown.ok and shown.text.startswith("usage: %%guava_share")
+    nothing = notebook.run("%%guava_share --name x\n\n")
+    assert not nothing.ok and len(nothing.lines) == 1 and "nothing to share here" in nothing.text
+
+
+def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: Any) -> None:
+    from guava_nb.engine.forecast import Forecast
+    from guava_nb.engine.run import Run
+    from guava_nb.engine.status import Status
+    from guava_nb.engine.traffic import Traffic
+    from tests.support.energy import record
+
+    def drawn(thing: object) -> dict[str, str]:
+        data, _ = notebook.shell.display_formatter.format(thing)
+        return data
+
+    run, status = Run("run-1", "data", 3, 30), Status("open", "127.0.0.1:1", "data", 2)
+    for thing, words in ((run, "preparing"), (record(), "per sample"), (status, "127.0.0.1:1")):
+        shown = drawn(thing)
+        assert words in shown["text/html"] and "<script" not in shown["text/html"], shown
+    for thing in (run, record()):
+        assert drawn(thing)["text/plain"].count("\n") == 0
+    part = Traffic.going("sample", 4_000_000)
+    made = Forecast("data", 2, 10, 10, part, part, None, part, (part,), part)
+    assert "<table" in drawn(made)["text/html"] and "4.0 MB" in drawn(made)["text/plain"]
+    for thing in (made, run):
+        notebook.magics.objects.shown(thing)
+        again = drawn(thing)  # its table stands in this cell already
+        assert "text/html" not in again and again["text/plain"].count("\n") == 0
+    notebook.run("1")
+    assert "text/html" in drawn(run)
 
 
 def test_a_class_that_was_not_shared_is_told_so_and_not_taken_for_a_typo(notebook: Any) -> None:

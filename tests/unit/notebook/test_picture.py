@@ -9,7 +9,7 @@ import pytest
 
 from guava_nb.notebook import picture
 from guava_nb.notebook.picture import Picture
-from guava_nb.notebook.plots import curve_png
+from guava_nb.notebook.plots import HEIGHT_PX, WIDTH_PX, curve_png
 from guava_nb.render import Curve
 from tests.support.sensors import Clock
 
@@ -24,10 +24,12 @@ class Handle:
     def __call__(self) -> Handle:
         return self
 
-    def display(self, bundle: dict[str, Any], raw: bool) -> None:
+    def display(self, bundle: dict[str, Any], raw: bool, metadata: dict[str, Any]) -> None:
+        assert metadata["image/png"] == {"width": WIDTH_PX, "height": HEIGHT_PX}
         self.shown.append(bundle)
 
-    def update(self, bundle: dict[str, Any], raw: bool) -> None:
+    def update(self, bundle: dict[str, Any], raw: bool, metadata: dict[str, Any]) -> None:
+        assert metadata["image/png"] == {"width": WIDTH_PX, "height": HEIGHT_PX}
         self.updated.append(bundle)
 
 

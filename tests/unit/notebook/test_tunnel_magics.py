@@ -92,6 +92,7 @@ def test_a_worker_without_a_tunnel_is_sent_for_no_code_and_leaves_on_interrupt(n
     notebook.worker_options = {"num_waits": 9, "interrupt_at": (2,), "away": True, "away_because": "it broke"}
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
     assert shown.ok and notebook.workers[0].calls == ["leave"] and "NEWCODE" not in shown.text
+    assert "It dials again by itself" in shown.text
 
 
 def test_the_worker_says_when_its_session_is_back_and_its_end_once(
@@ -150,3 +151,24 @@ def test_training_waits_also_when_the_only_worker_has_left(notebook: Any) -> Non
     notebook.orchestrator.here, notebook.orchestrator.coming = [], ["back"]
     shown = notebook.run(train)
     assert shown.ok and "Waiting up to 300 s for workers: 0 of 1 are here" in shown.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%guava_train --model Net --data loader --loss CrossEntropyLoss",
+        "%guava_validate --data loader",
+        "%guava_predict --data loader",
+    ],
+)
+def test_a_new_code_is_shown_in_whatever_cell_waits(notebook: Any, line: str) -> None:
+    notebook.run("%guava_up --workers 2 --tunnel ngrok\nloader = [1]")
+    orchestrator = notebook.orchestrator
+
+    def another_address() -> None:
+        orchestrator.code = NEW
+
+    orchestrator.waiting, orchestrator.coming = another_address, ["late", "later"]
+    shown = notebook.run(line)
+    assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
+    assert "Workers that are away need it" in shown.text

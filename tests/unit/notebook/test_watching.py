@@ -72,6 +72,7 @@ def test_interrupted_renders_as_one_line() -> None:
 
 def test_an_interrupt_promises_no_end_of_a_step_that_nobody_is_here_to_do() -> None:
     run = FakeRun()
-    told = interrupt_run(run, 1, "vm to come back, up to 5 min more")
-    assert "it waits for vm to come back" in told and "Interrupt again" in told and "after this step" not in told
+    told = interrupt_run(run, 1, "vm to come back, up to 5 min more", 5.0)
+    assert "within 10 s" in told and "last committed step" in told and "Interrupt again" in told
+    assert "after this step" not in told
     assert "Aborting" in interrupt_run(run, 2, "vm to come back")

@@ -13,7 +13,26 @@ def test_figures_with_units_and_methods() -> None:
     for words in ("2 kJ", "2 J", "0.556 Wh", "900 J, 1.1 kJ", "0.2 g", "200 W", "NVML energy counter", "w2: no sensor"):
         assert words in text, text
     assert "same board" in text and "8 s, 1.6 kJ" in text and "FLOP/J" in text
+    assert "0.1 J, 20,000 tokens" in text and "per token" in text
+    assert "attention" in text and "300 J" in text and "another view of the same time" in text
+    assert "w0: no reading covers 4 s of 10 s (GPU is lost)" in text
+    assert "50 %" in text and "3.0 MB/s" in text
     assert "<table" in to_html(energy_view(record()))
+
+
+def test_what_nobody_asked_for_takes_no_room() -> None:
+    plain = {**report(), "tokens": None}
+    plain["energy"] = [{**one, "tokens": None, "tasks": {}, "machine": {}, "boards": []} for one in plain["energy"]]
+    text = to_text(energy_view(energy_record(plain, {}, "fp16")))
+    assert "token" not in text and "task" not in text and "machine of" not in text and "no reading" not in text
+
+
+def test_a_run_too_short_for_its_sensor_says_so() -> None:
+    short = report()
+    short["energy"][0]["boards"][0] |= {"too_short": True, "uncovered_s": 0.0}
+    assert "w0: the run was hardly longer than the pace of the sensor" in to_text(
+        energy_view(energy_record(short, {}, "fp16"))
+    )
 
 
 def test_nothing_measured_says_so_and_shows_no_zero() -> None:

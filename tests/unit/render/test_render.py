@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.engine.status import RunStatus, Status, WireBytes, WorkerStatus
+from guava_nb.engine.status import OwnFigures, RunStatus, Status, WireBytes, WorkerStatus
 from guava_nb.errors import ConfigError, RemoteError
 from guava_nb.render import (
     Progress,
@@ -26,7 +26,17 @@ from guava_nb.render import (
     to_text,
     worker_view,
 )
-from guava_nb.render.values import show_bytes, show_float, show_percent, show_rate, show_seconds
+from guava_nb.render.text import WIDTH, table_text
+from guava_nb.render.values import (
+    short_rate,
+    show_bytes,
+    show_bytes_pair,
+    show_float,
+    show_percent,
+    show_rate,
+    show_seconds,
+)
+from guava_nb.render.workers import glance
 from tests.support.fake_session import FakeWorkerStatus
 
 CODE = "guava1:c2VjcmV0LXNlY3JldC1zZWNyZXQ"
@@ -95,7 +105,9 @@ def test_session_text() -> None:
     text = to_text(session_view(STATUS))
     assert text.splitlines()[0] == "session: open at 127.0.0.1:4242"
     assert "1 ready of 2 expected" in text
-    assert "gpu <1>  working  cuda:0 T4 & co  50 %   12.3 ms  -     320      1.0 MB  12 B" in text
+    assert "worker   device          state    share  step time\n" in text
+    assert "gpu <1>  cuda:0 T4 & co  working  50 %   12.3 ms\n" in text
+    assert "gpu <1>  320      1.0 MB  12 B\n" in text
     assert text.endswith("a note\nwaits for <worker>")
 
 
@@ -106,13 +118,112 @@ def test_a_closed_empty_session_is_short() -> None:
 
 
 def test_run_and_summary() -> None:
-    assert run_view(RUN).headline == "epoch 1/3, step 5/69, loss 0.25, val loss 0.3 accuracy 0.91, 500 samples/s"
+    assert (
+        run_view(RUN).headline == "epoch 1/3, step 5/69, loss 0.25, val loss 0.3 accuracy 0.91, 500 samples/s, 8 s left"
+    )
     text = to_text(summary_view(RUN, [WORKER]))
     assert "2.3 at the start, 0.25 at the end" in text
     assert "10.0 MB out, 1.0 MB in (samples 5.0 MB, gradients 100 B, activations 2.0 kB)" in text
     fresh = RunStatus("r", "preparing", "data", 0, 3, 0, None, 0, 0.0)
     assert run_view(fresh).headline == "epoch 0/3, step 0"
     assert "not measured" in to_text(summary_view(fresh))
+
+
+def test_every_worker_has_one_row_without_columns_that_nobody_has() -> None:
+    gpu = replace(
+        WORKER, name="gpu", device_name="NVIDIA A100-SXM4-80GB", busy=0.98, memory_used_bytes=61_200_000_000,
+        memory_bytes=85_900_000_000, power_w=312.4, joules=45_678.0, rate_out_bytes_s=1_230_000.0,
+        rate_in_bytes_s=480_000.0, round_trip_s=0.041, worker_waits=0.04, data_waits=0.3,
+    )  # fmt: skip
+    cpu = replace(WORKER, name="cpu", device="cpu", device_name="Intel(R) Xeon(R) CPU @ 2.50GHz", busy=0.5)
+    both = glance([gpu, cpu])
+    assert both.columns == (
+        "worker", "device", "state", "share", "step time", "busy", "memory", "power", "energy", "link to",
+        "link from", "round trip", "waits",
+    )  # fmt: skip
+    assert both.rows == (
+        ("gpu", "cuda:0 A100-SXM4-80GB", "working", "50 %", "12.3 ms", "98 %", "61.2/85.9 GB", "312 W", "45.7 kJ",
+         "1.23 MB/s", "480 kB/s", "41 ms", "4 %"),
+        ("cpu", "cpu Intel Xeon", "working", "50 %", "12.3 ms", "50 %", "-", "-", "-", "-", "-", "-", "-"),
+    )  # fmt: skip
+    assert glance([cpu]).columns == ("worker", "device", "state", "share", "step time", "busy")
+    gone, away = (replace(gpu, state=state) for state in ("lost", "suspect"))
+    told = glance([gpu, gone, away])
+    assert told.faint == {1}
+    for row in told.rows[1:]:
+        assert row[8] == "45.7 kJ" and set(row[4:8] + row[9:]) == {"-"}, "what was measured then says nothing of now"
+
+
+def test_what_is_said_of_a_worker_is_not_said_twice() -> None:
+    lost = replace(WORKER, state="lost", detail="its process ended")
+    assert to_text(run_view(RUN, [lost], ["gpu <1> was lost: its process ended"])).count("its process ended") == 1
+    assert "gpu <1>: its process ended" in to_text(run_view(RUN, [lost]))
+
+
+@given(
+    st.lists(st.lists(st.text("ab 数", max_size=40), min_size=12, max_size=12), min_size=1, max_size=4),
+    st.integers(2, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_wide_table_is_set_in_pieces_and_loses_nothing(cells: list[list[str]], columns: int) -> None:
+    rows = tuple(tuple(f"r{k}c{n}{cell}" for n, cell in enumerate(row[:columns])) for k, row in enumerate(cells))
+    text = table_text(Table(tuple(f"column{n}" for n in range(columns)), rows))
+    for row in rows:
+        assert all(" ".join(cell.split()) in text for cell in row)
+    assert text.count("column0") == text.count("r0c0") >= 1
+    for line in text.splitlines():
+        width = sum(2 if letter == "数" else 1 for letter in line)
+        assert width <= WIDTH or len(re.findall(r"r\dc\d+|column\d+", line)) in (0, 2), (
+            "two columns fit or nothing does"
+        )
+
+
+def test_time_left_is_told_while_it_is_known() -> None:
+    assert "s left" not in run_view(replace(RUN, state="done")).headline
+    assert "left" not in run_view(replace(RUN, total_steps=None)).headline + run_view(replace(RUN, step=0)).headline
+    assert run_view(replace(RUN, total_steps=10_000)).headline.endswith("500 samples/s, 21 min 19 s left")
+
+
+def test_energy_is_told_per_sample_and_epoch() -> None:
+    measured = replace(RUN, joules=64.0)
+    assert "64 J, 0.2 J per sample, 294 J per epoch" in to_text(run_view(measured))
+    assert "per epoch" not in to_text(run_view(replace(measured, steps_before=5)))
+
+
+def test_sizes_in_pairs() -> None:
+    pairs = [(5.1e9, 25.3e9), (12.0, 3.0), (999_600.0, 0.0), (1e3, 3e9), (123.4e6, 999.4e6)]
+    assert [show_bytes_pair(*pair) for pair in pairs] == [
+        "5.1/25.3 GB",
+        "12/3 B",
+        "1/0 MB",
+        "<0.01/3 GB",
+        "123/999 MB",
+    ]
+    assert [short_rate(rate) for rate in (0, 21.4, 999.6, 480_000.0, 3e20)] == [
+        "0 B/s", "21.4 B/s", "1 kB/s", "480 kB/s", "300000 PB/s",
+    ]  # fmt: skip
+
+
+def test_a_worker_s_own_figures_and_nothing_that_was_not_measured() -> None:
+    figures = OwnFigures(
+        "Tesla T4", 2602, 0.33, 0.0179, 0.04, 0.98, 5_100_000_000, 15_800_000_000, 71.3, 1234.0, 479_600.0, 1_200_000.0,
+        0.00147, 1_500_000, 1_200_000,
+    )  # fmt: skip
+    worker = FakeWorkerStatus("working", "w", 120, "cuda:0", "127.0.0.1:1", figures=figures)
+    assert to_text(worker_view(worker)).splitlines() == [
+        "worker w: working on cuda:0 for 127.0.0.1:1, step 120",
+        "  work    2602 samples, 33 % of each batch, 17.9 ms a step, waits for data 4 % of the time",
+        "  device  cuda:0 Tesla T4, 98 % busy, 5.1/15.8 GB of memory in use, 71.3 W",
+        "  link    480 kB/s up, 1.2 MB/s down, round trip 1.47 ms",
+        "  energy  1.23 kJ in this run",
+        "  wire    1.5 MB sent, 1.2 MB received",
+    ]
+    away, ended = (to_text(worker_view(replace(worker, state=state))) for state in ("reconnecting", "left"))
+    assert "link" not in away and "busy" in away
+    assert "link" not in ended and "busy" not in ended and "2602 samples" in ended and "1.23 kJ" in ended
+    assert "0" not in to_text(worker_view(replace(worker, figures=OwnFigures(), step=1, address="a"))).replace(
+        "cuda:0", ""
+    )
 
 
 def test_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -67,6 +68,16 @@ def test_windows_overlap_and_restart() -> None:
         meter.end("run")
 
 
+def test_a_block_may_end_its_window_itself_and_a_closed_meter_says_so() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
+    with meter:
+        pass_time(meter, clock, 1.0)
+        assert meter.end().joules == pytest.approx(100)
+    with pytest.raises(ConfigError, match="closed"):
+        meter.begin()
+
+
 def test_a_window_shorter_than_the_sensor_s_pace_says_so() -> None:
     clock = Clock()
     meter = meter_of(Scripted(lambda s: 100.0, clock), clock=clock)
@@ -97,7 +108,6 @@ def test_a_sensor_that_never_spoke_is_not_measured() -> None:
 
 
 def test_the_thread_reads_and_ends() -> None:
-    import threading
 
     clock = Clock()
     read = threading.Event()
@@ -205,3 +215,82 @@ def test_a_counter_that_only_falls_is_not_measured() -> None:
     with meter:
         pass_time(meter, clock, 2.0)
     assert meter.window is not None and meter.window.joules is None
+
+
+class Hanging(Scripted):
+    """Answers for a while, then hangs until it is let go."""
+
+    def __init__(self, clock: Clock, answers: int) -> None:
+        super().__init__(lambda s: 100 * s, clock, counts=True, key="host/GPU-slow")
+        self.answers, self.hangs, self.go_on = answers, threading.Event(), threading.Event()
+
+    def read(self) -> float:
+        self.answers -= 1
+        if self.answers < 0:
+            self.hangs.set()
+            assert self.go_on.wait(60)
+        return super().read()
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    monkeypatch.setattr("guava_nb.telemetry.meter.PATIENCE_S", 0.05)
+    monkeypatch.setattr("guava_nb.telemetry.meter._JOIN_S", 0.05)
+    clock = Clock()
+    slow = Hanging(clock, answers)
+    meter = EnergyMeter(sensors=[Scripted(lambda s: 5 * s, clock, counts=True), slow], clock=clock, interval_s=30)
+    meter.begin()
+    clock.wait(10.0)
+    with meter.task("x"):
+        clock.wait(1.0)
+    assert meter.so_far().boards[1].joules is None
+    assert slow.hangs.is_set()
+    window = meter.end()
+    assert window.seconds == 11.0 and window.boards[1].joules is None and window.boards[1].uncovered_s == 11.0
+    assert [task.task for task in window.tasks] == ["x"]
+    meter.begin()  # while it still hangs
+    meter.end()
+    meter.close()
+    assert not slow.closed  # not under a call that may be using it
+    slow.go_on.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "guava-energy"]:
+        thread.join(30)
+    assert slow.closed
+
+
+def test_a_sensor_that_answers_late_counts_from_its_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guava_nb.telemetry.meter.PATIENCE_S", 0.05)
+    clock = Clock()
+    slow = Hanging(clock, 0)
+    meter = EnergyMeter(sensors=[slow], clock=clock, interval_s=30)
+    meter.begin()
+    clock.wait(4.0)
+    monkeypatch.setattr("guava_nb.telemetry.meter.PATIENCE_S", 30.0)
+    slow.go_on.set()
+    meter.poll()
+    clock.wait(6.0)
+    window = meter.end()
+    assert (window.joules, window.boards[0].uncovered_s) == (600.0, 4.0)
+    meter.close()
+
+
+def test_the_end_of_a_counter_that_died_is_told_as_a_gap() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: 100 * s if s < 5 else None, clock, counts=True), clock=clock)
+    with meter:
+        pass_time(meter, clock, 10.0)
+    assert meter.window is not None
+    (board,) = meter.window.boards
+    assert board.joules == pytest.approx(490, rel=0.03) and board.uncovered_s == pytest.approx(5.1, abs=0.2)
+
+
+def test_a_sensor_that_was_given_up_is_asked_again_at_the_next_window() -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(lambda s: None if s < 10 else 100.0, clock), clock=clock)
+    meter.begin()
+    pass_time(meter, clock, 11.0)  # long after it is asked no more
+    assert meter.end().joules is None
+    meter.begin()
+    pass_time(meter, clock, 1.0)
+    assert meter.end().joules == pytest.approx(100)
+    meter.close()

@@ -1,0 +1,162 @@
+"""Tables of workers: one row each that tells all that matters at a glance, and what only a closer look asks for.
+
+A column that nobody has a figure for stays away, so a page of CPU workers has no empty columns about power.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from guava_nb.engine.status import WorkerStatus
+from guava_nb.render.values import (
+    short_bytes,
+    short_rate,
+    show_bytes,
+    show_bytes_pair,
+    show_joules,
+    show_percent,
+    show_seconds,
+    show_watts,
+)
+from guava_nb.render.view import Table
+
+__all__ = ["device_words", "glance", "is_there", "traffic", "worker_notes", "workers_at_the_end"]
+
+#: What makers write into the names of their devices and nobody reads.
+_MARKS = re.compile(r"\((R|TM|C)\)|\b(Processor|CPU|NVIDIA|GeForce|\d+-Core)\b|@ ?[\d.]+ ?GHz", re.IGNORECASE)
+#: Workers that are not here any more.
+_GONE = ("lost", "left")
+#: A cell that has no figure.
+_NONE = "-"
+
+Cell = Callable[[WorkerStatus], str]
+
+
+def is_there(worker: WorkerStatus) -> bool:
+    """Whether it is here, or may come back to its place."""
+    return worker.state not in _GONE
+
+
+def device_words(device: str, name: str) -> str:
+    """Torch's name of a device and what is worth reading of its maker's: "cuda:0 Tesla T4"."""
+    short = " ".join(_MARKS.sub(" ", name).split())
+    return device if short in ("", device) else f"{device} {short}"
+
+
+def glance(workers: Sequence[WorkerStatus]) -> Table:
+    """One row per worker: state, speed, device, cost, link."""
+    return _table(_GLANCE, workers)
+
+
+def traffic(workers: Sequence[WorkerStatus]) -> Table:
+    """What was done and sent, what is on its way, who waits for whom; of the workers that are here."""
+    there = [worker for worker in workers if is_there(worker)]
+    known = [w for w in there if w.samples or w.queued_batches or w.worker_waits is not None]
+    return _table(_TRAFFIC, known)
+
+
+def workers_at_the_end(workers: Sequence[WorkerStatus]) -> Table:
+    """What each worker did in a run that is over."""
+    return _table(_END, workers)
+
+
+def worker_notes(workers: Sequence[WorkerStatus], told: Sequence[str]) -> tuple[str, ...]:
+    """One sentence for each worker of which there is something to say that is not told already."""
+    return tuple(
+        f"{worker.name}: {worker.detail}"
+        for worker in workers
+        if worker.detail and not any(worker.detail in note for note in told)
+    )
+
+
+def _table(columns: Sequence[tuple[str, Cell]], workers: Sequence[WorkerStatus]) -> Table:
+    """The columns in which somebody has something; rows of workers that are gone are faint."""
+    cells = [(name, [cell(worker) for worker in workers]) for name, cell in columns]
+    kept = [(name, column) for name, column in cells if any(cell not in ("", _NONE) for cell in column)]
+    faint = frozenset(row for row, worker in enumerate(workers) if not is_there(worker))
+    rows = tuple(zip(*(column for _, column in kept), strict=True)) if workers else ()
+    return Table(tuple(name for name, _ in kept), rows, faint=faint)
+
+
+def _live(show: Cell) -> Cell:
+    """Of what is measured now: a worker that is away or gone has nothing."""
+    return lambda worker: show(worker) if is_there(worker) and worker.state != "suspect" else _NONE
+
+
+def _state(worker: WorkerStatus) -> str:
+    return "away" if worker.state == "suspect" else worker.state
+
+
+def _memory(worker: WorkerStatus) -> str:
+    if worker.memory_used_bytes is None or worker.memory_bytes is None:
+        return _NONE
+    return show_bytes_pair(worker.memory_used_bytes, worker.memory_bytes)
+
+
+def _rate(bytes_s: float | None) -> str:
+    return _NONE if bytes_s is None else short_rate(bytes_s)
+
+
+def _percent(fraction: float | None) -> str:
+    return _NONE if fraction is None else show_percent(fraction)
+
+
+def _seconds(duration_s: float | None) -> str:
+    return _NONE if duration_s is None else show_seconds(duration_s)
+
+
+def _in_flight(worker: WorkerStatus) -> str:
+    return f"{worker.queued_batches} batches, {show_bytes(worker.queued_bytes)}" if worker.queued_batches else _NONE
+
+
+def _who_waits(worker: WorkerStatus) -> str:
+    if worker.worker_waits is None or worker.data_waits is None:
+        return _NONE
+    who = "GPU" if worker.device.startswith("cuda") else "worker"
+    return f"{who} waits for data {show_percent(worker.worker_waits)}, data waits for {who} {show_percent(worker.data_waits)}"
+
+
+def _device(worker: WorkerStatus) -> str:
+    return device_words(worker.device, worker.device_name)
+
+
+def _joules(worker: WorkerStatus) -> str:
+    return _NONE if worker.joules is None else show_joules(worker.joules)
+
+
+_WHO: tuple[tuple[str, Cell], ...] = (
+    ("worker", lambda worker: worker.name),
+    ("device", _device),
+    ("state", _state),
+    ("share", lambda worker: _percent(worker.share)),
+)
+_GLANCE: tuple[tuple[str, Cell], ...] = (
+    *_WHO,
+    ("step time", _live(lambda worker: _seconds(worker.step_s))),
+    ("busy", _live(lambda worker: _percent(worker.busy))),
+    ("memory", _live(_memory)),
+    ("power", _live(lambda worker: _NONE if worker.power_w is None else show_watts(worker.power_w))),
+    ("energy", _joules),
+    # Before it has worked, nothing was sent that says how fast the line is.
+    ("link to", _live(lambda worker: _rate(worker.rate_out_bytes_s) if worker.samples else _NONE)),
+    ("link from", _live(lambda worker: _rate(worker.rate_in_bytes_s) if worker.samples else _NONE)),
+    ("round trip", _live(lambda worker: _seconds(worker.round_trip_s))),
+    ("waits", _live(lambda worker: _percent(worker.worker_waits))),
+)
+_TRAFFIC: tuple[tuple[str, Cell], ...] = (
+    ("work", lambda worker: worker.name),
+    ("samples", lambda worker: str(worker.samples)),
+    ("in flight", _in_flight),
+    ("out", lambda worker: short_bytes(worker.out_bytes)),
+    ("in", lambda worker: short_bytes(worker.in_bytes)),
+    ("idle in a step", lambda worker: _seconds(worker.wait_s)),
+    ("who waits", _who_waits),
+)
+_END: tuple[tuple[str, Cell], ...] = (
+    *_WHO,
+    ("samples", lambda worker: str(worker.samples)),
+    ("energy", _joules),
+    ("out", lambda worker: short_bytes(worker.out_bytes)),
+    ("in", lambda worker: short_bytes(worker.in_bytes)),
+)
