@@ -7,23 +7,22 @@ import shutil
 from pathlib import Path
 
 from guava_nb.doctor.check import Check
+from guava_nb.doctor.memory import WORKER_BYTES, memory_here
 
 __all__ = ["check_cores", "check_disk", "check_memory"]
 
 GIB = 1 << 30
-#: Resident memory of one worker process with torch loaded and a small model, rounded up from measurements.
-WORKER_BYTES = 500 << 20
 ENOUGH_DISK_BYTES = GIB
 
 
 def check_memory() -> Check:
     """Free memory, in workers that it holds."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    fitting = memory.available // WORKER_BYTES
+    memory = memory_here()
+    fitting = memory.free_bytes // WORKER_BYTES
+    whose = "that this host gives " if memory.is_limited else ""
     detail = (
-        f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, room for about {fitting} small workers"
+        f"{memory.free_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB {whose}free, room for about {fitting} small "
+        "workers"
     )
     if fitting < 2:
         return Check("memory", "warning", detail, "close other programs, or start fewer workers here")

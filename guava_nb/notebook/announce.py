@@ -11,7 +11,7 @@ from types import TracebackType
 
 from IPython.display import DisplayHandle
 
-from guava_nb.notebook.host import Host, colab_rule
+from guava_nb.notebook.host import Host, binder_rule, colab_rule, is_loopback
 from guava_nb.notebook.screen import say, show_bundle
 
 __all__ = [
@@ -126,9 +126,9 @@ def code_html(code: str, call: str = _CALL) -> str:
     return f'<div style="font-size:13px;line-height:1.45">{parts}</div>'
 
 
-def say_grant(host: Host, ui: str) -> None:
-    """Say what to know before joining from this host."""
-    text = grant_text(host)
+def say_grant(host: Host, joins: str, ui: str) -> None:
+    """Say what to know before joining the session at this name or address from this host."""
+    text = grant_text(host, joins)
     if ui in ("text", "none"):
         say(text)
     else:  # standard output breaks its lines within words
@@ -136,6 +136,11 @@ def say_grant(host: Host, ui: str) -> None:
         show_bundle(text, f'<div style="font-size:13px;line-height:1.45;opacity:.8">{paragraphs}</div>')
 
 
-def grant_text(host: Host) -> str:
-    """What to know before joining from this host."""
-    return "\n".join(text for text in (GRANT, colab_rule(host)) if text)
+def grant_text(host: Host, joins: str) -> str:
+    """What to know before joining from this host.
+
+    Args:
+        joins: name or address of the session that is joined.
+    """
+    beyond = "" if is_loopback(joins) else binder_rule(host)
+    return "\n".join(text for text in (GRANT, colab_rule(host), beyond) if text)

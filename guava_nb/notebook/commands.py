@@ -240,7 +240,7 @@ TRAIN = Command(
             "--fresh",
             help="start from new weights; else a run with the last run's model and cells goes on from its weights",
         ),
-        option("-o", "--out", metavar="NAME", help="also store the run in this variable"),
+        option("-o", "--out", metavar="NAME", help="also store the run in this variable; with --dry-run the forecast"),
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
     one_of=("loss", "step"),

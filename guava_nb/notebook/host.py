@@ -1,10 +1,25 @@
-"""What the host of this notebook forbids."""
+"""What the host of this notebook forbids, or cannot do."""
 
 from __future__ import annotations
 
 from guava_nb.tunnels.host import Host, detect_host
 
-__all__ = ["Host", "colab_rule", "detect_host"]
+__all__ = ["Host", "binder_rule", "colab_rule", "detect_host", "is_loopback"]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or a name, is that of this very machine."""
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def binder_rule(host: Host) -> str:
+    """What Binder lets through, for whoever wants to reach beyond it; an empty string elsewhere."""
+    if host is not Host.BINDER:
+        return ""
+    return (
+        "Binder lets nobody in and little traffic out, and ends sessions that send much. Here use workers on this machine, "
+        "%guava_up --local 2; a second notebook of this same Binder session can join too, machines elsewhere cannot."
+    )
 
 
 def colab_rule(host: Host) -> str:

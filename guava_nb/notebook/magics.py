@@ -85,7 +85,7 @@ class GuavaMagics(Magics):
         if worker.lives:
             say(worker.follow(code))
         else:
-            say_grant(detect_host(self.shell), choose_ui(self.shell))
+            say_grant(detect_host(self.shell), code.host, choose_ui(self.shell))
             worker.join(code, args.device, args.name)
         if args.detach:
             return self._show(*self.session.views())

@@ -10,9 +10,13 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.config import DistributedConfig
+from guava_nb.config.units import show_bytes
+from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
 from guava_nb.errors import ConfigError
+from guava_nb.notebook.host import Host, binder_rule, is_loopback
 
-__all__ = ["LocalWorkers", "code_to_dial", "orchestrator_settings"]
+__all__ = ["LocalWorkers", "cautions", "code_to_dial", "memory_caution", "orchestrator_settings"]
 
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
@@ -36,6 +40,40 @@ def orchestrator_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.no_tls:
         settings["tls"] = False
     return settings
+
+
+def cautions(args: argparse.Namespace, host: Host, running: int) -> list[str]:
+    """What a person should read before this line of %guava_up is done, because afterwards may be too late.
+
+    Args:
+        running: workers that this notebook started and that live.
+    """
+    said = [binder_rule(host)] if host is Host.BINDER and _reaches_beyond(args, running) else []
+    missing = (args.local or 0) - running
+    return [text for text in (*said, memory_caution(missing, memory_here()) if missing > 0 else "") if text]
+
+
+def memory_caution(count: int, memory: Memory) -> str:
+    """A sentence for the case that so many more workers on this machine may not fit; an empty string where they do."""
+    if count * WORKER_BYTES <= memory.free_bytes:
+        return ""
+    whose = " that this host gives" if memory.is_limited else ""
+    fitting = memory.free_bytes // WORKER_BYTES
+    return (
+        f"Memory is short: a worker takes about {show_bytes(WORKER_BYTES)} beside its model, and "
+        f"{show_bytes(memory.free_bytes)} are free of the {show_bytes(memory.total_bytes)}{whose}: room for {fitting}, not for "
+        f"{count} more. Where memory runs out the system ends a worker or this kernel; %guava_up --local N with a smaller N "
+        "needs less."
+    )
+
+
+def _reaches_beyond(args: argparse.Namespace, running: int) -> bool:
+    """Whether the session is meant for others than the workers that this notebook starts."""
+    config = DistributedConfig.load()
+    tunnel, address = args.tunnel or config.tunnel, args.host or config.master_ip
+    here = max(args.local or 0, running)
+    others = not here or (args.workers or 0) > here or args.connect is not None
+    return others or tunnel not in ("", "local") or not is_loopback(address)
 
 
 def code_to_dial(words: Sequence[str]) -> str:

@@ -24,10 +24,11 @@ from guava_nb.errors import GuavaError
 from guava_nb.notebook.announce import NEW_ADDRESS, hand_over
 from guava_nb.notebook.asking import predict, validate
 from guava_nb.notebook.gathering import gather
+from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.modes import mode_arguments, mode_sentence
 from guava_nb.notebook.names import cell_name, defined_names
-from guava_nb.notebook.opening import LocalWorkers, code_to_dial, orchestrator_settings
+from guava_nb.notebook.opening import LocalWorkers, cautions, code_to_dial, orchestrator_settings
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import ask_hidden, can_ask, choose_ui, say
 from guava_nb.notebook.tokens import near
@@ -91,6 +92,8 @@ class NotebookSession:
             Sentences on what was not done as asked.
         """
         settings = orchestrator_settings(args)
+        for caution in cautions(args, detect_host(self._shell), 0 if self._local is None else len(self._local)):
+            say(caution)
         notes = self._refused_settings(settings) if self.is_open else []
         if not self.is_open:
             expected = {"num_workers": args.local} if args.local else {}
@@ -203,10 +206,13 @@ class NotebookSession:
         return run
 
     def forecast(self, args: argparse.Namespace) -> Any:
-        """The forecast of what the run of such a line would send and receive; nothing is started."""
+        """The forecast of what the run of such a line would send and receive, also as -o; nothing is started."""
         orchestrator, arguments = self._need_session(), self._arguments(args)
         self._apply_mode()
-        return orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args)
+        forecast = orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args)
+        if args.out is not None:
+            self._shell.user_ns[args.out] = forecast
+        return forecast
 
     def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
         """Keyword arguments for a run, checked as far as this notebook can."""

@@ -11,6 +11,10 @@ from typing import Any
 __all__ = ["Host", "current_host", "detect_host"]
 
 
+#: Set in the containers of a BinderHub, by its launcher and by Kubernetes.
+_BINDER = ("BINDER_LAUNCH_HOST", "BINDER_REPO_URL", "BINDER_SERVICE_HOST")
+
+
 class Host(Enum):
     """Where the kernel lives."""
 
@@ -33,7 +37,7 @@ def detect_host(
         return Host.KAGGLE
     if _is_colab_shell(shell):
         return Host.COLAB
-    return Host.BINDER if "BINDER_SERVICE_HOST" in environ else Host.LOCAL
+    return Host.BINDER if any(name in environ for name in _BINDER) else Host.LOCAL
 
 
 def current_host() -> Host:

@@ -27,9 +27,8 @@ WORKER = "01_colab_worker"
 
 
 def test_there_are_notebooks() -> None:
-    lessons = {"00_quickstart", WORKER, "02_pipeline_parallel", "03_tensor_parallel", "04_zero_and_hybrid"}
-    lessons |= {"05_stream_validate_predict", "08_energy"}
-    assert lessons <= {path.stem for path in NOTEBOOKS}
+    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(9)]
+    assert WORKER in [path.stem for path in NOTEBOOKS]
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -112,8 +111,28 @@ def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_teaches_and_cleans_up(path: Path) -> None:
+    """A goal, a picture of what goes where, numbers, a prediction before them, an exercise, the way back."""
     cells = nbformat.read(path, as_version=4).cells
-    text = [cell for cell in cells if cell.cell_type == "markdown"]
-    assert cells[0].cell_type == "markdown"
+    text = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    assert cells[0].cell_type == "markdown" and "**Goal.**" in cells[0].source and "**You need**" in cells[0].source
     assert len(text) >= len(cells) / 3
+    (picture,) = [source for source in text if source.startswith("## What goes where\n")]
+    assert "\n```\n" in picture  # letters, not SVG: GitHub and Colab take SVG out of a text
+    for part in ("The numbers to watch", "**Predict.**", "## Exercise", "machines"):
+        assert part in "\n".join(text), part
+    exercise = next(number for number, cell in enumerate(cells) if "## Exercise" in cell.source)
+    assert exercise < len(cells) - 2, "an exercise without its answer"
     assert any("%guava_down" in cell.source for cell in cells[-3:])
+    assert all(WORKER in source for source in text if "**On two machines.**" in source)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_badges_and_links_lead_to_it_and_to_what_is_there(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    assert f"colab.research.google.com/github/guava-nb/guava_nb/blob/main/notebooks/{path.name})" in cells[0].source
+    assert f"mybinder.org/v2/gh/guava-nb/guava_nb/main?labpath=notebooks%2F{path.name})" in cells[0].source
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", "\n".join(cell.source for cell in cells))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    # Colab has none of us: the first cell that runs installs, and leaves alone what is there.
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    assert "%pip install" in first and 'find_spec("guava_nb") is None' in first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -269,3 +270,20 @@ def test_binder_has_every_dependency_and_the_cpu_build_of_torch() -> None:
     assert set(wanted) - set(here) == {"torch"}
     assert [name for name, line in wanted.items() if name != "torch" and here[name] != line] == []
     assert any(re.fullmatch(r"pytorch-cpu>=[0-9.]+", line) for line in conda)
+
+
+@pytest.mark.parametrize("name", ["postBuild", "start"])
+def test_scripts_of_binder_run_and_speak_of_files_that_are_there(name: str) -> None:
+    path = ROOT / "binder" / name
+    text = path.read_text(encoding="utf-8")
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=10, check=False)
+    assert text.startswith("#!/usr/bin/env bash\n") and done.returncode == 0, done.stderr
+    assert os.access(path, os.X_OK)
+    files = re.findall(r"\b\w+\.(?:yml|txt|toml)\b", text)
+    assert [file for file in files if not (ROOT / "binder" / file).exists()] == []
+
+
+def test_binder_installs_nothing_beside_its_list_and_starts_what_it_is_given() -> None:
+    build, start = ((ROOT / "binder" / name).read_text(encoding="utf-8") for name in ("postBuild", "start"))
+    assert [line for line in build.splitlines() if "install" in line and "--no-deps -e ." not in line] == []
+    assert "OMP_NUM_THREADS=1" in start and start.rstrip().endswith('exec "$@"')

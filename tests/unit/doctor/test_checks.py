@@ -14,6 +14,7 @@ import pytest
 
 from guava_nb.doctor import Check, exit_status, gpu, machine, network, run_checks, software
 from guava_nb.doctor.check import release
+from guava_nb.doctor.memory import WORKER_BYTES, Memory
 from guava_nb.errors import LinkTimeout
 
 
@@ -197,14 +198,13 @@ def test_the_owner_of_pynvml_is_found_here() -> None:
 
 
 def test_memory_cores_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import psutil
-
-    memory = types.SimpleNamespace(available=3 << 30, total=4 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    memory = Memory(10 * WORKER_BYTES, 4 << 30)
+    monkeypatch.setattr(machine, "memory_here", lambda: memory)
     check = machine.check_memory()
-    assert (check.status, check.detail) == ("ok", "3.0 of 4.0 GiB free, room for about 6 small workers")
-    memory.available = 600 << 20
-    assert machine.check_memory().status == "warning"
+    assert check.status == "ok" and check.detail.endswith("of 4.0 GiB free, room for about 10 small workers")
+    memory = Memory(2 * WORKER_BYTES - 1, 2 << 30, is_limited=True)
+    check = machine.check_memory()
+    assert check.status == "warning" and "of 2.0 GiB that this host gives free, room for about 1 small" in check.detail
 
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0}, raising=False)
     assert machine.check_cores().status == "warning"

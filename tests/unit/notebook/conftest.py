@@ -12,6 +12,8 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from guava_nb.doctor.memory import Memory
+from guava_nb.notebook import opening
 from guava_nb.notebook.magics import GuavaMagics, load, unload
 from guava_nb.notebook.session import NotebookSession
 from tests.support.fake_session import FakeOrchestrator, FakeRun, FakeWorker
@@ -75,6 +77,7 @@ def notebook(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Notebook]:
     monkeypatch.setenv("GUAVA_UI", "text")
+    monkeypatch.setattr(opening, "memory_here", lambda: Memory(1 << 40, 1 << 40))
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     unload(shell)
     shell.config.pop("Guava", None)  # what an earlier test chose by %config

@@ -27,6 +27,8 @@ COLAB_MARKS = {"COLAB_RELEASE_TAG": "release-colab"}
         (ColabShell(), {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", **COLAB_MARKS}, (), Host.KAGGLE),
         (object(), COLAB_MARKS, ("/kaggle/working",), Host.KAGGLE),
         (object(), {"BINDER_SERVICE_HOST": "10.0.0.1"}, (), Host.BINDER),
+        (object(), {"BINDER_LAUNCH_HOST": "https://mybinder.org/"}, (), Host.BINDER),
+        (object(), {"BINDER_REPO_URL": "https://github.com/x/y"}, (), Host.BINDER),
     ],
 )
 def test_host(shell: object, environ: dict[str, str], paths: tuple[str, ...], host: Host) -> None:

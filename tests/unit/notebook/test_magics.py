@@ -401,9 +401,10 @@ def test_each_mistake_is_one_line_and_starts_nothing(notebook: Any, rest: str, s
 def test_a_dry_run_shows_the_forecast_and_starts_nothing(notebook: Any) -> None:
     notebook.run("%guava_up --local 1\nloader = [1]")
     before = list(notebook.orchestrator.calls)
-    shown = notebook.run(TRAIN + " --model-args {'width':3} --dry-run --budget 2MB")
+    shown = notebook.run(TRAIN + " --model-args {'width':3} --dry-run --budget 2MB -o made")
     assert shown.ok and shown.value.budget_bytes == 2_000_000 and notebook.orchestrator.run is None
     assert shown.text.count("would stop after about") == 1  # its table stands there once
+    assert notebook.shell.user_ns["made"].run_bytes == 4_000_000
     assert shown.lines[0] == "forecast: data mode, 2 workers, 10 steps in 1 epoch, 4.0 MB in all"
     assert "would stop after about 50%" in shown.text and "sample" in shown.text
     ((name, options),) = notebook.orchestrator.calls[len(before) :]
