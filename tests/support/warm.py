@@ -5,7 +5,8 @@ MODULE` would: its own arguments, environment, folder, streams and session. It i
 use: it can be killed, stopped and looked at. What `install` replaces is `subprocess.Popen`, for the modules named in
 `WARM_MODULES` only; every other command, `guava` among them, starts as ever, and with GUAVA_TEST_COLD set all do.
 
-A warm kernel has a server of its own, forked before it has a thread: the workers that it starts are warm, and below it.
+A warm kernel has a server of its own, forked before it has a thread: the workers that it starts are warm, and below it. So has
+the pytest that runs a notebook.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ import psutil
 __all__ = ["context", "install", "without_servers"]
 
 ROOT = Path(__file__).resolve().parents[2]
-WARM_MODULES = ("guava_nb.engine.child", "ipykernel_launcher", "tests.support.console")
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "matplotlib.figure", "psutil")
+WARM_MODULES = ("guava_nb.engine.child", "ipykernel_launcher", "pytest", "tests.support.console")
+_STARTERS = ("ipykernel_launcher", "pytest")  # start processes themselves
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")
 _SERVES = "guava-warm"
 _ORDER_BYTES = 1 << 17
 _START_S = 90.0
@@ -137,7 +139,7 @@ def _become(order: dict[str, Any]) -> None:
     sys.path[:] = [order["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_base_path]
     sys.argv[:] = ["-m", *order["arguments"]]
     _be_like_nobody_else()
-    if order["module"] == "ipykernel_launcher":
+    if order["module"] in _STARTERS:
         install(_forked_server())
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
@@ -248,7 +250,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 def install(server: Server | None = None) -> None:
     """Let `subprocess.Popen` of this process start warm processes, from this server or from one that starts when needed."""
-    if _all_cold():
+    if _all_cold() or subprocess.Popen is WarmPopen:
         return
     made = [server] if server is not None else []
     lock = threading.Lock()
