@@ -215,7 +215,7 @@ def test_the_cpu_side_listens_and_a_killed_gpu_side_is_replaced(gpu: Console, tm
         first.start(dialling)
         loader.setup_dataset(Rows(), batch_size=32)
         loader.orchestrator.wait_for_workers(1, timeout=60)  # type: ignore[union-attr]
-        run = loader.start_loading(epochs=300, detach=True)
+        run = loader.start_loading(epochs=120, detach=True)
         eventually(lambda: len(run.history) > 6, 60, "it trains")
         gpu.run("fresh(learning_rate=0.01)")
         gpu.start(dialling)

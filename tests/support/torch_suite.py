@@ -1,12 +1,12 @@
-"""torch's own suite as a class, with guava declared wherever gloo is; imported by every process of every test.
+"""torch's own suite as a class, with guava declared wherever gloo is.
 
-Loading is what `tests.conformance.torch_suite` describes; it happens on import, because each test's processes are
-spawned and import it again.
+Loading is what `tests.conformance.torch_suite` describes; it happens on import, once: each test's processes are forked.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -69,8 +69,10 @@ _suite = _load()
 
 
 class TestProcessGroup(_suite.TestDistBackend, _suite.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
-    """The suite; each test runs in `WORLD_SIZE` processes of its own, which import this module."""
+    """The suite; each test runs in `WORLD_SIZE` processes of its own."""
 
     def setUp(self) -> None:
         super().setUp()
-        self._spawn_processes()
+        self._start_processes(
+            multiprocessing.get_context("fork").Process
+        )  # this process has loaded all, and has no threads
