@@ -8,7 +8,7 @@ in the module's own conditions on the name, which are rewritten in its text whil
 `dist.monitored_barrier` refuses every backend but gloo by name; it is asked as the group's method here.
 
 Prints the counts and what failed; the exit status is 0 when everything that ran passed. Without names the whole suite
-runs, which takes about half an hour on two cores; `--fast` is the part that the default test run takes.
+runs, a minute and a half on two cores; `--fast` is the part that the default test run takes.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ the pytest that runs a notebook.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -37,6 +38,7 @@ WARM_MODULES = ("guava_nb.engine.child", "ipykernel_launcher", "pytest", "tests.
 _STARTERS = ("ipykernel_launcher", "pytest")  # start processes themselves
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")
 _SERVES = "guava-warm"
+_ROOM_FOR_WORDS = "-" * 500  # a process of its own has its words written here, where `ps` finds them
 _ORDER_BYTES = 1 << 17
 _START_S = 90.0
 
@@ -53,7 +55,7 @@ class Server:
         """A server in a new interpreter."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-        words = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
+        words = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), _ROOM_FOR_WORDS]
         subprocess.Popen(words, env=environment, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         return cls(ours)
@@ -120,6 +122,7 @@ def _begin(order: dict[str, Any], streams: list[int], sock: socket.socket) -> No
     sock.detach()
     os.closerange(3, 1 << 16)
     _call_this_process("python")
+    _show_words([sys.executable, "-m", order["module"], *order["arguments"]])
 
 
 def _become(order: dict[str, Any]) -> None:
@@ -172,6 +175,14 @@ def _forked_server() -> Server:
 
 def _call_this_process(name: str) -> None:
     Path("/proc/self/comm").write_text(name)
+
+
+def _show_words(words: list[str]) -> None:
+    """Be found by one's command line: written over that of the server, as far as there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+    text = "\0".join(words).encode()[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 # --------------------------------------------------------------------------------------------------------- who starts them
