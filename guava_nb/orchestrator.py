@@ -57,7 +57,7 @@ from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
 from guava_nb.engine.status import Status
 from guava_nb.engine.survey import survey, total_bytes, wire_meter
 from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, SourceError
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
 
 __all__ = ["Orchestrator"]
@@ -458,6 +458,7 @@ class Orchestrator(Host):
         if start is not None:
             for note in from_checkpoint(ensemble, plan, *start):
                 self._notices.add(note, "start")
+        self._factory = self._factory or spec.model
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         ensemble.look_at(plan.feed)
         return ensemble
@@ -481,9 +482,25 @@ class Orchestrator(Host):
         self._tensor_plan = dict(tensor_plan or {})
 
     def _needed_factory(self) -> Factory:
-        if self._factory is None:
-            raise ConfigError("no model: call register_model(Net), or give --model Net to %guava_train")
-        return self._factory
+        if (factory := self._factory or self._saved_factory()) is None:
+            made = "" if self._resume is None else checkpoint.model_text(self._resume[1])
+            told = f" ({self._resume[0]} was made with {made})" if self._resume is not None and made else ""
+            raise ConfigError(
+                f"no model is named yet{told}: name one of a shared cell on this line, --model Net (in a script: "
+                "register_model(Net))"
+            )
+        return factory
+
+    def _saved_factory(self) -> Factory | None:
+        """The model that the loaded checkpoint names, if a shared cell defines it: a file must not choose what else is called."""
+        made, shared = None if self._resume is None else checkpoint.made_with(self._resume[1]), self._shared()
+        if made is None or shared is None or ":" in made.name:
+            return None
+        try:
+            found = source.resolve(made.name, shared)
+        except SourceError:
+            return None
+        return made if getattr(found, "__module__", "") == shared.__name__ else None
 
     def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
         run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
@@ -720,7 +737,8 @@ class Orchestrator(Host):
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.
 
-        Whether it fits is seen there: that call names the model.
+        Whether it fits is seen there. Where no model was registered, the one that the checkpoint names is taken, if a shared
+        cell defines it.
 
         Raises:
             CheckpointError: it cannot be read.

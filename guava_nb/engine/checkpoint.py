@@ -18,7 +18,7 @@ from guava_nb.engine.plan import Position
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["check_model", "differences", "read", "write"]
+__all__ = ["check_model", "differences", "made_with", "model_text", "read", "write"]
 
 FORMAT = "guava_nb checkpoint 1"
 
@@ -122,7 +122,7 @@ def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, An
         CheckpointError: names or shapes differ; the message lists the first few, and names both models.
     """
     if problems := differences(content["model"], current):
-        made = _made_with(content)
+        made = model_text(content)
         raise CheckpointError(
             f"{path} belongs to another model than {_said(model)}, the one asked for now ({problems}). To go on from it, ask "
             f"for the model it was made with{f', {made}' if made else ''} (--model, --model-args, and its shared cell as it "
@@ -151,12 +151,17 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str
     return ". ".join(problems)
 
 
-def _made_with(content: Mapping[str, Any]) -> str:
-    """The model in words, as far as the file tells."""
+def made_with(content: Mapping[str, Any]) -> Factory | None:
+    """Return the model's name and arguments as far as the file tells, else None."""
     try:
-        return _said(msgspec.convert(content["spec"].get("model"), Factory))
+        return msgspec.convert(content["spec"].get("model"), Factory)
     except msgspec.ValidationError:
-        return ""
+        return None
+
+
+def model_text(content: Mapping[str, Any]) -> str:
+    """Return the model in words, "" where the file does not tell it."""
+    return "" if (made := made_with(content)) is None else _said(made)
 
 
 def _said(model: Factory | None) -> str:

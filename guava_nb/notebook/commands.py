@@ -53,6 +53,14 @@ def _file(flag_name: str, text: str, metavar: str = "PATH") -> Option:
     return option(flag_name, metavar=metavar, complete=("<files>",), help=text)
 
 
+#: Of magics that ask a model which may not have been trained in this session.
+_MODEL = (
+    _shared(
+        "--model", "class or function that makes the model, where none was trained here and the checkpoint names none"
+    ),
+    _json("--model-args", "keyword arguments of the model"),
+)
+
 UP = Command(
     "guava_up",
     "Open a session: listen for workers and show the join code. Run again: shows the same session, and starts its tunnel anew "
@@ -257,6 +265,7 @@ VALIDATE = Command(
             help="shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression",
         ),
         _shared("--loss", "criterion, where nothing was trained yet (default: CrossEntropyLoss)", *_LOSSES),
+        *_MODEL,
     ),
     "%guava_validate --data test --metrics top5,f1",
 )
@@ -273,6 +282,7 @@ PREDICT = Command(
         _file("--path", "write memory maps into this folder, for results larger than memory", "DIR"),
         flag("--resume", help="go on with what --path holds"),
         option("--into", metavar="NAME", help="also store the results in this variable"),
+        *_MODEL,
     ),
     "%guava_predict --data test --top-k 3 --into results",
 )
@@ -312,8 +322,9 @@ SAVE = Command(
 )
 RESUME = Command(
     "guava_resume",
-    "Load a checkpoint; the next %guava_train goes on from it. Its --epochs counts from the very beginning.",
-    (word("path", metavar="PATH", complete=("<files>",), help="file that %%guava_save wrote"),),
+    "Load a checkpoint; the next %guava_train goes on from it, its --epochs counts from the very beginning. %guava_validate and "
+    "%guava_predict use it at once.",
+    (word("path", metavar="PATH", complete=("<files>",), help="file that %%guava_save wrote"), *_MODEL),
     "%guava_resume digits.pt",
 )
 STOP = Command(

@@ -176,7 +176,7 @@ class GuavaMagics(Magics):
     @_command(commands.RESUME)
     def guava_resume(self, args: argparse.Namespace) -> None:
         """Load a checkpoint."""
-        say(self.session.resume(args.path))
+        say(self.session.resume(args))
 
     @line_magic
     @_command(commands.STOP)

@@ -224,11 +224,11 @@ class NotebookSession:
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
-        return validate(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
+        return validate(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
 
     def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
         """Results of a prediction on a loader of the notebook."""
-        return predict(self._need_session(), args, self._shell.user_ns, panel, self._new_codes())
+        return predict(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
 
     def energy(self, args: argparse.Namespace) -> Any:
         """Energy record of the newest run, also while it goes on.
@@ -247,10 +247,10 @@ class NotebookSession:
         """Write a checkpoint; returns where it lies."""
         return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
 
-    def resume(self, path: str) -> str:
+    def resume(self, args: argparse.Namespace) -> str:
         """Load a checkpoint; returns the sentence on it."""
-        source = Path(path).expanduser()
-        at = self._need_session().load_checkpoint(source)
+        source = Path(args.path).expanduser()
+        at = self._asked(args).load_checkpoint(source)
         return (
             f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
             f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
@@ -322,6 +322,16 @@ class NotebookSession:
         if not self.is_open:
             raise UsageError(_NO_SESSION)
         return self._orchestrator
+
+    def _asked(self, args: argparse.Namespace) -> Any:
+        """The orchestrator, with the model of the line registered if the line names one."""
+        orchestrator = self._need_session()
+        if args.model is None and args.model_args is not None:
+            raise UsageError("--model-args needs --model")
+        self._check_shared(args)
+        if args.model is not None:
+            orchestrator.register_model(args.model, args.model_args or {})
+        return orchestrator
 
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
         now = {"num_workers": self._orchestrator.expected_workers, **self._settings}

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb.engine.run import Run
-from guava_nb.errors import CheckpointError
+from guava_nb.errors import CheckpointError, ConfigError
 from tests.support.console import Console
 from tests.support.processes import CELL, PlainTraining, Session, data, difference, eventually, loader
 
@@ -175,6 +175,31 @@ def test_what_cannot_be_resumed_is_refused(three: Session, tmp_path: Path) -> No
     # A refusal leaves nothing behind: the next run starts where it was told to.
     again = three.train(loader(), epochs=1)
     assert difference(again.model(), run.model()) == 0.0
+
+
+def test_a_new_session_asks_the_model_of_a_checkpoint_without_being_told_which(three: Session, tmp_path: Path) -> None:
+    three.train(loader(), epochs=1, model_args={"dropout": 0.25})
+    path = three.orch.save_checkpoint(tmp_path / "net.pt")
+    expected = three.orch.validate(loader(), progress=False)
+    new = Session(three.folder, num_workers=1)
+    try:
+        new.ensure(1)
+        with pytest.raises(
+            ConfigError, match=r"no model is named yet: name one of a shared cell on this line, --model"
+        ):
+            new.orch.validate(loader(), "loss_fn")
+        new.orch.load_checkpoint(path)
+        with pytest.raises(ConfigError, match=r"named yet \(.*net\.pt was made with Net\(dropout=0\.25\)\): name one"):
+            new.orch.validate(loader(), "loss_fn")
+        # A name that a shared cell only imports is not called because a file says so.
+        new.orch.share("from torch.nn import Linear as Net", "net")
+        with pytest.raises(ConfigError, match="no model is named yet"):
+            new.orch.validate(loader())
+        new.orch.share(CELL.format(folder=str(three.folder)), "net")
+        found = new.orch.validate(loader(), "loss_fn", progress=False)
+        assert found["samples"] == expected["samples"] and abs(found["loss"] - expected["loss"]) < 1e-12
+    finally:
+        new.close()
 
 
 # -------------------------------------------------------------------------------------------------------- interrupts

@@ -446,6 +446,21 @@ def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     assert notebook.orchestrator.calls[1:] == [("load", tmp_path / "with blank.pt")]
 
 
+@pytest.mark.parametrize(
+    ("line", "called"), [("validate --data d", "validate"), ("predict --data d", "predict"), ("resume a.pt", "load")]
+)
+def test_a_model_may_be_named_where_none_was_trained_here(notebook: Any, line: str, called: str) -> None:
+    notebook.run("%guava_up\nd = [1, 2]\nclass Here: pass\nHere.__module__ = '__main__'")
+    notebook.run("%%guava_share\nclass Net: pass")
+    notebook.run(f"%guava_{line} --model Net --model-args '{{\"width\": 3}}'")
+    assert notebook.orchestrator.calls[0] == ("model", ("Net", {"width": 3}))
+    assert notebook.orchestrator.calls[1][0] == called
+    for words, said in (("--model-args '{}'", "--model-args needs --model"), ("--model Here", "in no shared cell")):
+        shown = notebook.run(f"%guava_{line} {words}")
+        assert not shown.ok and len(shown.lines) == 1 and said in shown.text
+    assert len(notebook.orchestrator.calls) == 2
+
+
 def test_validate_takes_metrics_by_name_and_by_expression(notebook: Any) -> None:
     notebook.run("%guava_up\nloader = [1, 2]\ndef mine(outputs, targets): return 1")
     mine = notebook.shell.user_ns["mine"]
@@ -761,7 +776,7 @@ def test_unload_closes_everything_and_takes_the_magics_away(notebook: Any) -> No
         ("%%guava_share --n", ["--name"]),
         ("%guava_worker x --device cu", ["cuda", "cuda:0"]),
         ("%guava_log worker-", ["worker-0", "worker-1"]),
-        ("%guava_resume ", ["a.pt", "folder/", "-h", "--help"]),
+        ("%guava_resume ", ["a.pt", "folder/", "--model", "--model-args", "-h", "--help"]),
         ("%guava_train --resume folder/", ["folder/b.pt"]),
     ],
 )
