@@ -453,11 +453,11 @@ class Orchestrator(Host):
         start = None if fresh else self._resume
         if resume is not None:
             start = (Path(resume), checkpoint.read(Path(resume)))
-        self._notices.forget("start")  # what an earlier run went on from
+        self._notices.forget("run")  # what an earlier run had to say
         ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
             for note in from_checkpoint(ensemble, plan, *start):
-                self._notices.add(note, "start")
+                self._notices.add(note, "run")
         self._factory = self._factory or spec.model
         self._resume = None  # not before: after a refusal load_checkpoint still holds
         ensemble.look_at(plan.feed)
@@ -510,7 +510,7 @@ class Orchestrator(Host):
             return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew", "start")
+            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew", "run")
         return ensemble
 
     @property

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from guava_nb.engine.energy import EnergyBook
 from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
-from guava_nb.engine.output import OutputLog, telling_line
+from guava_nb.engine.output import OutputLog, ending_text
 from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.routes import Routes
@@ -67,12 +67,18 @@ class Cluster:
     """Members, their sessions and their output.
 
     Args:
+        output: where the workers' lines are kept.
         on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
             thread and must be quick.
-        output: where the workers' lines are kept.
+        on_run_notice: likewise with what a run has to say, which is over when the next one begins.
     """
 
-    def __init__(self, output: OutputLog, on_notice: Callable[[str], None] = log.info) -> None:
+    def __init__(
+        self,
+        output: OutputLog,
+        on_notice: Callable[[str], None] = log.info,
+        on_run_notice: Callable[[str], None] = log.info,
+    ) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
         self.relay = Relay()
@@ -80,7 +86,8 @@ class Cluster:
         self.caches = Caches()
         self.energy = EnergyBook()
         self.output = output
-        self.notice = on_notice
+        self.notice = on_run_notice
+        self._tell = on_notice
         self._programs = Programs(on_notice)
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
@@ -150,7 +157,7 @@ class Cluster:
             self._sessions[member.rank] = session
             self._all_sessions.append(session)
         self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
-        self.notice(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+        self._tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
 
     def _on_visit(self, event: VisitArrived) -> None:
@@ -159,14 +166,13 @@ class Cluster:
             return
         member = self.roster.members[rank]
         self.output.add_tail(member.name, report.tail)
-        last = telling_line(report.tail)
-        cause = f"its process ended with {_status_text(report.exit_status)}" + (f"; last line: {last}" if last else "")
+        cause = f"its process ended with {ending_text(report.exit_status, report.tail)}"
         if member.alive:
             # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
             self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
         else:
             member.detail = cause
-            self.notice(f"{member.name}: {cause}")
+            self._tell(f"{member.name}: {cause}")
 
     def _on_session_change(self, rank: int, event: Event) -> None:
         name = self.roster.members[rank].name
@@ -189,7 +195,7 @@ class Cluster:
             threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
-        self.notice(sentence)
+        self._tell(sentence)
         self._post(event)
 
     def _post(self, event: JobEvent) -> None:
@@ -337,9 +343,3 @@ class Cluster:
 
 def _higher(one: float | None, other: float | None) -> float | None:
     return max((rate for rate in (one, other) if rate is not None), default=None)
-
-
-def _status_text(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    return f"signal {-status}" + (" (killed; often by the system for lack of memory)" if status == -9 else "")

@@ -110,8 +110,12 @@ class Host:
         text = self.config.tunnel if tunnel is None else tunnel
         return text, (make_tunnel(text, asked_here(ask)) if text else None)
 
+    def _new_cluster(self) -> Cluster:
+        notices = self._notices
+        return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
+
     def _listen(self, host: str) -> None:
-        cluster = self._cluster or Cluster(OutputLog(self.log_folder), self._notices.add)
+        cluster = self._cluster or self._new_cluster()
         listener = Listener(
             link_options(self.config), cluster.on_event, host, self.config.master_port, tls=self.config.tls
         )
@@ -166,7 +170,7 @@ class Host:
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
         if self._cluster is None:
-            self._cluster = Cluster(OutputLog(self.log_folder), self._notices.add)
+            self._cluster = self._new_cluster()
             self._notices.listen()
         return self._dialled.join(codes, self._cluster, link_options(self.config))
 

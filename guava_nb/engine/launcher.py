@@ -25,7 +25,7 @@ import msgspec
 
 from guava_nb.config import DistributedConfig
 from guava_nb.engine.child import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
-from guava_nb.engine.output import telling_line
+from guava_nb.engine.output import ending_text
 from guava_nb.engine.status import OwnFigures
 from guava_nb.engine.tee import MAX_LINE_CHARS
 from guava_nb.errors import GuavaError, JoinCodeError
@@ -201,8 +201,7 @@ class WorkerHandle:
         if self._killed:
             self._last = {"state": "left", "step": self._last["step"], "detail": "ended on request"}
         else:
-            last = telling_line(lines) or "it printed nothing"
-            self._last = {"state": "crashed", "step": self._last["step"], "detail": f"exit status {status}: {last}"}
+            self._last = {"state": "crashed", "step": self._last["step"], "detail": ending_text(status, lines)}
         if self._code is None or self._listens is not None:
             return  # whoever dials it notices by itself; there is nobody to tell
         report = CrashReport(self._name, status, lines)

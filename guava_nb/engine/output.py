@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["OutputLog", "telling_line"]
+__all__ = ["OutputLog", "ending_text"]
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,16 @@ class OutputLog:
             return list(self._lines)
 
 
-def telling_line(tail: Sequence[str]) -> str:
+def ending_text(status: int, tail: Sequence[str]) -> str:
+    """Return how a process ended, in words: its exit status or its signal (negative), and the line that says most of it."""
+    if status >= 0:
+        how = f"exit status {status}"
+    else:
+        how = f"signal {-status}" + (" (killed; often by the system for lack of memory)" if status == -9 else "")
+    return how + (f"; last line: {last}" if (last := _telling_line(tail)) else "; it printed nothing")
+
+
+def _telling_line(tail: Sequence[str]) -> str:
     """Return the line that says most of why a process ended; "" when it printed nothing.
 
     That is its last one, but after a crash below Python the last one is a list of extension modules.

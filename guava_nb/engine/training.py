@@ -374,7 +374,13 @@ class TrainingJob(TeamJob):
         needed = self.ensemble.least - len(self.ready - self._unfit)
         if needed > 0:
             what = "one to join" if needed == 1 else f"{needed} to join"
-            self.run.move("waiting", f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}")
+            self.run.move(
+                "waiting",
+                f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
+                f"itself from step {self.snapshot.step + 1}: %guava_worker with the join code elsewhere does it. To start one "
+                "here while this cell is busy, or to see the code: interrupt, then %guava_up --local 1 (--show-code), and "
+                "train again",
+            )
         self.spending.afford_start_over()
         self.start_over(cause)
         self._exchange.give_up()

@@ -204,6 +204,8 @@ def test_all_workers_killed_and_another_one_joins(session: Session) -> None:
     for worker in both:
         os.kill(worker.pid, signal.SIGKILL)
     eventually(lambda: run.state == "waiting", 10, "the run waits for a worker")
+    told = run.status().message
+    assert "%guava_worker with the join code elsewhere" in told and "interrupt, then %guava_up --local 1" in told
     [spare] = session.ensure(1)
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
     assert [w["worker"] for w in run.report()["workers"] if w["state"] == "ready"] == [spare.name]

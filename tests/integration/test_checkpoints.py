@@ -198,6 +198,14 @@ def test_a_new_session_asks_the_model_of_a_checkpoint_without_being_told_which(t
         new.orch.share(CELL.format(folder=str(three.folder)), "net")
         found = new.orch.validate(loader(), "loss_fn", progress=False)
         assert found["samples"] == expected["samples"] and abs(found["loss"] - expected["loss"]) < 1e-12
+        # What a run had to say goes when the next one begins; who came stays.
+        new.train(loader(), epochs=2, resume=path, fresh=False, optimizer_args={"lr": 0.5},
+                  model_args={"dropout": 0.25})  # fmt: skip
+        new.orch._open_cluster().notice("something of this run")
+        assert "of this run" in " ".join(new.orch.status().notes)
+        new.train(loader(), epochs=1)
+        (joined,) = new.orch.status().notes
+        assert "w1 joined" in joined
     finally:
         new.close()
 

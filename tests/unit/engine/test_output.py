@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guava_nb.engine.output import KEPT_LINES, OutputLog
+import pytest
+
+from guava_nb.engine.output import KEPT_LINES, OutputLog, ending_text
 
 
 def test_lines_by_worker_with_names_in_front_of_all(tmp_path: Path) -> None:
@@ -33,6 +35,20 @@ def test_the_tail_of_a_dead_worker_adds_only_what_had_not_come() -> None:
     log.add("a", "stdout", ["1", "2"])
     log.add_tail("a", ["1", "2", "segmentation fault"])
     assert log.tail("a") == ["1", "2", "segmentation fault"]
+
+
+@pytest.mark.parametrize(
+    ("status", "tail", "said"),
+    [
+        (7, ["bye", ""], "exit status 7; last line: bye"),
+        (-9, ["fw 32"], "signal 9 (killed; often by the system for lack of memory); last line: fw 32"),
+        (-15, [], "signal 15; it printed nothing"),
+        (-11, ["Fatal Python error: X", '  File "<cell a>", line 3', "np.core"],
+         'signal 11; last line: Fatal Python error: X at File "<cell a>", line 3'),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_process_in_words(status: int, tail: list[str], said: str) -> None:
+    assert ending_text(status, tail) == said
 
 
 def test_a_worker_s_name_cannot_leave_the_folder(tmp_path: Path) -> None:
