@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -100,19 +100,25 @@ class LocalWorkers:
     def __init__(self, orchestrator: Any) -> None:
         self._orchestrator = orchestrator
         self._handles: list[Any] = []
+        self._most = 0
 
     def __len__(self) -> int:
         """How many of them live."""
         self._handles = [handle for handle in self._handles if handle.alive]
         return len(self._handles)
 
-    def start(self, wanted: int) -> None:
+    def start(self, wanted: int, tell: Callable[[str], None] = lambda sentence: None) -> None:
         """Start what is missing of `wanted`, and wait until all of them have joined; one that died is replaced.
+
+        Args:
+            tell: called with a sentence before it starts any: they take seconds.
 
         Raises:
             RendezvousTimeout: some have not joined in time.
         """
+        self._most = max(self._most, wanted)
         if (missing := wanted - len(self)) > 0:
+            tell(f"Starting {missing} worker{'' if missing == 1 else 's'} here; this takes some seconds.")
             self._handles += self._orchestrator.launch_workers(missing)
         deadline = time.monotonic() + LOCAL_JOIN_S
         # Workers from elsewhere may be here, and more of them may come meanwhile: they are not those waited for.
@@ -121,8 +127,8 @@ class LocalWorkers:
 
     @property
     def are_all(self) -> bool:
-        """Whether every worker that is here or expected was started here: then nobody needs the code."""
-        return len(self) >= max(1, self._orchestrator.expected_workers) and not self._others()
+        """Whether every worker that is here or expected is one to start here, also if it died: then nobody needs the code."""
+        return self._most >= max(1, self._orchestrator.expected_workers) and not self._others()
 
     def _others(self) -> list[str]:
         ours = {handle.status().name for handle in self._handles}

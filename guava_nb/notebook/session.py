@@ -109,7 +109,7 @@ class NotebookSession:
         if args.connect is not None:
             notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
         if self._local is not None:
-            self._local.start(args.local or 0)
+            self._local.start(args.local or 0, say)
         return notes
 
     def _token_prompt(self) -> Callable[[], str] | None:
@@ -196,7 +196,13 @@ class NotebookSession:
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
-        run = orchestrator.start_training(**arguments, detach=True)
+        if not args.detach:  # building the model and looking at the data may take long
+            panel.update(lambda: (View("preparing", ""), ()))
+        try:
+            run = orchestrator.start_training(**arguments, detach=True)
+        except BaseException:
+            panel.close()
+            raise
         if args.out is not None:
             names[args.out] = run
         if args.detach:

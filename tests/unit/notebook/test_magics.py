@@ -155,7 +155,8 @@ def test_too_few_local_workers_is_one_line_and_the_session_stays(notebook: Any) 
     notebook.too_few = True
     shown = notebook.run("%guava_up --local 2")
     assert not shown.ok
-    assert len(shown.lines) == 1
+    starting, error = shown.lines
+    assert starting.startswith("Starting 2 workers here") and error.startswith("RendezvousTimeout")
     assert notebook.run("%guava_status").text.startswith("session: open")
 
 
@@ -187,6 +188,12 @@ def test_a_local_worker_alone_in_a_session_for_more_leaves_the_code_visible(note
     assert SECRET_CODE in notebook.run("%guava_up --workers 2 --local 1").text
     shown = notebook.run("%guava_up --local 2")
     assert "All workers are local" in shown.text
+    for worker in notebook.orchestrator.local:
+        worker.alive = False
+    notebook.orchestrator.here.clear()
+    lonely = notebook.run("%guava_up --local 1")
+    assert "All workers are local" in lonely.text and SECRET_CODE not in lonely.text, "those that died are no others"
+    assert lonely.lines[0] == "Starting 1 worker here; this takes some seconds."
     assert "--workers did not change" in notebook.run("%guava_up --workers 3 --local 2").text
 
 
@@ -301,6 +308,17 @@ def test_train_blocks_shows_a_bar_and_a_summary_and_returns_the_run(notebook: An
     assert "done\n  steps       5 in 1 of 1 epochs" in shown.text
     assert "validation" in shown.text
     assert "2 at the start, 0.4 at the end" in shown.text
+
+
+def test_train_shows_that_it_prepares_before_it_starts_the_run(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.run("%guava_up --local 1\nloader = [1]")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise errors.ConfigError("no")
+
+    monkeypatch.setattr(notebook.orchestrator, "start_training", refuse)
+    shown = notebook.run("%guava_train --model Net --loss L --data loader")
+    assert not shown.ok and "preparing" in shown.lines[0] and shown.lines[-1] == "ConfigError: no"
 
 
 def test_workers_lines_reach_the_cell_that_waits_and_are_shown_before_the_error(notebook: Any) -> None:
