@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from IPython.core.error import UsageError
 from guava_nb.notebook.panel import Panel
 from guava_nb.notebook.training import metrics_argument, resolve
 from guava_nb.render import Progress, View
+from guava_nb.render.values import show_float
 
 __all__ = ["predict", "validate"]
 
@@ -58,8 +59,11 @@ def validate(
         look: called a few times a second meanwhile, in the cell's own thread.
     """
     arguments = _validate_arguments(args, names)
-    with _progress_on(panel, "validating", "validated", look) as progress:
-        return orchestrator.validate(**arguments, progress=progress)
+    figures: list[str] = []
+    with _progress_on(panel, "validating", "validated", look, figures) as progress:
+        found = orchestrator.validate(**arguments, progress=progress)
+        figures += [f"{name} {show_float(found[name])}" for name in ("loss", "accuracy") if found[name] is not None]
+    return found
 
 
 def predict(
@@ -80,7 +84,7 @@ def predict(
 
 @contextmanager
 def _progress_on(
-    panel: Panel, doing: str, done: str, look: Callable[[], None]
+    panel: Panel, doing: str, done: str, look: Callable[[], None], figures: Sequence[str] = ()
 ) -> Iterator[Callable[[int, int | None], None]]:
     """Give a function that draws the progress of a pass; at the end the panel says how much was done.
 
@@ -89,6 +93,7 @@ def _progress_on(
         doing: title while it goes on.
         done: title at the end.
         look: called with each of them.
+        figures: said at the end, beside how much was done.
     """
     last: list[tuple[int, int | None]] = []
 
@@ -101,7 +106,7 @@ def _progress_on(
         yield draw
         if last:  # what it drew must not stay as it was
             count, total = last[0]
-            panel.finish(lambda: (View(done, _headline(count, total)), ()))
+            panel.finish(lambda: (View(done, ", ".join((_headline(count, total), *figures))), ()))
     finally:
         panel.close()
 

@@ -454,7 +454,9 @@ def test_magics_that_need_a_session_say_so(notebook: Any) -> None:
 
 def test_validate_save_resume(notebook: Any, tmp_path: Path) -> None:
     notebook.run(f"%guava_up\nloader = [1, 2]\nfolder = {str(tmp_path)!r}")
-    assert notebook.run("%guava_validate --data loader").value == {"loss": 0.25, "accuracy": 0.75, "samples": 2}
+    shown = notebook.run("%guava_validate --data loader")
+    assert shown.value == {"loss": 0.25, "accuracy": 0.75, "samples": 2}
+    assert "validated" in shown.text and "loss 0.25, accuracy 0.75" in shown.text
     shown = notebook.run("%guava_save {folder}/a.pt")
     assert "Saved 1.5 kB" in shown.text
     assert "weights_only=True" in shown.text
