@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
+from guava_nb.config.units import show_bytes
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
 
@@ -24,10 +25,11 @@ _ANSWERS_S = 12.0
 _ids = itertools.count(1)
 
 
-def measure_lines(cluster: Cluster) -> int:
-    """Let the workers measure whose lines were not measured yet, and remember what they find; returns the bytes it cost.
+def measure_lines(cluster: Cluster) -> list[str]:
+    """Let the workers measure whose lines were not measured yet, and remember what they find; at most 12 s.
 
-    At most 12 s; who does not answer in time, or cannot measure, stays unmeasured.
+    Returns:
+        Sentences on what it cost, and on whose line is not known now, and why.
 
     Raises:
         ClusterError: a run is in progress.
@@ -45,7 +47,16 @@ def measure_lines(cluster: Cluster) -> int:
         for rank in asked:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))
         job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
-    for rank, found in answers.items():
-        if not found.error:
-            cluster.roster.members[rank].line = (found.down_bytes_s, found.up_bytes_s)
-    return sum(found.used_bytes for found in answers.values())
+    for rank, answer in answers.items():
+        if not answer.error:
+            cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
+    spent = sum(found.used_bytes for found in answers.values())
+    said = (
+        [f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."] if spent else []
+    )
+    for rank in asked:
+        found = answers.get(rank)
+        if found is None or found.error:
+            why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error
+            said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
+    return said
