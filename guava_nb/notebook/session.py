@@ -196,7 +196,8 @@ class NotebookSession:
         self._apply_mode()
         orchestrator.register_model(args.model, args.model_args or {})
         tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
-        if not args.detach:  # building the model and looking at the data may take long
+        # Building the model may take long. Lines of text stay, so that there a mistake would be two.
+        if not args.detach and choose_ui(self._shell) not in ("text", "none"):
             panel.update(lambda: (View("preparing", ""), ()))
         try:
             run = orchestrator.start_training(**arguments, detach=True)

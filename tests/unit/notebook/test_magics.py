@@ -317,6 +317,8 @@ def test_train_shows_that_it_prepares_before_it_starts_the_run(notebook: Any, mo
         raise errors.ConfigError("no")
 
     monkeypatch.setattr(notebook.orchestrator, "start_training", refuse)
+    assert notebook.run("%guava_train --model Net --loss L --data loader").lines == ["ConfigError: no"]
+    monkeypatch.setattr("guava_nb.notebook.session.choose_ui", lambda shell: "html")
     shown = notebook.run("%guava_train --model Net --loss L --data loader")
     assert not shown.ok and "preparing" in shown.lines[0] and shown.lines[-1] == "ConfigError: no"
 
