@@ -11,6 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from guava_nb.engine.job import Job, NobodyLeft
+from guava_nb.engine.sound import odd_of_line
 from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def measure_lines(cluster: Cluster) -> int:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))
         job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
     for rank, found in answers.items():
-        if not found.error:
+        if found.error:
+            continue
+        if odd := odd_of_line(found):
+            cluster.tell_odd(rank, "line", odd)
+        else:
             cluster.roster.members[rank].line = (found.down_bytes_s, found.up_bytes_s)
-    return sum(found.used_bytes for found in answers.values())
+    return sum(max(0, found.used_bytes) for found in answers.values())
