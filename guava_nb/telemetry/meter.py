@@ -135,6 +135,10 @@ class EnergyMeter:
         self.poll()
         with self._changed:
             totals = [one.since(asked_s) for one in self._followed]
+            if not self._open.keys() - {
+                name
+            }:  # nobody else counts from earlier: names of the last run take no room here
+                self._tasks.forget()
             self._open[name] = _Window(self._clock(), totals, self._tasks.totals())
             listen(self._tasks)
             self._start()  # again: a window that ended meanwhile may have stopped it
@@ -190,6 +194,11 @@ class EnergyMeter:
                     f"task {name!r}: no window is open; begin one first, or use the meter in a with block"
                 )
         return Task(name, (self._tasks,))
+
+    @property
+    def missed_tasks(self) -> int:
+        """How many tasks were not counted since the oldest open window began: too many ended between two readings."""
+        return self._tasks.missed
 
     def poll(self) -> None:
         """Read all sensors now; with a thread that reads, wait for it two seconds at most."""
