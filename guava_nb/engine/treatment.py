@@ -8,6 +8,7 @@ again is the same one.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,11 +62,18 @@ class Treatment:
         name, function = self._tokens
         with torch.no_grad():
             count = function(batch)
-        is_one = count.numel() == 1 if isinstance(count, torch.Tensor) else isinstance(count, int | float)
-        if not is_one:
-            what = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
-            raise ConfigError(f"{name} returned {what}: it takes a batch and returns one number, that of its tokens")
-        return count
+        if isinstance(count, torch.Tensor):
+            if count.numel() == 1 and not count.is_complex() and not count.is_meta:
+                return count
+            raise _no_number(name, f"a tensor of shape {tuple(count.shape)}, {count.dtype}, on {count.device}")
+        if getattr(count, "size", None) == 1 and hasattr(count, "item"):  # NumPy's numbers and arrays
+            count = count.item()
+        if not isinstance(count, numbers.Real):
+            raise _no_number(name, repr(count)[:80])
+        try:
+            return float(count)
+        except (OverflowError, ValueError, TypeError):
+            raise _no_number(name, "a number that is too large") from None
 
     def judge(self, batch: Any) -> Any:
         """Place a batch and treat it for validation or prediction; errors as in `train`."""
@@ -115,8 +123,15 @@ def tokens_of(counts: Iterable[Any]) -> float | None:
     """
     found = [float(count) for count in counts if count is not None]
     if any(not math.isfinite(count) or count < 0 for count in found):
-        raise ConfigError(f"the function that counts tokens returned {min(found):g}: a number of tokens is at least 0")
+        odd = next(count for count in found if not math.isfinite(count) or count < 0)
+        raise ConfigError(
+            f"the function that counts tokens returned {odd:g}: a number of tokens is finite and at least 0"
+        )
     return sum(found) if found else None
+
+
+def _no_number(name: str, what: str) -> ConfigError:
+    return ConfigError(f"{name} returned {what}: it takes a batch and returns one number, that of its tokens")
 
 
 def _function(role: str, factory: Factory | None, resolve: Resolve) -> tuple[str, Function] | None:
