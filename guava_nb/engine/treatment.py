@@ -19,7 +19,7 @@ from guava_nb.engine.factories import Resolve, build, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["Treatment", "pair_of", "tokens_of"]
+__all__ = ["Treatment", "pair_of"]
 
 Function = Callable[[Any], Any]
 
@@ -75,6 +75,20 @@ class Treatment:
         except (OverflowError, ValueError, TypeError):
             raise _no_number(name, "a number that is too large") from None
 
+    def total(self, counts: Iterable[Any]) -> float | None:
+        """Add up what `tokens` returned for the parts of a shard; on a GPU this waits for the device.
+
+        Raises:
+            ConfigError: a count is negative or not finite.
+        """
+        if self._tokens is None:
+            return None
+        found = [float(count) for count in counts if count is not None]
+        odd = [count for count in found if not math.isfinite(count) or count < 0]
+        if odd:
+            raise ConfigError(f"{self._tokens[0]} returned {odd[0]:g}: a number of tokens is finite and at least 0")
+        return sum(found) if found else None
+
     def judge(self, batch: Any) -> Any:
         """Place a batch and treat it for validation or prediction; errors as in `train`."""
         return self._run(self._preprocess, self._place(batch))
@@ -113,21 +127,6 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
             "stage gets the inputs, the last one the targets. Let the data set, collate_fn or preprocess give such pairs"
         )
     return batch[0], batch[1]
-
-
-def tokens_of(counts: Iterable[Any]) -> float | None:
-    """Add up what `Treatment.tokens` returned for the parts of a shard; on a GPU this waits for the device.
-
-    Raises:
-        ConfigError: a count is negative or not finite.
-    """
-    found = [float(count) for count in counts if count is not None]
-    if any(not math.isfinite(count) or count < 0 for count in found):
-        odd = next(count for count in found if not math.isfinite(count) or count < 0)
-        raise ConfigError(
-            f"the function that counts tokens returned {odd:g}: a number of tokens is finite and at least 0"
-        )
-    return sum(found) if found else None
 
 
 def _no_number(name: str, what: str) -> ConfigError:

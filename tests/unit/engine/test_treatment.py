@@ -140,7 +140,7 @@ def test_tokens_are_counted_on_the_batch_as_the_model_gets_it(count: Any, expect
 def test_what_is_no_number_of_tokens_is_refused_by_name(bad: Any) -> None:
     run = spec(criterion=None, step=Factory("step"), tokens=Factory("count"))
     made = replica(Mean, run, step=mean_step, count=lambda batch: bad)
-    with pytest.raises(ConfigError, match="token"):
+    with pytest.raises(ConfigError, match="tokens 'count' returned"):
         made.run_shard(ShardWork(0, 0, [{"x": torch.zeros(4, 3)}], 4, 4), lambda *_: None)
 
 
