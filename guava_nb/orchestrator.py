@@ -349,8 +349,8 @@ class Orchestrator(Host):
             outlook = self._outlook(factory, bound.arguments)
             sessions = [] if self._cluster is None else self._cluster.all_sessions()
             down = outlook.composed.spec.optimizer_site == "orchestrator"
-            spent = self._measure_lines()
-            return forecast_of(outlook, self.config, self._rates(), squeezed_so_far(sessions, down), spent)
+            on_lines = self._measure_lines()
+            return forecast_of(outlook, self.config, self._rates(), squeezed_so_far(sessions, down), on_lines)
 
     def _outlook(self, factory: Factory, given: dict[str, Any]) -> Outlook:
         """What a run of these arguments would be; built here only, and thrown away."""
@@ -413,10 +413,14 @@ class Orchestrator(Host):
         known = [[rate for rate in way if rate is not None] for way in zip(*measured, strict=True)] or [[], []]
         return (sum(known[0]) or None, sum(known[1]) or None)
 
-    def _measure_lines(self) -> int:
-        """Measure the lines that are not known, unless they are busy; returns the bytes it cost."""
-        busy = self._cluster is None or (self.run is not None and not self.run.done)
-        return 0 if self._cluster is None or busy else measure_lines(self._cluster)
+    def _measure_lines(self) -> list[str]:
+        """Measure the lines that are not known, unless they are busy; returns what is to be said of that."""
+        if self._cluster is None or (self.run is not None and not self.run.done):
+            return []
+        try:
+            return measure_lines(self._cluster)
+        except ClusterError:  # another thread's work began meanwhile: the line is busy
+            return []
 
     def _idle_cluster(self) -> Cluster:
         """The cluster, if a run can begin there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import sys
@@ -216,4 +217,5 @@ def ask_for_code() -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # whoever read it is gone; the work goes on
+        print(line, flush=True)

@@ -45,7 +45,7 @@ def memory_here(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Memory:
     machine = psutil.virtual_memory()
     found = Memory(int(machine.available), int(machine.total))
     for limit, used in _limits(groups, own):
-        if limit < machine.total:
+        if 0 < limit < machine.total:
             total = min(limit, found.total_bytes)
             found = Memory(min(found.free_bytes, max(0, limit - used)), total, is_limited=True)
     return found
@@ -55,9 +55,11 @@ def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of each group that this process is in, innermost last; the outermost holds where its path is hidden."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
+    except (OSError, ValueError):  # no Linux, or a text that is none
         return
     for line in lines:
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

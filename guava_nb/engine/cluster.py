@@ -286,10 +286,9 @@ class Cluster:
     def rates(self, rank: int) -> tuple[float | None, float | None]:
         """Bytes a second that the lines to a member and from it do, as far as messages or measuring have shown; None: not."""
         session, told = self._sessions.get(rank), self.energy.newest(rank)
-        out, came = (None, None) if session is None else session.rate_bytes_s
+        out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
         asked = self.roster.members[rank].line
-        back = _higher(asked[1], None if told is None else told.up_bytes_s)
-        return _higher(asked[0], out), came if back is None else back
+        return _higher(asked[0], out), _higher(asked[1], None if told is None else told.up_bytes_s)
 
     def is_in_outage(self, rank: int) -> bool:
         """Whether a member is away because a tunnel broke, and not by itself."""

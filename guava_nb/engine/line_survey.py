@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
+from guava_nb.config.units import show_bytes
 from guava_nb.engine.job import Job, NobodyLeft
 from guava_nb.engine.sound import odd_of_line
 from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
@@ -25,10 +26,11 @@ _ANSWERS_S = 12.0
 _ids = itertools.count(1)
 
 
-def measure_lines(cluster: Cluster) -> int:
-    """Let the workers measure whose lines were not measured yet, and remember what they find; returns the bytes it cost.
+def measure_lines(cluster: Cluster) -> list[str]:
+    """Let the workers measure whose lines were not measured yet, and remember what they find; at most 12 s.
 
-    At most 12 s; who does not answer in time, or cannot measure, stays unmeasured.
+    Returns:
+        Sentences on what it cost, and on whose line is not known now, and why.
 
     Raises:
         ClusterError: a run is in progress.
@@ -46,11 +48,20 @@ def measure_lines(cluster: Cluster) -> int:
         for rank in asked:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))
         job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
-    for rank, found in answers.items():
-        if found.error:
+    for rank, answer in answers.items():
+        if answer.error:
             continue
-        if odd := odd_of_line(found):
+        if odd := odd_of_line(answer):
             cluster.tell_odd(rank, "line", odd)
         else:
-            cluster.roster.members[rank].line = (found.down_bytes_s, found.up_bytes_s)
-    return sum(max(0, found.used_bytes) for found in answers.values())
+            cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
+    spent = sum(max(0, found.used_bytes) for found in answers.values())
+    said = (
+        [f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."] if spent else []
+    )
+    for rank in asked:
+        found = answers.get(rank)
+        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or odd_of_line(found)
+        if why:
+            said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
+    return said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -144,14 +144,14 @@ def forecast_of(
     config: DistributedConfig,
     rates: tuple[float | None, float | None],
     squeezed: Squeezed = NOT_SQUEEZED,
-    measuring_bytes: int = 0,
+    on_lines: Sequence[str] = (),
 ) -> Forecast:
     """Return the forecast of a run.
 
     Args:
         rates: bytes a second out and in, as far as they were measured.
         squeezed: what compression has left of the bytes in this session.
-        measuring_bytes: what it cost to measure the lines just now.
+        on_lines: what is to be said of how the lines were measured.
     """
     train, val = outlook.sizes()
     left, said = _compression(outlook, train, config, rates, squeezed)
@@ -175,15 +175,9 @@ def forecast_of(
         encrypted=config.tls,
         budget_bytes=outlook.budget_bytes,
         savings=savings(outlook.asked(train), plain, outlook.resolve, train, val, left.of),
-        notes=(*said, *_measuring(measuring_bytes), *_notes(outlook, train, config)),
+        notes=(*said, *on_lines, *_notes(outlook, train, config)),
         first_epoch=outlook.plan.start.epoch + 1,
         only_ends=parts.validation is not None and parts.epochs[0] <= 0.0,
-    )
-
-
-def _measuring(nbytes: int) -> list[str]:
-    return (
-        [f"The lines were measured just now with {show_bytes(nbytes)}, which no other figure counts."] if nbytes else []
     )
 
 

@@ -103,7 +103,7 @@ def files(symbol: str) -> list[str]:
     folder, _, begin = symbol.rpartition("/")
     try:
         there = sorted(Path(folder or ("/" if symbol.startswith("/") else ".")).expanduser().iterdir())
-    except OSError:
+    except (OSError, RuntimeError, ValueError):  # no such folder, no such user, no name of a file
         return []
     head = f"{folder}/" if "/" in symbol else ""
     return [

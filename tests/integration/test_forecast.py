@@ -80,6 +80,12 @@ def test_the_lines_are_measured_before_anything_went_over_them(tmp_path: Path) -
         assert sum(rate[0] for rate in shown) == out
         again = session.orch.forecast(loader(), None, 2, **options())  # known now
         assert not any("measured just now" in note for note in again.notes)
+        (late,) = [worker for worker in session.ensure(3) if worker.name == "w3"]
+        assert late.relay is not None
+        late.relay.refuse()  # its visit cannot reach us
+        partly = session.orch.forecast(loader(), None, 2, **options())
+        assert any(note.startswith("The line to w3 is not in these rates: ") for note in partly.notes)
+        assert partly.rates_bytes_s[0] == out
     finally:
         session.close()
 

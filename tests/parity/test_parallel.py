@@ -99,7 +99,8 @@ def test_groups_inside_machines_under_the_relay(pool: GroupPool, name: str, mach
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_to_plain_pytorch(pool: GroupPool, backend: str, name: str) -> None:
-    case = Scenario(spec=SPECS[name], accumulate=2, groups=True)
+    # What is computed is the same over both; gloo shows that nothing of it depends on the backend.
+    case = Scenario(spec=SPECS[name], accumulate=2, groups=True, steps=20 if backend == "guava" else 8)
     limit = plain(replace(case, steps=1))[3][0] / 2
     case = replace(case, max_norm=limit)
     compare(case, run(pool, backend, case), 1e-9)

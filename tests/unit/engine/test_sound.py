@@ -143,7 +143,7 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     assert seated.cluster.wait_for(1, 30.0) == [0]
     monkeypatch.setattr(line_survey, "Job", Job)
     monkeypatch.setattr(line_survey, "_ids", iter([7]))
-    assert line_survey.measure_lines(seated.cluster) == 10
+    assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
     assert seated.cluster.roster.members[0].line == (None, None)
     exchange = SimpleNamespace(_job=SimpleNamespace(cluster=seated.cluster))
     bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
