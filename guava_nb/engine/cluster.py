@@ -20,6 +20,7 @@ from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
 from guava_nb.engine.routes import Routes
 from guava_nb.engine.row_writer import Caches
+from guava_nb.engine.sound import odd_of_energy
 from guava_nb.engine.versions import local_versions
 from guava_nb.engine.waits import Waits
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -89,6 +90,7 @@ class Cluster:
         self.notice = on_run_notice
         self._tell = on_notice
         self._programs = Programs(on_notice)
+        self._odd: set[tuple[int, str]] = set()
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
@@ -121,11 +123,15 @@ class Cluster:
                 self._handle(event)
             except GuavaError as error:
                 log.warning("event of a session was dropped: %s", error)
+            except Exception:  # without this thread nobody would learn of a lost worker, and runs would wait for it
+                log.exception("event of a session was dropped")
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, MessageArrived):
-            self._on_message(event)
-            event.done()
+            try:
+                self._on_message(event)
+            finally:
+                event.done()  # its memory is given back, whatever was made of it
         elif isinstance(event, VisitArrived):
             self._on_visit(event)
         elif not isinstance(event, SessionOpened):
@@ -142,7 +148,10 @@ class Cluster:
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
         elif isinstance(message, Energy) and rank is not None:
-            self.energy.take(rank, message)
+            if odd := odd_of_energy(message):
+                self.tell_odd(rank, "energy", odd)
+            else:
+                self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
             self._end(rank, self.roster.leave, message.reason, f"left: {message.reason}")
 
@@ -256,6 +265,20 @@ class Cluster:
         """Return the samples and tokens that a member has done since then; tokens None where they are not counted."""
         member = self.roster.members[rank]
         return member.samples, member.tokens
+
+    def tell_odd(self, rank: int, of: str, odd: str) -> None:
+        """Tell a person, once for each worker and kind, that a report of it was left out, since it cannot be.
+
+        Args:
+            of: what the report is about.
+            odd: the figure.
+        """
+        if (rank, of) not in self._odd:
+            self._odd.add((rank, of))
+            self.notice(
+                f"{self.name(rank)} reported {odd}, which cannot be: such figures of its {of} are left out. "
+                "Training goes on; this is told once"
+            )
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""

@@ -9,6 +9,7 @@ from guava_nb.engine.credit import Credit
 from guava_nb.engine.ensemble import Ensemble
 from guava_nb.engine.flight import Flight
 from guava_nb.engine.job import Job
+from guava_nb.engine.sound import without_odd
 from guava_nb.protocol.messages import Commit, Committed, Ready
 
 __all__ = ["Exchange", "OnApplied", "OnCommit"]
@@ -51,6 +52,13 @@ class Exchange:
         flight = self.flights.get(step)
         if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
             self._send_shard(flight, shard, rank)
+
+    def _sound(self, rank: int, message: Ready) -> Ready:
+        """The report without figures that cannot be; they are told once."""
+        message, odd = without_odd(message)
+        if odd:
+            self._job.cluster.tell_odd(rank, "steps", odd)
+        return message
 
     def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:
         member = self._job.cluster.roster.members[rank]

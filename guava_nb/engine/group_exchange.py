@@ -105,6 +105,7 @@ class GroupExchange(Exchange):
 
     def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Ready)
+        message = self._sound(rank, message)
         self._note_times(rank, message)
         flight = self.flights.get(message.step)
         if message.run_id != self._ensemble.run_id or flight is None:

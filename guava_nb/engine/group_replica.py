@@ -25,7 +25,7 @@ from guava_nb.engine.outputs import inputs_of
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, parameter_hash, plain
-from guava_nb.engine.treatment import Treatment, pair_of, tokens_of
+from guava_nb.engine.treatment import Treatment, pair_of
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.loss import Forward, Look, Measured, Predicted
@@ -208,7 +208,7 @@ class GroupReplica:
         finite = math.isfinite(loss_sum) and math.isfinite(count) and math.isfinite(square)
         return ShardResult(
             loss_sum, count, work.rows, finite, time.monotonic() - started, 0.0,
-            "" if finite else part.culprit(), square, tokens_of(counts),
+            "" if finite else part.culprit(), square, self._treatment.total(counts),
         )  # fmt: skip
 
     def apply(self, means: object, commit: Commit) -> None:

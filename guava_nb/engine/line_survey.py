@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from guava_nb.config.units import show_bytes
 from guava_nb.engine.job import Job, NobodyLeft
+from guava_nb.engine.sound import odd_of_line
 from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
 
 if TYPE_CHECKING:
@@ -48,15 +49,19 @@ def measure_lines(cluster: Cluster) -> list[str]:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))
         job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
     for rank, answer in answers.items():
-        if not answer.error:
+        if answer.error:
+            continue
+        if odd := odd_of_line(answer):
+            cluster.tell_odd(rank, "line", odd)
+        else:
             cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
-    spent = sum(found.used_bytes for found in answers.values())
+    spent = sum(max(0, found.used_bytes) for found in answers.values())
     said = (
         [f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."] if spent else []
     )
     for rank in asked:
         found = answers.get(rank)
-        if found is None or found.error:
-            why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error
+        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or odd_of_line(found)
+        if why:
             said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
     return said

@@ -30,7 +30,7 @@ from guava_nb.engine.optim import LossScale, build_optimizer, build_scheduler
 from guava_nb.engine.preparing import autocast_dtype, build_model, check_spec, place_model
 from guava_nb.engine.rng import seeded, shard_seed
 from guava_nb.engine.snapshot import copied, like, load_model, parameter_hash, plain
-from guava_nb.engine.treatment import Treatment, tokens_of
+from guava_nb.engine.treatment import Treatment
 from guava_nb.engine.work import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
 from guava_nb.parallel.batch_norm import explaining_few_rows
@@ -179,7 +179,7 @@ class Replica:
         finite = math.isfinite(loss_sum) and math.isfinite(count)
         culprit = self._culprit() if solo and finite else ""
         forward_s, backward_s = clock.read()
-        tokens = tokens_of(counts)
+        tokens = self._treatment.total(counts)
         return ShardResult(
             loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit, tokens=tokens
         )

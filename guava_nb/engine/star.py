@@ -123,6 +123,7 @@ class StarExchange(Exchange):
 
     def _on_ready(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Ready)
+        message = self._sound(rank, message)
         self._note_times(rank, message)
         self._note_work(rank, message.rows, message.tokens)
         flight = self._flight(message)

@@ -8,6 +8,7 @@ again is the same one.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from guava_nb.engine.factories import Resolve, build, find
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 
-__all__ = ["Treatment", "pair_of", "tokens_of"]
+__all__ = ["Treatment", "pair_of"]
 
 Function = Callable[[Any], Any]
 
@@ -61,11 +62,32 @@ class Treatment:
         name, function = self._tokens
         with torch.no_grad():
             count = function(batch)
-        is_one = count.numel() == 1 if isinstance(count, torch.Tensor) else isinstance(count, int | float)
-        if not is_one:
-            what = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, torch.Tensor) else repr(count)[:80]
-            raise ConfigError(f"{name} returned {what}: it takes a batch and returns one number, that of its tokens")
-        return count
+        if isinstance(count, torch.Tensor):
+            if count.numel() == 1 and not count.is_complex() and not count.is_meta:
+                return count
+            raise _no_number(name, f"a tensor of shape {tuple(count.shape)}, {count.dtype}, on {count.device}")
+        if getattr(count, "size", None) == 1 and hasattr(count, "item"):  # NumPy's numbers and arrays
+            count = count.item()
+        if not isinstance(count, numbers.Real):
+            raise _no_number(name, repr(count)[:80])
+        try:
+            return float(count)
+        except (OverflowError, ValueError, TypeError):
+            raise _no_number(name, "a number that is too large") from None
+
+    def total(self, counts: Iterable[Any]) -> float | None:
+        """Add up what `tokens` returned for the parts of a shard; on a GPU this waits for the device.
+
+        Raises:
+            ConfigError: a count is negative or not finite.
+        """
+        if self._tokens is None:
+            return None
+        found = [float(count) for count in counts if count is not None]
+        odd = [count for count in found if not math.isfinite(count) or count < 0]
+        if odd:
+            raise ConfigError(f"{self._tokens[0]} returned {odd[0]:g}: a number of tokens is finite and at least 0")
+        return sum(found) if found else None
 
     def judge(self, batch: Any) -> Any:
         """Place a batch and treat it for validation or prediction; errors as in `train`."""
@@ -107,16 +129,8 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def tokens_of(counts: Iterable[Any]) -> float | None:
-    """Add up what `Treatment.tokens` returned for the parts of a shard; on a GPU this waits for the device.
-
-    Raises:
-        ConfigError: a count is negative or not finite.
-    """
-    found = [float(count) for count in counts if count is not None]
-    if any(not math.isfinite(count) or count < 0 for count in found):
-        raise ConfigError(f"the function that counts tokens returned {min(found):g}: a number of tokens is at least 0")
-    return sum(found) if found else None
+def _no_number(name: str, what: str) -> ConfigError:
+    return ConfigError(f"{name} returned {what}: it takes a batch and returns one number, that of its tokens")
 
 
 def _function(role: str, factory: Factory | None, resolve: Resolve) -> tuple[str, Function] | None:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 2.0
 _JOIN_S = 2.0
 _STRETCHES = 4000
+_LONGEST_S = 86400.0  # between two readings
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class EnergyMeter:
     and `so_far` wait two seconds at most for a sensor that does not answer; what it did not tell counts as not covered.
 
     Args:
-        devices: torch devices ("cuda:0"), None for all that torch sees here; the machine's processors are added where
+        devices: torch devices, or one ("cuda:0"); None for all that torch sees here; the machine's processors are added where
             they can be read.
         interval_s: seconds between readings.
         sensors: these instead of looking for some.
@@ -76,15 +77,18 @@ class EnergyMeter:
 
     def __init__(
         self,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Any] | str | None = None,
         interval_s: float = 0.1,
         sensors: Sequence[Sensor] | None = None,
         clock: Callable[[], float] = time.monotonic,
         background: bool = True,
     ) -> None:
         """Look for sensors; nothing is read before the first `begin`."""
-        if not interval_s > 0:
-            raise ConfigError(f"interval_s {interval_s!r}: seconds between two readings, more than 0")
+        devices = _devices_of(devices)
+        if not (isinstance(interval_s, int | float) and 0 < interval_s <= _LONGEST_S):
+            raise ConfigError(
+                f"interval_s {interval_s!r}: seconds between two readings, more than 0, at most {_LONGEST_S:g}"
+            )
         self.window: EnergyWindow | None = None
         self.unmeasured: tuple[tuple[str, str], ...] = ()
         if sensors is None:
@@ -117,8 +121,10 @@ class EnergyMeter:
             restart: begin anew where one of this name is open already, as after a cell that failed between.
 
         Raises:
-            ConfigError: a window of this name is open, or the meter was closed.
+            ConfigError: a window of this name is open, the meter was closed, or the name is no text.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"{name!r} is no name for a window: give a text, as in begin('epoch')")
         with self._changed:
             if self._closed:
                 raise ConfigError("this meter is closed and its sensors are given back: make a new EnergyMeter()")
@@ -135,6 +141,10 @@ class EnergyMeter:
         self.poll()
         with self._changed:
             totals = [one.since(asked_s) for one in self._followed]
+            if not self._open.keys() - {
+                name
+            }:  # nobody else counts from earlier: names of the last run take no room here
+                self._tasks.forget()
             self._open[name] = _Window(self._clock(), totals, self._tasks.totals())
             listen(self._tasks)
             self._start()  # again: a window that ended meanwhile may have stopped it
@@ -190,6 +200,11 @@ class EnergyMeter:
                     f"task {name!r}: no window is open; begin one first, or use the meter in a with block"
                 )
         return Task(name, (self._tasks,))
+
+    @property
+    def missed_tasks(self) -> int:
+        """How many tasks were not counted since the oldest open window began: too many ended between two readings."""
+        return self._tasks.missed
 
     def poll(self) -> None:
         """Read all sensors now; with a thread that reads, wait for it two seconds at most."""
@@ -337,6 +352,15 @@ class EnergyMeter:
         for one in self._followed:
             with contextlib.suppress(Exception):
                 one.sensor.close()
+
+
+def _devices_of(devices: Any) -> Sequence[Any] | None:
+    """Return devices as a sequence: a text is one."""
+    if isinstance(devices, str):
+        return [devices]
+    if devices is not None and not isinstance(devices, Sequence):
+        raise ConfigError(f"devices {devices!r}: give a list of torch devices, as in EnergyMeter(['cuda:0'])")
+    return devices
 
 
 def _events_of(devices: Sequence[Any] | None, clock: Callable[[], float]) -> CudaEvents | None:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 #: Tasks of other names than these many are added up under one.
 MOST_NAMES = 100
 FURTHER = "(further tasks)"
+_LONGEST = 80  # characters of a name
 _MOST_WAITING = 20_000  # tasks that wait for their joules; a sensor that hangs must not fill memory
 
 #: Books of the meters that measure in this process. Exchanged as a whole, so whoever reads it needs no lock.
@@ -41,11 +42,12 @@ def energy_task(name: str) -> Task:
 
     On a worker its seconds and joules come back in `run.energy_record()` and `%guava_energy`; in a program with an open
     `EnergyMeter` they stand in the window. Where nothing is measured it does nothing. A task within another counts for
-    both, one within itself once; what several threads do at once adds up. Code that torch compiles is one piece to its
-    compiler: put the `with` around the call, since inside it does nothing.
+    both, one within itself once; what several threads do at once adds up. In a generator or coroutine it counts from its begin
+    to its end, on whatever thread that is; what other code names alike meanwhile counts too. Code that torch compiles is one
+    piece to its compiler: put the `with` around the call, since inside it does nothing.
 
     Args:
-        name: short; those beyond the hundredth are added up as "(further tasks)".
+        name: up to 80 characters, the rest is cut off; names beyond the hundredth of a run are added up as "(further tasks)".
 
     Raises:
         ConfigError: the name is no text, or empty.
@@ -54,30 +56,52 @@ def energy_task(name: str) -> Task:
 
 
 class Task:
-    """What `energy_task` and `EnergyMeter.task` return. A new one is made for each `with`."""
+    """What `energy_task` and `EnergyMeter.task` return. It may be used again, within itself and by several threads."""
 
     __slots__ = ("_books", "_marks", "_name")
 
     def __init__(self, name: str, books: tuple[TaskBook, ...] | None) -> None:
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(f"{name!r} is no name for a task: give a short text, as in energy_task('attention')")
-        self._name, self._books = name, books
-        self._marks: list[tuple[TaskBook, _Point]] | None = None
+        self._name, self._books = _plain(name), books
+        self._marks: list[
+            tuple[int, list[tuple[TaskBook, _Point]]]
+        ] = []  # of each `with` that is going on, and its thread
 
     def __enter__(self) -> None:
         if _is_compiling():
             return
         books = _listening if self._books is None else self._books
-        if books:
-            self._marks = _begin(self._name, books)
+        self._marks.append((threading.get_ident(), _begin(self._name, books, sys._getframe(1)) if books else []))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        marks, self._marks = self._marks, None
-        if marks:
-            for book, start in marks:
-                book.end(self._name, start)
+        for book, start in self._take():
+            book.end(self._name, start)
+
+    def _take(self) -> list[tuple[TaskBook, _Point]]:
+        """The marks of the newest `with` of this thread; of the newest at all for one that began on another."""
+        with _exchange:
+            mine = [k for k, (thread, _) in enumerate(self._marks) if thread == threading.get_ident()]
+            if not self._marks:  # it began while torch compiled
+                return []
+            return self._marks.pop(mine[-1] if mine else -1)[1]
+
+
+def _plain(name: str) -> str:
+    """Return a name that can be sent and shown: short, without control characters and halves of characters."""
+    short = name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in short)
+
+
+def _is_running(frames: list[Any], frame: Any) -> bool:
+    """Whether one of the frames is this one, or called it."""
+    while frame is not None:
+        if any(one is frame for one in tuple(frames)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_compiling() -> bool:
@@ -86,10 +110,10 @@ def _is_compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _begin(name: str, books: tuple[TaskBook, ...]) -> list[tuple[TaskBook, _Point]]:
+def _begin(name: str, books: tuple[TaskBook, ...], frame: Any) -> list[tuple[TaskBook, _Point]]:
     begun = []
     for book in books:
-        start = book.begin(name)
+        start = book.begin(name, frame)
         if start is not None:
             begun.append((book, start))
     return begun
@@ -113,10 +137,11 @@ def unlisten(book: TaskBook) -> None:
 class _Point:
     """One end of a task: when the host was there, the device's event if there is one, and the sums of energy at that time."""
 
-    __slots__ = ("at_s", "event", "sums")
+    __slots__ = ("at_s", "event", "inside", "sums")
 
     def __init__(self, at_s: float, event: Any) -> None:
         self.at_s, self.event = at_s, event
+        self.inside: tuple[dict[str, list[Any]], Any] | None = None  # of a beginning: its thread's marks, and its own
         self.sums: tuple[float, float] | None = None
 
 
@@ -144,6 +169,7 @@ class TaskBook:
         time_of: Callable[[Any, float], float | None] = lambda event, at_s: at_s,
     ) -> None:
         self._clock, self._mark, self._time_of = clock, mark, time_of
+        self.missed = 0  # tasks that too many were waiting before, since `forget`
         self._inside = threading.local()
         self._new: deque[_Point] = deque()
         self._ended: deque[tuple[str, _Point, _Point]] = deque()
@@ -154,19 +180,34 @@ class TaskBook:
         self._until_s = float("-inf")
         self._sums: dict[str, _Sum] = {}
 
-    def begin(self, name: str) -> _Point | None:
-        """A task begins on this thread; None where it is not counted: it goes on already, or too many wait."""
-        going = self._inside.__dict__.setdefault("names", set())
-        if name in going or len(self._new) > _MOST_WAITING or len(self._ended) > _MOST_WAITING:
+    def begin(self, name: str, frame: Any = None) -> _Point | None:
+        """A task begins on this thread; None where it is not counted: it goes on already, or too many wait.
+
+        Args:
+            frame: of the code that names it. While that code, or what it calls, runs, the task goes on; while it is a
+                generator or coroutine that is suspended, other code is not within its task.
+        """
+        frame = frame or sys._getframe(1)
+        going = self._inside.__dict__.setdefault("names", {})
+        if name in going and _is_running(going[name], frame):
+            return None
+        if len(self._new) > _MOST_WAITING or len(self._ended) > _MOST_WAITING:
+            self.missed += 1
             return None
         point = self._point()
         if point is not None:
-            going.add(name)
+            point.inside = going, frame
+            going.setdefault(name, []).append(frame)
         return point
 
     def end(self, name: str, start: _Point) -> None:
         """The task that began with this point ended."""
-        self._inside.__dict__.get("names", set()).discard(name)
+        if start.inside is not None:
+            (going, frame), start.inside = start.inside, None
+            frames = going.get(name, [])
+            frames.remove(frame)
+            if not frames and going is self._inside.__dict__.get("names"):  # another thread may be adding to its own
+                del going[name]
         stop = self._point()
         if stop is not None:
             self._ended.append((name, start, stop))
@@ -200,6 +241,12 @@ class TaskBook:
         """Return copies of the sums so far, by name, of tasks that ended."""
         with self._lock:
             return {name: _Sum(s.times, s.seconds, s.joules, s.covered_s) for name, s in self._sums.items()}
+
+    def forget(self) -> None:
+        """Begin the sums anew, and with them the count of names."""
+        with self._lock:
+            self._sums.clear()
+            self.missed = 0
 
     def _settle(self, point: _Point) -> bool:
         """Find the sums at a point, if everything up to its time is known."""

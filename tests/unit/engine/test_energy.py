@@ -88,6 +88,24 @@ def test_a_sensor_that_fails_costs_its_figure_only(fault: Exception) -> None:
     made.close()
 
 
+def test_a_report_that_fails_is_one_lost_report(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Told):
+        def __call__(self, message: Message, buffers: Sequence[memoryview]) -> None:
+            assert isinstance(message, Energy)
+            if message.mark in (1, 2):
+                raise ValueError("cannot be sent")
+            super().__call__(message, buffers)
+
+    told = Fails()
+    made = reporter(told, lambda s: 1.0)
+    made.post(Prepare("r", (), SPEC))
+    for mark in (1, 2, 3):
+        made.post(AskEnergy("r", mark))
+    assert told.answer(3).boards
+    made.close()
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
 class Session:
     """Workers that answer what they are told to."""
 

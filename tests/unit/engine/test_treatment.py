@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,9 @@ def test_structure_and_dtype_stay_unless_the_run_is_in_float64() -> None:
         (lambda batch: batch["x"].numel(), 12),
         (lambda batch: (batch["x"] != 0).sum(), 12),  # a tensor, which is read when the loss is
         (lambda batch: 2.5, 2.5),
+        (lambda batch: np.int64(6), 12),
+        (lambda batch: np.float32(6), 12),
+        (lambda batch: np.array([6]), 12),
     ],
 )
 def test_tokens_are_counted_on_the_batch_as_the_model_gets_it(count: Any, expected: float) -> None:
@@ -126,11 +130,17 @@ def test_tokens_are_counted_on_the_batch_as_the_model_gets_it(count: Any, expect
     assert spec().tokens is None and not spec().wants_whole_batches and run.wants_whole_batches
 
 
-@pytest.mark.parametrize("bad", [None, "7", [7], torch.ones(2), -1, float("nan"), torch.tensor(-3)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None, "7", [7], torch.ones(2), -1, float("nan"), torch.tensor(-3), 10**400, 1j, torch.tensor(1j), np.complex64(1),
+        np.ones(2), np.array(["7"]), torch.ones(1, device="meta"),
+    ],
+)  # fmt: skip
 def test_what_is_no_number_of_tokens_is_refused_by_name(bad: Any) -> None:
     run = spec(criterion=None, step=Factory("step"), tokens=Factory("count"))
     made = replica(Mean, run, step=mean_step, count=lambda batch: bad)
-    with pytest.raises(ConfigError, match="token"):
+    with pytest.raises(ConfigError, match="tokens 'count' returned"):
         made.run_shard(ShardWork(0, 0, [{"x": torch.zeros(4, 3)}], 4, 4), lambda *_: None)
 
 

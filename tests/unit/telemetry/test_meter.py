@@ -217,6 +217,23 @@ def test_a_counter_that_only_falls_is_not_measured() -> None:
     assert meter.window is not None and meter.window.joules is None
 
 
+@pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e300, "a", None])
+def test_an_interval_is_seconds(interval_s: object) -> None:
+    with pytest.raises(ConfigError, match="interval_s"):
+        EnergyMeter(sensors=(), interval_s=interval_s)  # type: ignore[arg-type]
+
+
+def test_a_text_is_one_device_and_what_is_none_is_refused() -> None:
+    meter = EnergyMeter("xpu:0")
+    assert [device for device, _ in meter.unmeasured if device != "cpu"] == ["xpu:0"]
+    for bad in ([], 5, None):
+        with pytest.raises(ConfigError, match="name for a window"):
+            meter.begin(bad)  # type: ignore[arg-type]
+    meter.close()
+    with pytest.raises(ConfigError, match="devices 5"):
+        EnergyMeter(5)  # type: ignore[arg-type]
+
+
 class Hanging(Scripted):
     """Answers for a while, then hangs until it is let go."""
 

@@ -196,6 +196,77 @@ def test_names_without_end_and_a_sensor_that_hangs_take_no_memory_without_end(mo
     monkeypatch.setattr(tasks_module, "_MOST_WAITING", 10)
     tokens = [book.begin(f"x{number}") for number in range(20)]
     assert tokens[9] is not None and tokens[19] is None
+    assert book.missed == sum(token is None for token in tokens)
+    book.forget()
+    assert book.missed == 0
+
+
+def test_a_window_with_many_names_takes_no_room_from_the_next() -> None:
+    clock = Clock()
+    meter = meter_of(clock=clock)
+    for run in range(2):
+        meter.begin("run", restart=True)
+        for number in range(MOST_NAMES):
+            with meter.task(f"run {run}, {number}"):
+                pass
+        assert len(meter.so_far("run").tasks) == MOST_NAMES
+        assert "(further tasks)" not in by_name(meter.so_far("run"))
+    meter.close()
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "x" * 3_000_000, "\x1b[31mred\x00\n"])
+def test_any_text_is_a_name_that_can_be_sent_and_shown(name: str) -> None:
+    clock = Clock()
+    with meter_of(clock=clock) as meter, meter.task(name), energy_task("y"):
+        clock.wait(1.0)
+    assert meter.window is not None
+    found = {task.task: task.times for task in meter.window.tasks}
+    assert len(found) == 2 and all(len(n.encode()) < 250 and n.isprintable() for n in found)
+
+
+def _loads(times: int):
+    with energy_task("load"):
+        yield from range(times)
+
+
+def test_a_task_of_a_suspended_generator_hides_no_other() -> None:
+    clock = Clock()
+    with meter_of(clock=clock) as meter:
+        elsewhere, kept = _loads(2), _loads(2)
+        next(elsewhere)
+        next(kept)
+        ends = threading.Thread(target=lambda: list(elsewhere))
+        ends.start()
+        ends.join(30)
+        for _ in range(3):
+            with energy_task("load"):
+                clock.wait(1.0)
+    assert meter.window is not None and by_name(meter.window)["load"][2] == 4
+    kept.close()
+
+
+def test_one_task_is_used_within_itself_and_by_several_threads() -> None:
+    clock = Clock()
+    with meter_of(clock=clock) as meter:
+        again = energy_task("again")
+        with again, again:
+            clock.wait(1.0)
+        inside = threading.Barrier(4)
+
+        def work() -> None:
+            with again:
+                inside.wait(30)
+            with again:
+                pass
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        with again:
+            clock.wait(1.0)
+    assert meter.window is not None and by_name(meter.window)["again"][2] == 1 + 8 + 1
 
 
 def test_a_device_that_fails_costs_the_task_not_the_code() -> None:
