@@ -71,14 +71,14 @@ class Cluster:
         output: where the workers' lines are kept.
         on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
             thread and must be quick.
-        on_run_notice: likewise with what a run has to say, which is over when the next one begins.
+        on_run_notice: likewise with what a run has to say, which is over when the next one begins; None: as all else.
     """
 
     def __init__(
         self,
         output: OutputLog,
         on_notice: Callable[[str], None] = log.info,
-        on_run_notice: Callable[[str], None] = log.info,
+        on_run_notice: Callable[[str], None] | None = None,
     ) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
@@ -87,7 +87,7 @@ class Cluster:
         self.caches = Caches()
         self.energy = EnergyBook()
         self.output = output
-        self.notice = on_run_notice
+        self.notice = on_run_notice or on_notice
         self._tell = on_notice
         self._programs = Programs(on_notice)
         self._odd: set[tuple[int, str]] = set()
