@@ -72,6 +72,10 @@ class Cluster:
         on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
             thread and must be quick.
         on_run_notice: likewise with what a run has to say, which is over when the next one begins; None: as all else.
+
+    Attributes:
+        tell: tells a person what concerns the session.
+        notice: tells a person what a run has to say.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Cluster:
         self.energy = EnergyBook()
         self.output = output
         self.notice = on_run_notice or on_notice
-        self._tell = on_notice
+        self.tell = on_notice
         self._programs = Programs(on_notice)
         self._odd: set[tuple[int, str]] = set()
         self._sessions: dict[int, Session] = {}
@@ -166,7 +170,7 @@ class Cluster:
             self._sessions[member.rank] = session
             self._all_sessions.append(session)
         self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
-        self._tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+        self.tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
 
     def _on_visit(self, event: VisitArrived) -> None:
@@ -181,7 +185,7 @@ class Cluster:
             self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
         else:
             member.detail = cause
-            self._tell(f"{member.name}: {cause}")
+            self.tell(f"{member.name}: {cause}")
 
     def _on_session_change(self, rank: int, event: Event) -> None:
         name = self.roster.members[rank].name
@@ -204,7 +208,7 @@ class Cluster:
             threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
-        self._tell(sentence)
+        self.tell(sentence)
         self._post(event)
 
     def _post(self, event: JobEvent) -> None:

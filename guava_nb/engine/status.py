@@ -43,7 +43,7 @@ class WorkerStatus:
         samples, out_bytes, in_bytes: of the present or the last run; before the first, since it joined.
         detail: one sentence when something is worth saying (why it was lost, a version difference).
         queued_batches, queued_bytes: that it was sent and has not worked on.
-        rate_out_bytes_s, rate_in_bytes_s: measured on the line to it and from it.
+        rate_out_bytes_s, rate_in_bytes_s: what the line to it and from it does at least, as far as was seen or measured.
         worker_waits, data_waits: part of the time in which it waited for data, and data for it, 0 to 1.
         awaited_s: seconds for which it is still waited for, when its connection broke.
         power_w, busy: of its device lately; joules: of its boards in this run, also where others share them.
@@ -89,7 +89,8 @@ class OwnFigures:
         waits: part of the time in which it waited for data, 0 to 1.
         busy, memory_used_bytes, memory_bytes, power_w: as in `WorkerStatus`, while it has a run.
         joules: of its boards in the present or the last run, also where others share them.
-        rate_out_bytes_s, rate_in_bytes_s: measured on the line to the session and from it.
+        rate_out_bytes_s: what the line to the session does at least.
+        rate_in_bytes_s: what came from it lately, which is less than the line can do while it is not busy.
         round_trip_s: seconds of a heartbeat there and back.
         out_bytes, in_bytes: sent and received since it joined.
     """

@@ -72,7 +72,10 @@ def gather(
             on_wait(here)
             orchestrator.wait_for_workers(count=count, timeout=patience_s, on_wait=on_wait)
     except BaseException:
-        panel.close() if in_text else panel.finish(frame)
+        if in_text:
+            panel.close()
+        else:
+            panel.finish(frame)
         raise
     if in_text:
         panel.close()

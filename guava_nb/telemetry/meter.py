@@ -56,7 +56,7 @@ class EnergyMeter:
             with meter.task("load"):
                 data = load()
             train(data)
-        print(meter.window)
+        joules = meter.window.joules
 
     Figures are of whole boards, as their sensors give them: other programs on the same board are in them. `begin`, `end`
     and `so_far` wait two seconds at most for a sensor that does not answer; what it did not tell counts as not covered.
@@ -141,9 +141,7 @@ class EnergyMeter:
         self.poll()
         with self._changed:
             totals = [one.since(asked_s) for one in self._followed]
-            if not self._open.keys() - {
-                name
-            }:  # nobody else counts from earlier: names of the last run take no room here
+            if not set(self._open) - {name}:  # nobody counts from earlier, so the last run's names take no room here
                 self._tasks.forget()
             self._open[name] = _Window(self._clock(), totals, self._tasks.totals())
             listen(self._tasks)

@@ -64,9 +64,8 @@ class Task:
         if not isinstance(name, str) or not name.strip():
             raise ConfigError(f"{name!r} is no name for a task: give a short text, as in energy_task('attention')")
         self._name, self._books = _plain(name), books
-        self._marks: list[
-            tuple[int, list[tuple[TaskBook, _Point]]]
-        ] = []  # of each `with` that is going on, and its thread
+        # Of each `with` that is going on: its thread, and where each book stood.
+        self._marks: list[tuple[int, list[tuple[TaskBook, _Point]]]] = []
 
     def __enter__(self) -> None:
         if _is_compiling():

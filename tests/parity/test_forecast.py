@@ -259,7 +259,7 @@ def test_who_breaks_when_nothing_can_be_sent_again_is_let_go(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    cluster._tell = told.append
+    cluster.tell = told.append
     monkeypatch.setattr(Budget, "can_send_again", lambda self: False)
     hook = once_after(6, GradientBucket, DirectWorker.go_away)
     session, run_spec = Session(cluster, 2, hook), spec(model=WIDE)
