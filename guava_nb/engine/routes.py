@@ -46,6 +46,7 @@ class Routes:
     def __init__(self) -> None:
         """Know nothing yet."""
         self._found: dict[frozenset[int], Finding] = {}
+        self._told: set[tuple[str, frozenset[int]]] = set()  # of the newest run: what a run says is forgotten with it
         self._ids = itertools.count(1)
 
     def forget(self, ranks: Iterable[int]) -> None:
@@ -69,7 +70,7 @@ class Routes:
         members = job.cluster.roster.members
         hellos = [members[rank].hello for rank in ranks]
         obstacle = unlike_devices([members[rank].name for rank in ranks], hellos)
-        fresh = not obstacle and frozenset(ranks) not in self._found
+        probed = not obstacle
         finding = Finding({}, obstacle) if obstacle else self._finding(job, ranks)
         if finding.seats and (finding.private or wanted == "direct"):
             backend = "nccl" if hellos[0].device.startswith("cuda") else "gloo"
@@ -80,7 +81,9 @@ class Routes:
                 f"{obstacle}. path='direct' needs workers that reach each other: open the ports of their firewalls to each "
                 "other, or use --path auto (path='auto'), which goes through the orchestrator where it must"
             )
-        if fresh or wanted == "direct":
+        told = (job.run_id, frozenset(ranks))
+        if (probed or wanted == "direct") and told not in self._told:
+            self._told = {earlier for earlier in self._told if earlier[0] == job.run_id} | {told}
             job.cluster.notice(f"{obstacle}; the group goes through the orchestrator")
         return Route("relay", "guava", obstacle)
 

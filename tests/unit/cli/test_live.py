@@ -35,7 +35,10 @@ class Screen:
                 self.at += 1
                 self.lines.append("") if self.at == len(self.lines) else None
             elif part:
-                wide = sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in part)
+                wide = sum(
+                    2 if unicodedata.east_asian_width(letter) in "WF" else not unicodedata.combining(letter)
+                    for letter in part
+                )
                 assert wide < self.columns or not part.startswith("draw"), "it would wrap"
                 self.lines[self.at] += part
 
