@@ -17,6 +17,7 @@ from nbconvert import HTMLExporter
 
 from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser
 from tests.support.processes import eventually
+from tests.support.warm import without_servers
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -107,10 +108,12 @@ def code_of(lab: Lab) -> str:
 
 def local_workers() -> list[psutil.Process]:
     """Worker processes of the orchestrator's kernel, which has two: other tests here may have workers of their own."""
-    servers = [p for p in psutil.Process().children(recursive=True) if "jupyterlab" in p.cmdline()]
-    kernels = [kernel for server in servers for kernel in server.children()]
-    workers = [[p for p in kernel.children() if "guava_nb.engine.child" in " ".join(p.cmdline())] for kernel in kernels]
-    return max(workers, key=len)
+    kernels = [p for p in running_below(psutil.Process(), "jupyterlab") for p in running_below(p, "ipykernel_launcher")]
+    return max((running_below(kernel, "guava_nb.engine.child") for kernel in kernels), key=len)
+
+
+def running_below(process: psutil.Process, module: str) -> list[psutil.Process]:
+    return [p for p in without_servers(process.children(recursive=True)) if module in p.cmdline()]
 
 
 def both_themes(lab: Lab, name: str, number: int) -> None:

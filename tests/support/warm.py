@@ -3,10 +3,10 @@
 A warm process is forked from a server that has imported the heavy libraries and nothing of ours, and goes on as `python -m
 MODULE` would: its own arguments, environment, folder, streams and session. It is a real process in every way that the tests
 use: it can be killed, stopped and looked at. What `install` replaces is `subprocess.Popen`, for the modules named in
-`WARM_MODULES` only; every other command, `guava` among them, starts as ever, and with GUAVA_TEST_COLD set all do.
+`WARM_MODULES` only, also behind `ip netns exec NAME`; every other command starts as ever, and with GUAVA_TEST_COLD set all do.
 
-A warm kernel has a server of its own, forked before it has a thread: the workers that it starts are warm, and below it. So has
-the pytest that runs a notebook.
+A warm process that starts others has a server of its own, forked before it has a thread: the workers of a kernel are warm,
+and below it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ import psutil
 __all__ = ["context", "install", "without_servers"]
 
 ROOT = Path(__file__).resolve().parents[2]
-WARM_MODULES = ("guava_nb.engine.child", "ipykernel_launcher", "pytest", "tests.support.console")
-_STARTERS = ("ipykernel_launcher", "pytest")  # start processes themselves
+_STARTERS = ("ipykernel_launcher", "jupyterlab", "pytest")  # start processes themselves
+WARM_MODULES = (
+    *_STARTERS, "guava_nb", "guava_nb.engine.child", "tests.support.console", "tests.support.namespace_programs"
+)  # fmt: skip
+_IN_NAMESPACE = ["ip", "netns", "exec"]
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")
+_FOR_NOTEBOOKS = "nbformat"  # compiles a grammar: three seconds
 _SERVES = "guava-warm"
 _ROOM_FOR_WORDS = "-" * 500  # a process of its own has its words written here, where `ps` finds them
 _ORDER_BYTES = 1 << 17
@@ -116,6 +120,8 @@ def _begin(order: dict[str, Any], streams: list[int], sock: socket.socket) -> No
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if order["new_session"]:
         os.setsid()
+    if order["namespace"]:
+        _enter(order["namespace"])
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
     sock.send(str(os.getpid()).encode())
@@ -123,6 +129,13 @@ def _begin(order: dict[str, Any], streams: list[int], sock: socket.socket) -> No
     os.closerange(3, 1 << 16)
     _call_this_process("python")
     _show_words([sys.executable, "-m", order["module"], *order["arguments"]])
+
+
+def _enter(namespace: str) -> None:
+    """Go into a network namespace that has a name, see ip-netns(8); Python has a call for it from 3.12 on."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
 
 
 def _become(order: dict[str, Any]) -> None:
@@ -200,9 +213,10 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args: Any, *details: Any) -> None:
         (executable, preexec_fn, _, pass_fds, folder, environment, _, _, shell, *pipes) = details[:15]
+        namespace, words = self._taken_apart(args)
         warm = (
-            not isinstance(args, (str, bytes)) and list(args[:2]) == [sys.executable, "-m"] and args[2] in WARM_MODULES
-            and executable is None and preexec_fn is None and not pass_fds and not shell and not self._is_other(environment)
+            words[:2] == [sys.executable, "-m"] and words[2] in WARM_MODULES and executable is None and preexec_fn is None
+            and not pass_fds and not shell and not self._is_other(environment)
         )  # fmt: skip
         if not warm:
             super()._execute_child(args, *details)
@@ -213,8 +227,9 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             (pipes[5], pipes[4]),
         ]  # the child's, and ours where it is a pipe
         order = {
-            "module": args[2],
-            "arguments": [os.fspath(word) for word in args[3:]],
+            "module": words[2],
+            "arguments": words[3:],
+            "namespace": namespace,
             "environment": dict(os.environ if environment is None else environment),
             "folder": os.fspath(folder or os.getcwd()),
             "new_session": bool(details[20]),
@@ -228,6 +243,12 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             for fd in {status, devnull, *(theirs for theirs, ours in ends if ours != -1)} - {-1}:
                 os.close(fd)
         self._child_created = True
+
+    @staticmethod
+    def _taken_apart(args: Any) -> tuple[str, list[str]]:
+        """The name of the network namespace, or "", and what is started in it."""
+        words = [] if isinstance(args, (str, bytes)) else [os.fspath(word) for word in args]
+        return (words[3], words[4:]) if words[:3] == _IN_NAMESPACE and len(words) > 4 else ("", words)
 
     @staticmethod
     def _is_other(environment: Any) -> bool:
@@ -304,8 +325,9 @@ def without_servers(processes: Iterable[psutil.Process]) -> list[psutil.Process]
 _base_path = [word for word in sys.path if word and Path(word) != Path(__file__).parent]
 
 if __name__ == "__main__":
-    for _name in _PRELOADED:
-        __import__(_name)
+    for _name in (*_PRELOADED, _FOR_NOTEBOOKS):
+        with contextlib.suppress(ImportError):
+            __import__(_name)
     gc.collect()
     gc.freeze()  # or collections would write into every page, and nothing would stay shared
     _become(serve(socket.socket(fileno=int(sys.argv[1]))))
