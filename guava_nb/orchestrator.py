@@ -513,8 +513,8 @@ class Orchestrator(Host):
             fetch_between_runs(own, self._open_cluster(), self._patience_s)
             return own
         ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
-        if not fresh and last is not None and from_last_run(ensemble, last, self._open_cluster(), self._patience_s):
-            self._notices.add("goes on from the weights of the last run; --fresh (fresh=True) starts anew", "run")
+        if not fresh and last is not None:
+            self._notices.add(from_last_run(ensemble, last, self._open_cluster(), self._patience_s), "run")
         return ensemble
 
     @property

@@ -142,7 +142,7 @@ class GroupReplica:
         """Names the ranks that must hold the same parameters."""
         axes, sharded = self._axes, self._shape.zero_stage > 1
         assert axes is not None
-        return f", stage {axes.pp}, part {axes.tp}" + (f", shard {axes.dp}" if sharded else "")
+        return f", stage {axes.pp + 1}, part {axes.tp + 1}" + (f", shard {axes.dp + 1}" if sharded else "")
 
     # ---------------------------------------------------------------------------------------------------------- a step
 

@@ -47,20 +47,23 @@ def build_ensemble(
     return GroupEnsemble(run_id, spec, cells, master)
 
 
-def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> bool:
+def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> str:
     """Go on from the last run's weights where model and cells are the same, and from its optimizer where that is too.
 
     Returns:
-        Whether it did.
+        What the run begins with, in a sentence.
 
     Raises:
         WorkerLost: the workers that hold those weights are gone.
     """
     if not _is_same_model(ensemble, last):
-        return False
+        what = "a shared cell" if last.spec.model == ensemble.spec.model else "the model"
+        return f"begins with new weights: {what} is not that of the last run"
     state = fetch_between_runs(last, cluster, timeout_s)
-    ensemble.master.load_state(state if _has_same_optimizer(ensemble, last) else {"model": state["model"]})
-    return True
+    same = _has_same_optimizer(ensemble, last)
+    ensemble.master.load_state(state if same else {"model": state["model"]})
+    optimizer = "" if same else " with a new optimizer"
+    return f"goes on from the weights of the last run{optimizer}; --fresh (fresh=True) starts anew"
 
 
 def goes_on(ensemble: Ensemble, last: Ensemble) -> bool:

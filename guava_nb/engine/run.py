@@ -60,6 +60,7 @@ class Run:
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
+        self._waits_until: float | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -190,6 +191,7 @@ class Run:
                     (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
                 ),
                 message=self._message,
+                waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
                 wire=self.wire,
                 path=_path_text(self._route()),
                 loaded_batches=loaded[0],
@@ -269,10 +271,11 @@ class Run:
         self._thread = threading.get_ident()
         self.move("preparing")
 
-    def move(self, state: str, message: str = "") -> None:
-        """Enter a state."""
+    def move(self, state: str, message: str = "", for_s: float | None = None) -> None:
+        """Enter a state, which takes `for_s` at most."""
         with self._lock:
             self._state, self._message = state, message
+            self._waits_until = None if for_s is None else time.monotonic() + for_s
 
     def begin_epoch(self, epoch: int) -> None:
         """Count epochs from 1 for people."""
@@ -300,6 +303,7 @@ class Run:
         wire, route, layout, waits = self._wire(), self._route(), self._layout(), self._waits()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
+            self._waits_until = None
             self._wall_s = time.monotonic() - self._started
             self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
             self._feeding, self._waits = _nothing_fed, (lambda: waits)

@@ -131,6 +131,7 @@ class RunStatus:
     val: tuple[tuple[int, float, float | None], ...] = ()  # (step, loss, accuracy)
     learning_rate: float | None = None
     message: str = ""  # what it waits for, or why it ended
+    waits_s: float | None = None  # for how much longer it waits for workers to join
     wire: WireBytes = field(default_factory=WireBytes)
     path: str = ""  # how the workers reach each other, and why
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet

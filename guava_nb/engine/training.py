@@ -380,6 +380,7 @@ class TrainingJob(TeamJob):
                 f"itself from step {self.snapshot.step + 1}: %guava_worker with the join code elsewhere does it. To start one "
                 "here while this cell is busy, or to see the code: interrupt, then %guava_up --local 1 (--show-code), and "
                 "train again",
+                self.plan.rejoin_timeout_s,
             )
         self.spending.afford_start_over()
         self.start_over(cause)

@@ -10,7 +10,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.panel import Panel
-from guava_nb.notebook.training import metrics_argument, resolve
+from guava_nb.notebook.training import check_variable, metrics_argument, resolve
 from guava_nb.render import Progress, View
 from guava_nb.render.values import show_float
 
@@ -37,8 +37,7 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     """
     if args.resume and args.path is None:
         raise UsageError("%guava_predict: --resume goes on with what a folder holds, so it needs --path")
-    if args.into is not None and not args.into.isidentifier():
-        raise UsageError(f"--into {args.into}: not a name for a variable")
+    check_variable(args.into, "--into")
     given = {
         "top_k": args.top_k,
         "confidence_threshold": args.threshold,

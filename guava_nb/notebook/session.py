@@ -32,7 +32,7 @@ from guava_nb.notebook.opening import LocalWorkers, cautions, code_to_dial, orch
 from guava_nb.notebook.panel import Frame, Panel
 from guava_nb.notebook.screen import ask_hidden, can_ask, choose_ui, say
 from guava_nb.notebook.tokens import near
-from guava_nb.notebook.training import training_arguments
+from guava_nb.notebook.training import check_variable, training_arguments
 from guava_nb.notebook.watching import interrupt_run, watch
 from guava_nb.notebook.working import OwnWorker
 from guava_nb.protocol.messages import Cell
@@ -224,8 +224,7 @@ class NotebookSession:
     def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
         """Keyword arguments for a run, checked as far as this notebook can."""
         arguments = training_arguments(args, self._shell.user_ns)
-        if args.out is not None and not args.out.isidentifier():
-            raise UsageError(f"--out {args.out}: not a name for a variable")
+        check_variable(args.out, "--out")
         self._check_shared(args)
         return arguments
 

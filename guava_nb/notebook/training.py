@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.tokens import near
 
-__all__ = ["metrics_argument", "resolve", "training_arguments"]
+__all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
 
 #: Names with commas between them.
 _NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
@@ -57,6 +58,16 @@ def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
         return eval(compile(expression, f"<{option}>", "eval"), dict(namespace))
     except Exception as error:
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
+
+
+def check_variable(name: str | None, option: str) -> None:
+    """Refuse what cannot be the name of a variable; None is no name at all.
+
+    Raises:
+        UsageError: it is no name, or one of the language's own words.
+    """
+    if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
+        raise UsageError(f"{option} {name}: not a name for a variable")
 
 
 def metrics_argument(text: str, namespace: Mapping[str, Any]) -> Any:

@@ -125,7 +125,7 @@ class Passage:
         length = int.from_bytes(data[:8], "little")
         if length > _MOST_RECORD_BYTES:
             raise CollectiveError(
-                f"stage {stage} announced a record of {length} bytes, at most {_MOST_RECORD_BYTES} are read"
+                f"stage {stage + 1} announced a record of {length} bytes, at most {_MOST_RECORD_BYTES} are read"
             )
         if length + 8 > _HEAD_BYTES:
             data += bytes(self._take((length + 8 - _HEAD_BYTES,), torch.uint8, stage).cpu().tolist())

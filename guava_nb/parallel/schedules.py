@@ -136,7 +136,7 @@ class _Station(nn.Module):
         record, tensors = take_apart(result, gradient=False)
         if record.tree != expected.tree or [t.shape for t in record.tensors] != [t.shape for t in expected.tensors]:
             raise TrainingError(
-                f"stage {self._index} returned tensors of {[t.shape for t in record.tensors]} for a micro-batch of {rows} "
+                f"stage {self._index + 1} returned tensors of {[t.shape for t in record.tensors]} for a micro-batch of {rows} "
                 f"rows, and {[t.shape for t in expected.tensors]} for another one of the same shape; what passes between "
                 "stages may depend on the shapes of the inputs only"
             )

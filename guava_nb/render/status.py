@@ -117,11 +117,13 @@ def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
     total = "" if run.total_steps is None else f"/{run.total_steps}"
     resumed = f" since step {run.steps_before}" if run.steps_before else ""
     parts = [f"for {awaited}"] if awaited else []
+    parts += [f"for workers, up to {show_seconds(round(run.waits_s))} more"] if run.waits_s is not None else []
     parts += [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
-    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None and not awaited else []
-    left_s = None if awaited else _left_s(run)
+    waits = bool(awaited) or run.waits_s is not None
+    parts += [show_rate(run.samples_per_s, "samples")] if run.samples_per_s is not None and not waits else []
+    left_s = None if waits else _left_s(run)
     parts += [f"{show_seconds(max(1, round(left_s)))} left"] if left_s is not None else []
     return ", ".join(parts)
 

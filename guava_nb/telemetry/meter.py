@@ -85,7 +85,7 @@ class EnergyMeter:
     ) -> None:
         """Look for sensors; nothing is read before the first `begin`."""
         devices = _devices_of(devices)
-        if not (isinstance(interval_s, int | float) and 0 < interval_s <= _LONGEST_S):
+        if isinstance(interval_s, bool) or not (isinstance(interval_s, int | float) and 0 < interval_s <= _LONGEST_S):
             raise ConfigError(
                 f"interval_s {interval_s!r}: seconds between two readings, more than 0, at most {_LONGEST_S:g}"
             )

@@ -400,6 +400,7 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
         ("--model Net --loss L --data {laoder}", "did you mean loader?"),
         ("--model Net --loss L --data loader --val-interval 3", "--val-interval needs --val"),
         ("--model Net --loss L --data loader --out 3x", "not a name"),
+        ("--model Net --loss L --data loader -o class", "not a name"),
         ("--model Net --loss L --data loader extra", "one word too many"),
         ("--model Net --loss L --data loader --shares 0,0", "not a list of weights"),
         ("--model Net --loss L --data loader --fresh --resume a.pt", "contradict"),

@@ -310,3 +310,10 @@ def test_workers_that_left_before_the_run_are_not_shown_and_gone_ones_have_no_de
 
 def test_what_must_be_done_for_the_tunnel_stands_in_the_session() -> None:
     assert "run ssh first" in to_text(session_view(replace(STATUS, tunnel_note="run ssh first")))
+
+
+def test_a_run_that_waits_for_workers_counts_down() -> None:
+    waits = replace(RUN, state="waiting", waits_s=271.2)
+    shown = to_text(run_view(waits, (replace(WORKER, state="lost"),)))
+    assert shown.startswith("waiting: for workers, up to 4 min 31 s more, epoch 1/3") and "samples/s" not in shown
+    assert "more" not in to_text(run_view(RUN, (WORKER,))).splitlines()[0]

@@ -217,7 +217,7 @@ def test_a_counter_that_only_falls_is_not_measured() -> None:
     assert meter.window is not None and meter.window.joules is None
 
 
-@pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e300, "a", None])
+@pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e300, "a", None, True])
 def test_an_interval_is_seconds(interval_s: object) -> None:
     with pytest.raises(ConfigError, match="interval_s"):
         EnergyMeter(sensors=(), interval_s=interval_s)  # type: ignore[arg-type]
