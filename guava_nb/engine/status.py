@@ -131,7 +131,6 @@ class RunStatus:
     val: tuple[tuple[int, float, float | None], ...] = ()  # (step, loss, accuracy)
     learning_rate: float | None = None
     message: str = ""  # what it waits for, or why it ended
-    waits_s: float | None = None  # for how much longer it waits for workers to join
     wire: WireBytes = field(default_factory=WireBytes)
     path: str = ""  # how the workers reach each other, and why
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
@@ -139,6 +138,7 @@ class RunStatus:
     joules: float | None = None  # of all workers, each board once
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
     budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
+    waits_s: float | None = None  # for how much longer it waits for workers to join
 
 
 @dataclass(frozen=True, slots=True)

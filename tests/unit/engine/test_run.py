@@ -70,6 +70,18 @@ def test_result_raises_what_ended_the_run() -> None:
         run.result()
 
 
+def test_a_run_that_waits_knows_how_long() -> None:
+    run = filled(1)
+    run.move("waiting", "for workers", 300)
+    assert 290 < (run.status().waits_s or 0) <= 300
+    run.move("training")
+    assert run.status().waits_s is None
+    run.move("waiting", "for workers", 0)
+    assert run.status().waits_s == 0
+    run.end("failed", ValueError("nobody came"))
+    assert run.status().waits_s is None
+
+
 def test_rewind_forgets_steps_and_validations() -> None:
     run = filled(5)
     run.add_validation({"step": 5, "loss": 0.5, "accuracy": None, "samples": 8})
