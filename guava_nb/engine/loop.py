@@ -94,6 +94,8 @@ class Arrival:
 
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
+#: Why a loop ends whose session is over.
+_ENDED = "ended"
 #: Seconds without work after which a worker counts as idle, and between two reports of work.
 SHOW_S = 0.25
 
@@ -181,13 +183,16 @@ class WorkerLoop:
 
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
-        self._leaving = self._leaving or "ended"
-        self._queue.put(Arrival(Refused("ended", ""), memoryview(b""), lambda: None))
+        self._leaving = self._leaving or _ENDED
+        self._queue.put(Arrival(Refused(_ENDED, ""), memoryview(b""), lambda: None))
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Work until the orchestrator ends the session or `leave` is called.
+
+        Returns:
+            Whether it left because `leave` was called.
 
         Raises:
             GuavaError: the orchestrator refused this worker.
@@ -198,9 +203,9 @@ class WorkerLoop:
                 self._advance()
                 if self._leaving and not self._mid_step():
                     self._send(Leave(self._leaving), ())
-                    return
+                    return self._leaving != _ENDED
         except _End:
-            return
+            return False
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
             self._ahead.close()
@@ -252,7 +257,7 @@ class WorkerLoop:
             case AskData():
                 self._on_ask_data(message)
             case Refused(code=code, reason=reason):
-                if code == "ended":
+                if code == _ENDED:
                     raise _End
                 raise PreparationError(f"the orchestrator refused this worker: {reason}")
             case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:

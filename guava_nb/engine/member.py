@@ -135,13 +135,13 @@ class Membership:
         """
         assert self._session is not None
         try:
-            self.loop.run()
+            left = self.loop.run()
         finally:
             self._prober.close()
             self._energy.close()
             closed = self._closed  # before our own close, which is one more end of the session
             self._session.close("the worker left")
-        if closed is None:
+        if left or closed is None:  # an orchestrator that hears of it ends the session at once
             return "it was asked to leave"
         cause, by_peer = closed
         if not (by_peer and isinstance(cause, LinkClosed)):
