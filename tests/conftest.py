@@ -26,6 +26,16 @@ settings.load_profile("luck" if os.environ.get("GUAVA_TEST_LUCK") else "guava")
 _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here", re.IGNORECASE)
 
 
+#: Files with few and long tests: one that came last would keep one process busy while the others have nothing left.
+_FIRST = ("test_browser", "test_two_kernels", "test_notebooks", "test_namespaces", "test_guava_run", "test_tunnel_faults")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files; all else keeps its order."""
+    place = {name: number for number, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of every later collection of garbage: with torch one takes a quarter of a second."""
     gc.collect()
