@@ -218,10 +218,16 @@ def test_a_lone_worker_that_went_on_while_it_was_away_is_taken_as_it_is(session:
     lone.trap("forward", 6)
     run = session.train(loader(), epochs=50, detach=True)
     lone.wait_trapped()
+    cluster = session.orch._open_cluster()
+    (rank,) = cluster.roster.ready()
+    sent = eventually(
+        lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
+    )
+    eventually(lambda: lone.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
     lone.relay.refuse()
     lone.relay.cut_all()
     eventually(lambda: session.state_of(lone.name) == "suspect", 10, "its absence is seen")
-    lone.release()  # it has a few more shards, and does them
+    lone.release()  # it has these shards, and does them
     eventually(lambda: lone.handle.status().step >= 7, 30, "it goes on alone")
     run.interrupt()
     run.interrupt()
