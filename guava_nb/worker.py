@@ -206,7 +206,7 @@ class NetworkWorker:
         self.code = new
 
     def leave(self) -> None:
-        """Leave after the step in work; from any thread."""
+        """Leave after the step in work, when the orchestrator has what is only here; from any thread."""
         self._member.loop.leave("asked to leave")
 
 

@@ -27,7 +27,14 @@ _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here", re.IG
 
 
 #: Files with few and long tests: one that came last would keep one process busy while the others have nothing left.
-_FIRST = ("test_browser", "test_two_kernels", "test_notebooks", "test_namespaces", "test_guava_run", "test_tunnel_faults")
+_FIRST = (
+    "test_browser",
+    "test_two_kernels",
+    "test_notebooks",
+    "test_namespaces",
+    "test_guava_run",
+    "test_tunnel_faults",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

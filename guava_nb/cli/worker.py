@@ -23,6 +23,9 @@ __all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
 
 VARIABLE = "GUAVA_JOIN_CODE"
 POLL_S = 0.5
+_LEAVING = (
+    "leaving after this step, when the orchestrator has what only this worker holds; interrupt again to end it now"
+)
 CRASH_LINES = 10
 #: Of what a worker printed, in the lines that are written over.
 LIVE_LINES = 3
@@ -162,7 +165,7 @@ def follow(
                 _follow_codes(alive, pasted(), say)
         except KeyboardInterrupt:
             interrupts += 1
-            say("leaving after this step; interrupt again to end it now" if interrupts == 1 else "ending now")
+            say(_LEAVING if interrupts == 1 else "ending now")
             for worker in workers:
                 worker.leave() if interrupts == 1 else worker.kill()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from guava_nb.engine.energy import EnergyBook
-from guava_nb.engine.events import FromWorker, JobEvent, Joined, Lost, Resumed, Suspected
+from guava_nb.engine.events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
 from guava_nb.engine.output import OutputLog, ending_text
 from guava_nb.engine.programs import Programs
 from guava_nb.engine.roster import Member, Roster, version_notes
@@ -98,6 +98,7 @@ class Cluster:
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
+        self._leaving: dict[int, str] = {}  # members that the job has not released yet, and why they go
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -157,7 +158,17 @@ class Cluster:
             else:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
-            self._end(rank, self.roster.leave, message.reason, f"left: {message.reason}")
+            self._on_leave(rank, message.reason)
+
+    def _on_leave(self, rank: int, reason: str) -> None:
+        """Release it, or let the job do so, which may need what only this member holds."""
+        with self._changed:
+            mailbox = self._mailbox
+            if mailbox is not None:
+                self._leaving[rank] = reason
+                mailbox.post(Leaving(rank))
+        if mailbox is None:
+            self._end(rank, self.roster.leave, reason, f"left: {reason}")
 
     def _seat(self, session: Session, hello: Hello) -> None:
         if session.session_id in self._ranks:
@@ -236,6 +247,9 @@ class Cluster:
         with self._changed:
             if self._mailbox is mailbox:
                 self._mailbox = None
+            leaving = list(self._leaving)
+        for rank in leaving:
+            self.release(rank)
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
         """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
@@ -258,6 +272,12 @@ class Cluster:
         session = self._sessions.get(rank)
         if session is not None:
             self._events.put(SessionClosed(session, LinkClosed(reason), False))
+
+    def release(self, rank: int) -> None:
+        """Let a member go that asked for it; its `Lost` event is on the way."""
+        reason, session = self._leaving.pop(rank, None), self._sessions.get(rank)
+        if reason is not None and session is not None:
+            self._events.put(SessionClosed(session, LinkClosed(reason), True))
 
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from guava_nb.protocol.messages import Message
 
-__all__ = ["FromWorker", "Interrupted", "JobEvent", "Joined", "Lost", "Resumed", "Suspected", "Wake"]
+__all__ = ["FromWorker", "Interrupted", "JobEvent", "Joined", "Leaving", "Lost", "Resumed", "Suspected", "Wake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """A member wants to go, and serves until it is released (`Cluster.release`) or has waited too long."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The user wants to stop; the second time at once."""
 
@@ -58,4 +65,4 @@ class Wake:
     """Something outside the mailbox changed (a batch is loaded, the loader ended)."""
 
 
-JobEvent = FromWorker | Joined | Suspected | Resumed | Lost | Interrupted | Wake
+JobEvent = FromWorker | Joined | Suspected | Resumed | Leaving | Lost | Interrupted | Wake

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from guava_nb import errors
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.events import FromWorker, Interrupted, JobEvent, Joined, Lost, Resumed, Suspected, Wake
+from guava_nb.engine.events import FromWorker, Interrupted, JobEvent, Joined, Leaving, Lost, Resumed, Suspected, Wake
 from guava_nb.errors import GuavaError, RemoteError
 from guava_nb.protocol.messages import Failure, Message
 
@@ -140,6 +140,8 @@ class Job:
                 self.ready.discard(rank)
                 self.suspects.discard(rank)
                 self.on_lost(rank)
+            case Leaving(rank):
+                self.on_leaving(rank)
             case Interrupted():
                 self.interrupts += 1
                 self.on_interrupt()
@@ -179,6 +181,10 @@ class Job:
 
     def on_resumed(self, rank: int) -> None:
         """A suspect member is back."""
+
+    def on_leaving(self, rank: int) -> None:
+        """A member wants to go. Nothing that only it has is needed here."""
+        self.cluster.release(rank)
 
     def on_lost(self, rank: int) -> None:
         """A member is gone."""

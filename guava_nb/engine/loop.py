@@ -94,6 +94,8 @@ class Arrival:
 
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
+#: Seconds in which the orchestrator takes the state of a worker that leaves, if it needs it.
+HANDOVER_S = 60.0
 #: Why a loop ends whose session is over.
 _ENDED = "ended"
 #: Seconds without work after which a worker counts as idle, and between two reports of work.
@@ -158,6 +160,7 @@ class WorkerLoop:
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
+        self._goes_by: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self._reader = RowReader(send)
         self._data = OwnData()
         self._ahead = Ahead(copier_for(device))
@@ -177,13 +180,12 @@ class WorkerLoop:
         self._queue.put(Arrival(message, payload, done))
 
     def leave(self, reason: str) -> None:
-        """Leave after the step in work; from any thread."""
+        """Leave after the step in work, when the orchestrator has what is only here; from any thread."""
         self._leaving = reason
         self._queue.put(None)
 
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
-        self._leaving = self._leaving or _ENDED
         self._queue.put(Arrival(Refused(_ENDED, ""), memoryview(b""), lambda: None))
 
     # -------------------------------------------------------------------------------------------------------- the loop
@@ -198,19 +200,24 @@ class WorkerLoop:
             GuavaError: the orchestrator refused this worker.
         """
         try:
-            while True:
+            while not self._may_go():
                 self._take()
                 self._advance()
-                if self._leaving and not self._mid_step():
+                if self._leaving and self._goes_by is None and not self._mid_step():
+                    self._goes_by = time.monotonic() + (HANDOVER_S if self._replica is not None else 0)
                     self._send(Leave(self._leaving), ())
-                    return self._leaving != _ENDED
+            return True
         except _End:
-            return False
+            return self._goes_by is not None
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
             self._ahead.close()
             self._reader.close()
             self._release_own()
+
+    def _may_go(self) -> bool:
+        """Whether the orchestrator has had its time to release a worker that leaves, which it does by ending the session."""
+        return self._goes_by is not None and time.monotonic() >= self._goes_by
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -219,7 +226,7 @@ class WorkerLoop:
             try:
                 arrival = self._queue.get(block=wait, timeout=SHOW_S)
             except queue.Empty:
-                if not wait:
+                if not wait or self._may_go():
                     return
                 self._show("ready")
                 continue
@@ -244,7 +251,7 @@ class WorkerLoop:
 
     def _has_work(self) -> bool:
         step = self._steps.current()
-        leaves = bool(self._leaving) and not self._mid_step()
+        leaves = bool(self._leaving) and self._goes_by is None and not self._mid_step()
         return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
 
     def _handle(self, message: Message, payload: memoryview) -> None:

@@ -85,6 +85,7 @@ class TrainingJob(TeamJob):
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
+        self._leaving: set[int] = set()  # members that wait until what they hold is here
         self._energy = RunEnergy(
             cluster.energy, ensemble.run_id, cluster.send, cluster.name,
             lambda rank: cluster.roster.members[rank].hello.device_name, cluster.worked,
@@ -239,7 +240,8 @@ class TrainingJob(TeamJob):
         if newcomers and self.spending.affords_newcomers(newcomers):
             with self.spending.aside():
                 self.bring_in(newcomers)
-        for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
+        actions = (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now))
+        for name, action in actions:
             if name in self._due:
                 if name == "validate":
                     action()
@@ -249,6 +251,15 @@ class TrainingJob(TeamJob):
                 self._due.discard(name)
         with self.spending.aside():
             self._calls.answer()
+        self._release_leaving()
+
+    def _release_leaving(self) -> None:
+        """Let those go that only waited for their state to be here, and unwind if nobody is left to go on with."""
+        leaving = [rank for rank in self._leaving if rank in self.ready | self.suspects]
+        self._leaving.clear()
+        for rank in leaving:
+            self.cluster.release(rank)
+        self.pump(lambda: not any(rank in self.ready | self.suspects for rank in leaving))
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
@@ -315,6 +326,15 @@ class TrainingJob(TeamJob):
         self._note_work(rank)
         self._exchange.adopt(self.available())
         self.spending.on_broken(rank)
+
+    def on_leaving(self, rank: int) -> None:
+        """Let it go, unless what it holds is nowhere else: then the state is brought here between two steps first."""
+        others = [other for other in self.available() if other != rank and other not in self._leaving]
+        if not self._formed or (others and self.ensemble.elastic):
+            self.cluster.release(rank)
+        else:
+            self._leaving.add(rank)
+            self._due.add("snapshot")
 
     def on_lost(self, rank: int) -> None:
         """Give its shards to others.

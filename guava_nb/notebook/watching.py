@@ -135,6 +135,9 @@ def interrupt_worker(worker: Any, count: int) -> str:
     """Do what the n-th interrupt in a worker's cell means; returns the sentence to say."""
     if count == 1:
         worker.leave()
-        return "Leaving after this step. Interrupt again to end the process now."
+        return (
+            "Leaving after this step, when the orchestrator has what only this worker holds. "
+            "Interrupt again to end the process now."
+        )
     worker.kill()
     return "The worker's process is ended."

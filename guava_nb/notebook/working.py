@@ -20,8 +20,8 @@ from guava_nb.render import View, worker_view
 
 __all__ = ["OwnWorker"]
 
-#: Seconds that a worker gets to finish its step when the notebook closes.
-LEAVE_S = 5.0
+#: Seconds that a worker gets to finish its step and to hand over, when the notebook closes.
+LEAVE_S = 15.0
 #: States of a worker that ended otherwise than it should.
 _BAD_ENDS = ("failed", "crashed")
 _ENDS = ("left", *_BAD_ENDS)

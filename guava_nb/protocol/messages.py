@@ -1158,7 +1158,10 @@ class AskEnergy(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Worker to orchestrator: I leave after the last committed step; give my shards to others."""
+    """Worker to orchestrator: I leave after the last committed step; give my shards to others, and end my session.
+
+    Until the session ends, the worker answers: where nobody else holds the state, it is fetched first.
+    """
 
     reason: str
 

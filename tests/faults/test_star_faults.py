@@ -22,8 +22,9 @@ from guava_nb.errors import (
     TrainingError,
     WorkerLost,
 )
-from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, StateLoaded
+from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, State, StateLoaded
 from tests.support.direct import DirectWorker, make_cluster, once_after
+from tests.support.processes import eventually
 from tests.support.training import SmallNet, dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
 
 
@@ -147,6 +148,93 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(clust
     job.start()
     finish(job.run)
     assert hook.fired
+    assert_undisturbed(job.run, 3)
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+@pytest.mark.parametrize("count", [1, 3, 4, 6])
+def test_a_lone_worker_that_leaves_hands_over_and_no_step_is_done_twice(
+    cluster: Cluster, count: int, site: str
+) -> None:
+    hook = once_after(count, Committed, lambda worker: worker.loop.leave("asked to leave"))  # four steps an epoch
+    first = start(cluster, [hook])[0]
+    job = job_for(cluster, spec(optimizer_site=site), plan_for(loader(), 3))
+    job.start()
+    first.thread.join(20)
+    assert not first.thread.is_alive() and first.left
+    eventually(lambda: job.run.state == "waiting", 10, "the run waits for another one")
+    done = len(job.run.history)
+    assert done >= count and job.snapshot.step == done - 1
+    DirectWorker(cluster, "spare").start()
+    finish(job.run)
+    assert_undisturbed(job.run, 3)
+    assert cluster.roster.members[0].state == "left"
+    assert sum(member.samples for member in cluster.members()) == 303
+
+
+def test_a_worker_lost_while_it_hands_over_costs_the_epoch_and_no_more(cluster: Cluster) -> None:
+    leave = once_after(6, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    die = once_after(2, State, lambda worker: worker.die())  # the first is the snapshot after an epoch of four steps
+
+    def hook(worker: DirectWorker, message: Message) -> None:
+        leave(worker, message)
+        die(worker, message)
+
+    start(cluster, [hook])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
+    assert die.fired and job.snapshot.step == 3  # type: ignore[attr-defined]
+    DirectWorker(cluster, "spare").start()
+    finish(job.run)
+    assert_undisturbed(job.run, 3)
+
+
+def test_of_two_workers_one_leaves_at_once(cluster: Cluster) -> None:
+    hook = once_after(3, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    leaver = start(cluster, [hook, None])[0]
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    finish(job.run)
+    leaver.thread.join(10)
+    assert leaver.left and cluster.roster.members[0].state == "left"
+    assert (job.snapshot.step + 1) % 4 == 0, "of the end of an epoch: nobody had to hand over"
+    assert_undisturbed(job.run, 3)
+
+
+def test_workers_that_leave_together_hand_over_once(cluster: Cluster) -> None:
+    workers: list[DirectWorker] = []
+
+    def leave_all(_: DirectWorker) -> None:
+        for worker in workers:
+            worker.loop.leave("asked to leave")
+
+    workers += start(cluster, [once_after(3, Committed, leave_all), None])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    for worker in workers:
+        worker.thread.join(20)
+        assert worker.left
+    eventually(lambda: job.run.state == "waiting", 10, "the run waits for another one")
+    assert job.snapshot.step == len(job.run.history) - 1
+    DirectWorker(cluster, "spare").start()
+    finish(job.run)
+    assert_undisturbed(job.run, 3)
+
+
+def test_a_worker_leaves_by_itself_when_nobody_takes_its_state(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guava_nb.engine.loop.HANDOVER_S", 0.3)
+    leaver = start(cluster, [once_after(2, Committed, lambda worker: worker.loop.leave("asked to leave"))])[0]
+    monkeypatch.setattr(cluster, "release", lambda rank: None)  # an orchestrator that hangs
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    leaver.thread.join(20)
+    assert leaver.left
+    leaver.die()
+    DirectWorker(cluster, "spare").start()
+    finish(job.run)
     assert_undisturbed(job.run, 3)
 
 

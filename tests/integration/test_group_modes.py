@@ -213,6 +213,24 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     assert run.generations >= 2
 
 
+@pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 3}), ("pipeline", {}), ("tensor", {})])
+def test_a_rank_that_leaves_hands_over_first_and_no_step_is_done_twice(
+    session: Session, mode: str, settings: dict[str, Any]
+) -> None:
+    leaver = session.ensure(2)[1]
+    leaver.trap("forward", 9 if mode != "pipeline" else 16)
+    run = train(session, mode, loader(), epochs=3, detach=True, settings=settings)
+    leaver.wait_trapped()
+    leaver.handle.leave()
+    leaver.release()
+    assert leaver.handle.wait(20)
+    eventually(lambda: run.status().state == "waiting", 15, "the run waits for another one")
+    assert f"goes on by itself from step {len(run.history)}:" in run.status().message and len(run.history) >= 4
+    session.workers.append(Worker(session, f"successor-{mode}", False))
+    session.assert_undisturbed(run, Plain(session.folder, loader()).epochs(3))
+    assert leaver.handle.status().state == "left" and run.generations >= 2
+
+
 def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ class DirectWorker:
     ) -> None:
         self.identity = name.encode()
         self.name = name
-        self.dead = self.away = False
+        self.dead = self.away = self.left = False
         self.lock = threading.RLock()
         self.session = DirectSession(self)
         self.error: BaseException | None = None
@@ -126,7 +126,7 @@ class DirectWorker:
 
     def _run(self) -> None:
         try:
-            self.loop.run()
+            self.left = self.loop.run()
         except BaseException as error:
             self.error = error
 
