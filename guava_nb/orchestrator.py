@@ -117,6 +117,10 @@ class Orchestrator(Host):
         self._ledger.add(chosen, text)
         return chosen
 
+    def unshare(self, name: str) -> None:
+        """Share a cell no longer, from the next run on; unknown names are fine."""
+        self._ledger.remove(name)
+
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._ledger.cells())

@@ -120,6 +120,12 @@ SHARE = Command(
         option(
             "--name", metavar="NAME", help="name of the cell; the newest text per name counts (default: the cell's id)"
         ),
+        option(
+            "--forget",
+            metavar="NAME",
+            complete=("<cells>",),
+            help="share a cell no longer, on a line of its own: %%guava_share --forget NAME",
+        ),
     ),
     "%%guava_share --name model",
     sign="%%",

@@ -94,7 +94,10 @@ class GuavaMagics(Magics):
     @line_cell_magic
     @_command(commands.SHARE)
     def guava_share(self, args: argparse.Namespace, cell: str | None = None) -> None:
-        """Run a cell and share it."""
+        """Run a cell and share it, or share one no longer."""
+        if args.forget is not None:
+            say(self.session.forget(args.forget, alone=cell is None and args.name is None))
+            return
         if cell is None:
             raise UsageError(
                 "%%guava_share stands with two percent signs on the first line of a cell, and shares what is below it: there is "
@@ -231,6 +234,7 @@ def load(shell: Any) -> None:
         {
             "<shared>": lambda begin: magics.session.shared_names(),
             "<workers>": lambda begin: magics.session.worker_names(),
+            "<cells>": lambda begin: magics.session.cell_names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
             "<files>": files,

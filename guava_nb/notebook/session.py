@@ -158,6 +158,28 @@ class NotebookSession:
         self._cells[name] = text
         return name
 
+    def forget(self, name: str, alone: bool) -> str:
+        """Share a cell no longer, from the next run on; returns the sentence to say.
+
+        Raises:
+            UsageError: no cell has this name, or the option did not stand alone.
+        """
+        if not alone:
+            raise UsageError("--forget stands alone on a line: %guava_share --forget NAME")
+        if name not in self._cells:
+            known = ", ".join(self._cells) or "none"
+            raise UsageError(
+                f"--forget {name}: no shared cell is called so{near(name, self._cells) or '.'} Shared: {known}"
+            )
+        if self.is_open:
+            self._orchestrator.unshare(name)
+        del self._cells[name]
+        return f"Cell {name} is shared no longer; what it defined stays in this notebook."
+
+    def cell_names(self) -> list[str]:
+        """How the shared cells are called."""
+        return list(self._cells)
+
     def shared_names(self) -> list[str]:
         """What shared cells define, by name."""
         return sorted({name for text in self._cells.values() for name in defined_names(text)})

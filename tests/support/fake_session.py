@@ -160,6 +160,9 @@ class FakeOrchestrator:
             raise SourceError(f"cell {name}, line 1: notebook syntax cannot run on a worker")
         self.cells[str(name)] = source
 
+    def unshare(self, name: str) -> None:
+        del self.cells[name]
+
     def set_mode(self, mode: str, **settings: Any) -> None:
         self.calls.append(("mode", (mode, dict(settings))))
         check_plan(settings.pop("tensor_plan", {}))

@@ -254,6 +254,22 @@ def test_the_newest_text_of_a_rerun_cell_counts(notebook: Any) -> None:
     assert notebook.orchestrator.cells == {"Net": "class Net:\n    width = 2\n"}
 
 
+def test_a_cell_can_be_taken_back(notebook: Any) -> None:
+    notebook.run("%%guava_share --name early\nclass Early: pass")
+    notebook.run("%guava_up")
+    notebook.run("%%guava_share --name broken\nclass Broken: pass")
+    assert set(notebook.orchestrator.cells) == {"early", "broken"}
+    assert notebook.complete("%guava_share --forget br") == ["broken"]
+    assert "did you mean broken? Shared: early, broken" in notebook.run("%guava_share --forget brokn").text
+    shown = notebook.run("%guava_share --forget broken")
+    assert shown.ok and shown.text.strip() == "Cell broken is shared no longer; what it defined stays in this notebook."
+    assert set(notebook.orchestrator.cells) == {"early"}
+    notebook.run("%guava_share --forget early")
+    assert notebook.orchestrator.cells == {} and "Shared: none" in notebook.run("%guava_share --forget early").text
+    for wrong in ("%%guava_share --forget early\nx = 1", "%guava_share --forget early --name x"):
+        assert "stands alone" in notebook.run(wrong).text
+
+
 def test_braces_and_dollars_of_a_cell_are_left_alone(notebook: Any) -> None:
     notebook.run("%guava_up\nx = 5")
     notebook.run("%%guava_share --name c\ntable = {x: '$x {x}'}")
