@@ -108,6 +108,7 @@ class EnergyMeter:
         self._changed = threading.Condition(threading.RLock())  # never held while a sensor is asked
         self._reading = threading.Lock()
         self._begun = self._finished = 0  # rounds of readings
+        self._read_s = float("-inf")  # when the last one had its first answer
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -143,7 +144,7 @@ class EnergyMeter:
             totals = [one.since(asked_s) for one in self._followed]
             if not set(self._open) - {name}:  # nobody counts from earlier, so the last run's names take no room here
                 self._tasks.forget()
-            self._open[name] = _Window(self._clock(), totals, self._tasks.totals())
+            self._open[name] = _Window(self._moment(asked_s), totals, self._tasks.totals())
             listen(self._tasks)
             self._start()  # again: a window that ended meanwhile may have stopped it
 
@@ -155,9 +156,10 @@ class EnergyMeter:
         """
         self._find(name)
         self._synchronise()
+        asked_s = self._clock()
         self.poll()
         with self._changed:
-            window = self._read(name)
+            window = self._read(name, asked_s)
             del self._open[name]
             self.window = window
         self._rest()
@@ -175,8 +177,9 @@ class EnergyMeter:
         self._find(name)
         if synchronise:
             self._synchronise()
+        asked_s = self._clock()
         self.poll()
-        return self._read(name)
+        return self._read(name, asked_s)
 
     def cancel(self, name: str = "window") -> None:
         """Forget an open window, if there is one; waits for nothing."""
@@ -262,9 +265,13 @@ class EnergyMeter:
                 raise ConfigError(f"no window {name!r} is open; open are: {', '.join(self._open) or 'none'}")
             return self._open[name]
 
-    def _read(self, name: str) -> EnergyWindow:
+    def _moment(self, asked_s: float) -> float:
+        """When the sensors were read for who asked at this time: a busy machine wakes him later, and joules end there."""
+        return self._read_s if self._read_s >= asked_s else self._clock()
+
+    def _read(self, name: str, asked_s: float) -> EnergyWindow:
         with self._changed:
-            window, now_s = self._find(name), self._clock()
+            window, now_s = self._find(name), self._moment(asked_s)
             boards = tuple(
                 one.energy(then, now_s - window.began_s)
                 for one, then in zip(self._followed, window.totals, strict=True)
@@ -281,11 +288,15 @@ class EnergyMeter:
                 self._begun += 1
                 mine = self._begun
             from_s = self._clock()
-            for one in self._followed:
+            read_s = from_s
+            for k, one in enumerate(self._followed):
                 answer = one.ask()
                 with self._changed:
-                    one.note(answer, self._clock())
+                    at_s = self._clock()
+                    read_s = at_s if k == 0 else read_s
+                    one.note(answer, at_s)
             with self._changed:
+                self._read_s = read_s
                 self._book(from_s)
                 self._finished = mine
                 self._changed.notify_all()

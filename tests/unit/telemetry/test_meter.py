@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from guava_nb.errors import ConfigError
 from guava_nb.telemetry import EnergyMeter
@@ -22,6 +25,31 @@ def pass_time(meter: EnergyMeter, clock: Clock, seconds: float, pace_s: float = 
     for _ in range(round(seconds / pace_s)):
         clock.wait(pace_s)
         meter.poll()
+
+
+class BusyMachine(Clock):
+    """Time passes whenever somebody looks: by the next of these seconds, as where a thread is woken late."""
+
+    def __init__(self, delays_s: list[float]) -> None:
+        super().__init__()
+        self._delays_s = itertools.cycle(delays_s)
+
+    def __call__(self) -> float:
+        self.wait(next(self._delays_s))
+        return super().__call__()
+
+
+@given(st.lists(st.floats(1e-6, 0.5), min_size=1, max_size=7))
+def test_seconds_and_joules_are_of_the_same_stretch_however_late_a_machine_is(delays_s: list[float]) -> None:
+    clock = BusyMachine(delays_s)
+    meter = meter_of(Scripted(lambda s: 60.0, clock), clock=clock)
+    meter.begin()
+    clock.wait(1.0)
+    part = meter.so_far()
+    clock.wait(1.0)
+    for window in (part, meter.end()):
+        assert window.watts == pytest.approx(60, rel=1e-9) and window.boards[0].uncovered_s <= 1e-9
+    meter.close()
 
 
 def test_200_watts_for_10_seconds_are_2000_joules() -> None:
