@@ -31,7 +31,7 @@ from guava_nb.protocol.messages import (
     StateLoaded,
 )
 
-__all__ = ["Ensemble", "fetch_between_runs", "preparation_text", "raise_for"]
+__all__ = ["Ensemble", "StateLate", "fetch_between_runs", "preparation_text", "raise_for"]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
@@ -206,8 +206,12 @@ class Ensemble:
         """The members were told to give up: they hold the state, and whatever they did together is over."""
 
     def rescue(self, job: Job) -> bool:
-        """Take the state of the last committed step from whoever is left; nobody is."""
-        return False
+        """Take the state of the last committed step from whoever is left; returns whether it is here."""
+        try:
+            self.fetch(job)
+        except (NobodyLeft, WorkerLost):
+            return False
+        return True
 
     def bring_up(self, job: Job) -> None:
         """Give the run and its state to connected workers that do not hold it."""

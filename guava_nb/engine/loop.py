@@ -94,8 +94,9 @@ class Arrival:
 
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
-#: Seconds in which the orchestrator takes the state of a worker that leaves, if it needs it.
+#: Seconds in which the orchestrator asks a worker that leaves for its state, if it needs it; and in which that may arrive.
 HANDOVER_S = 60.0
+TRANSFER_S = 600.0
 #: Why a loop ends whose session is over.
 _ENDED = "ended"
 #: Seconds without work after which a worker counts as idle, and between two reports of work.
@@ -204,6 +205,7 @@ class WorkerLoop:
                 self._take()
                 self._advance()
                 if self._leaving and self._goes_by is None and not self._mid_step():
+                    # From here on it begins nothing: what it holds stays that of its last committed step.
                     self._goes_by = time.monotonic() + (HANDOVER_S if self._replica is not None else 0)
                     self._send(Leave(self._leaving), ())
             return True
@@ -250,8 +252,10 @@ class WorkerLoop:
         return step is not None and bool(step.done) and self._replica is not None
 
     def _has_work(self) -> bool:
+        if self._goes_by is not None:
+            return False
         step = self._steps.current()
-        leaves = bool(self._leaving) and self._goes_by is None and not self._mid_step()
+        leaves = bool(self._leaving) and not self._mid_step()
         return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
 
     def _handle(self, message: Message, payload: memoryview) -> None:
@@ -435,6 +439,8 @@ class WorkerLoop:
     def _on_fetch(self, replica: AnyReplica, message: FetchState) -> None:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
+        if self._goes_by is not None:
+            self._goes_by = time.monotonic() + TRANSFER_S
 
     def _on_ask(self, answering: Answering, message: Evaluate | Predict, load: Load | None) -> None:
         if load is None:
@@ -506,7 +512,7 @@ class WorkerLoop:
         replica, step = self._replica, self._steps.current()
         if replica is not None and self._steps.take_abandoned():
             replica.restore()
-        if replica is None or step is None:
+        if replica is None or step is None or self._goes_by is not None:
             return
         if self._can_apply(step):
             try:

@@ -96,6 +96,11 @@ class Spending:
         )
         return False
 
+    def affords_handover(self) -> bool:
+        """Whether the state may come here from those who leave with it, and the run go on: else it is the last one."""
+        here = self._job.ensemble.master_step == self._job.ensemble.step
+        return self._budget is None or here or self._has_room(self._budget.costs.state)
+
     def refuse_save(self) -> None:
         """Refuse a checkpoint that a user asks for in the middle of the run, where it would take the reserve of the last one.
 

@@ -98,10 +98,16 @@ class TeamJob(Job):
             if time.monotonic() > deadline:
                 raise self._all_lost() from cause
             self.take_one(0.25)
+        self.go_back()
+        self.give_state(self.ready - self._unfit)
+
+    def go_back(self) -> None:
+        """Take the snapshot for the state of the run; what came after it is nowhere."""
         self.on_started_over()
         self.ensemble.go_back(self.snapshot.step)
+        self.ensemble.master.load_state(self.snapshot.state)
+        self.ensemble.master_step = self.snapshot.step
         self.behind.clear()
-        self.give_state(self.ready - self._unfit)
 
     def on_started_over(self) -> None:
         """Somebody came and is about to get the snapshot."""

@@ -26,7 +26,7 @@ from guava_nb.engine.calls import BoundaryCalls
 from guava_nb.engine.cluster import Cluster
 from guava_nb.engine.credit import Credit
 from guava_nb.engine.energy import RunEnergy
-from guava_nb.engine.ensemble import Ensemble
+from guava_nb.engine.ensemble import Ensemble, StateLate
 from guava_nb.engine.events import Interrupted, Wake
 from guava_nb.engine.feeder import Feeder
 from guava_nb.engine.flight import Flight
@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 _LOADED_BATCHES = 32
 
 Save = Callable[[Path, Position, int], None]
+
+
+class Handover(Exception):  # noqa: N818 - no error: unwinds a job to where it can take the state
+    """Members leave with what nobody else holds."""
 
 
 class TrainingJob(TeamJob):
@@ -85,7 +89,9 @@ class TrainingJob(TeamJob):
         self._stop_after = 0
         self._stop_deadline = 0.0
         self._due: set[str] = set()
-        self._leaving: set[int] = set()  # members that wait until what they hold is here
+        self._leaving: set[int] = set()  # members that want to go, or have gone
+        self._held: set[int] = set()  # of these, those that wait until what they hold is here
+        self._in_epoch = False
         self._energy = RunEnergy(
             cluster.energy, ensemble.run_id, cluster.send, cluster.name,
             lambda rank: cluster.roster.members[rank].hello.device_name, cluster.worked,
@@ -174,14 +180,16 @@ class TrainingJob(TeamJob):
             try:
                 while self.position.epoch < self.plan.num_epochs:
                     self._train_epoch(self.position.epoch)
+                self._in_epoch = False
                 self._boundary()
                 if not self._at_orchestrator:
                     self.ensemble.fetch(self)
                 return
-            except (NobodyLeft, WorkerLost, GroupLost) as error:
+            except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recover(error)
 
     def _train_epoch(self, epoch: int) -> None:
+        self._in_epoch = True
         self.run.move("training")
         self.run.begin_epoch(epoch)
         self.spending.begin()
@@ -251,15 +259,6 @@ class TrainingJob(TeamJob):
                 self._due.discard(name)
         with self.spending.aside():
             self._calls.answer()
-        self._release_leaving()
-
-    def _release_leaving(self) -> None:
-        """Let those go that only waited for their state to be here, and unwind if nobody is left to go on with."""
-        leaving = [rank for rank in self._leaving if rank in self.ready | self.suspects]
-        self._leaving.clear()
-        for rank in leaving:
-            self.cluster.release(rank)
-        self.pump(lambda: not any(rank in self.ready | self.suspects for rank in leaving))
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
@@ -312,6 +311,8 @@ class TrainingJob(TeamJob):
             and (self.ensemble.step >= self._stop_after or not flights or time.monotonic() > self._stop_deadline)
         ):
             raise StopRequested
+        if self._held and self._in_epoch:  # after the last one the state comes here anyway
+            raise Handover
         super().check()
 
     def on_interrupt(self) -> None:
@@ -328,13 +329,13 @@ class TrainingJob(TeamJob):
         self.spending.on_broken(rank)
 
     def on_leaving(self, rank: int) -> None:
-        """Let it go, unless what it holds is nowhere else: then the state is brought here between two steps first."""
-        others = [other for other in self.available() if other != rank and other not in self._leaving]
+        """Let it go, unless what it holds is nowhere else: then its state is brought here first."""
+        self._leaving.add(rank)
+        others = set(self.available()) - self._leaving  # those that were let go are in there until they are gone
         if not self._formed or (others and self.ensemble.elastic):
             self.cluster.release(rank)
         else:
-            self._leaving.add(rank)
-            self._due.add("snapshot")
+            self._held.add(rank)
 
     def on_lost(self, rank: int) -> None:
         """Give its shards to others.
@@ -364,7 +365,7 @@ class TrainingJob(TeamJob):
 
     def on_started_over(self) -> None:
         """Go back to the snapshot with data and history, before anybody gets it: whoever does may be lost as well."""
-        self.run.move("preparing", f"a worker came; going back to step {self.snapshot.step + 1}")
+        self.run.move("preparing", f"a worker came; the run goes on from step {self.snapshot.step + 1}")
         position = self.position = self.snapshot.position
         position.rewind(self.plan.feed)
         already = self.plan.start.samples if position.epoch == self.plan.start.epoch else 0
@@ -374,12 +375,13 @@ class TrainingJob(TeamJob):
 
     def _recover(self, cause: Exception) -> None:
         """Start over, and again if somebody is lost meanwhile."""
+        self._in_epoch = False
         again: Exception | None = cause
         while again is not None:
             try:
                 self._start_again(again)
                 again = None
-            except (NobodyLeft, GroupLost) as lost:
+            except (NobodyLeft, GroupLost, Handover) as lost:
                 again = lost
 
     def _start_again(self, cause: Exception) -> None:
@@ -389,7 +391,11 @@ class TrainingJob(TeamJob):
         last snapshot, data and history included.
         """
         if isinstance(cause, GroupLost):
-            self._give_up_group(str(cause))
+            self.cluster.notice(f"{cause}; step {self.ensemble.step + 2} is given up and a new group is formed")
+            self._give_up(str(cause))
+        elif isinstance(cause, Handover):
+            self._take_over()
+        self._let_go()
         self._exchange.give_up()
         needed = self.ensemble.least - len(self.ready - self._unfit)
         if needed > 0:
@@ -406,9 +412,26 @@ class TrainingJob(TeamJob):
         self.start_over(cause)
         self._exchange.give_up()
 
-    def _give_up_group(self, reason: str) -> None:
-        """Wake everyone who is blocked in the group, hear how far they are, and save what is there of the state."""
-        self.cluster.notice(f"{reason}; step {self.ensemble.step + 2} is given up and a new group is formed")
+    def _take_over(self) -> None:
+        """Take the state of the last committed step from those who leave with it.
+
+        Raises:
+            BudgetSpent: it may come here once only, so that is the end of the run.
+        """
+        reason = "a worker leaves with what nobody else holds"
+        if not self.spending.affords_handover():
+            self._abort(reason, hear_all=True)
+            raise BudgetSpent
+        self._give_up(reason)
+
+    def _let_go(self) -> None:
+        """Release those that were held: what they had is here now, or lost."""
+        self.leave_out(sorted(self._leaving))
+        while self._held:
+            self.cluster.release(self._held.pop())
+
+    def _give_up(self, reason: str) -> None:
+        """Give the steps in work up, hear how far everybody is, and save what is there of the state."""
         self.run.generations += 1
         self._team = ()  # counted here, whoever is in the next one
         self._formed = False
@@ -532,17 +555,14 @@ class TrainingJob(TeamJob):
         """Bring the state of the last committed step here and save it; returns the sentence on it."""
         budget = self.plan.budget
         assert budget is not None
-        budget.stopped = True
+        self._in_epoch, budget.stopped = False, True
         self.run.move("stopping", "the budget is used up: the state comes back for a checkpoint")
         saved = None
         try:
             if self._formed and not self._at_orchestrator:
                 self.ensemble.fetch(self)
         except (NobodyLeft, WorkerLost, GroupLost):  # what the last snapshot holds is left
-            self.on_started_over()
-            self.ensemble.go_back(self.snapshot.step)
-            self.ensemble.master.load_state(self.snapshot.state)
-            self.ensemble.master_step = self.snapshot.step
+            self.go_back()
         except StopRequested:
             return self._spent(saved)
         if self.ensemble.step >= 0:
@@ -550,6 +570,15 @@ class TrainingJob(TeamJob):
             self._save(saved, self.where(), self.ensemble.step)
         self._calls.answer()
         return self._spent(saved)
+
+    def _fetch_in_time(self) -> None:
+        """Fetch the state within the grace, since it can be asked for later; from those who leave it can not."""
+        try:
+            self.ensemble.fetch(self, timeout_s=self.plan.interrupt_grace_s)
+        except StateLate:
+            if not self._held:
+                raise
+            self.ensemble.fetch(self)
 
     def _spent(self, saved: Path | None) -> str:
         """The sentence on a budget that is used up; steps count from the very beginning, as in the checkpoint's name."""
@@ -586,10 +615,13 @@ class TrainingJob(TeamJob):
 
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
-        if self._formed and not self._at_orchestrator:
+        self._in_epoch = False
+        if not self._formed:  # it waited for workers: nobody has what came after the snapshot
+            self.go_back()
+        elif not self._at_orchestrator:
             self.interrupts = 0
             try:
-                self.ensemble.fetch(self, timeout_s=self.plan.interrupt_grace_s)
+                self._fetch_in_time()
             except (StopRequested, NobodyLeft, WorkerLost) as error:
                 log.info("the final state stays with the workers for now: %s", error)
                 return

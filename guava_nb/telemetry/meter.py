@@ -288,15 +288,13 @@ class EnergyMeter:
                 self._begun += 1
                 mine = self._begun
             from_s = self._clock()
-            read_s = from_s
             for k, one in enumerate(self._followed):
                 answer = one.ask()
                 with self._changed:
                     at_s = self._clock()
-                    read_s = at_s if k == 0 else read_s
+                    self._read_s = at_s if k == 0 else self._read_s
                     one.note(answer, at_s)
             with self._changed:
-                self._read_s = read_s
                 self._book(from_s)
                 self._finished = mine
                 self._changed.notify_all()

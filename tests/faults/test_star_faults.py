@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,18 +138,33 @@ def test_a_newcomer_takes_part_from_the_next_boundary(cluster: Cluster) -> None:
     assert cluster.roster.members[1].samples > 0
 
 
-def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(cluster: Cluster) -> None:
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+@pytest.mark.parametrize("every", [None, 0, 3])
+def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(
+    cluster: Cluster, every: int | None, site: str
+) -> None:
     def replace(worker: DirectWorker) -> None:
         worker.die()
         DirectWorker(cluster, "spare").start()
 
     hook = once_after(6, Committed, replace)  # in the second epoch of four steps
     start(cluster, [hook])
-    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job = job_for(cluster, spec(optimizer_site=site), plan_for(loader(), 3, snapshot_every_steps=every))
     job.start()
     finish(job.run)
     assert hook.fired
     assert_undisturbed(job.run, 3)
+
+
+def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapshot(cluster: Cluster) -> None:
+    start(cluster, [once_after(6, Committed, lambda worker: worker.die())])
+    job = job_for(cluster, spec(), plan_for(loader(), 3))
+    job.start()
+    eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
+    job.run.interrupt()
+    assert job.run.wait(20) and job.run.state == "stopped" and len(job.run.history) == 4
+    model, _ = plain(spec(), loader(), 1)
+    assert difference(job.run.model(), model) <= 1e-9 and job.position.epoch == 1
 
 
 @pytest.mark.parametrize("site", ["workers", "orchestrator"])
@@ -222,10 +238,56 @@ def test_workers_that_leave_together_hand_over_once(cluster: Cluster) -> None:
     assert_undisturbed(job.run, 3)
 
 
+def test_workers_whose_leaves_come_at_once_do_not_count_on_each_other(cluster: Cluster) -> None:
+    workers: list[DirectWorker] = []
+
+    class Leave:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == 5:
+                for worker in workers:
+                    worker.loop.leave("asked to leave")
+                with contextlib.suppress(AssertionError):  # one may have done its part of a step that the other never does
+                    eventually(lambda: len(cluster._leaving) == 2, 0.3, "both have said it before the run looks")
+
+    workers += start(cluster, [None, None])
+    job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Leave()]))
+    job.start()
+    eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
+    assert job.snapshot.step == len(job.run.history) - 1 >= 4
+    DirectWorker(cluster, "spare").start()
+    finish(job.run)
+    assert_undisturbed(job.run, 3)
+
+
+def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluster) -> None:
+    slow = threading.Event()
+
+    class Stop:
+        def on_step(self, run: Run, record: dict[str, Any]) -> bool:
+            return record["step"] == 5 and bool(eventually(lambda: cluster._leaving, 20, "it wants to go"))
+
+    def hook(worker: DirectWorker, message: Message) -> None:
+        leave(worker, message)
+        if isinstance(message, State) and message.step > 3:
+            slow.wait(0.5)  # longer than the grace of an interrupt
+
+    leave = once_after(5, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    leaver = start(cluster, [hook])[0]
+    job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Stop()], interrupt_grace_s=0.1))
+    job.start()
+    assert job.run.wait(20)
+    leaver.thread.join(20)
+    at = len(job.run.history)
+    assert job.run.state == "stopped" and not leaver.thread.is_alive()
+    model = plain(spec(), loader(), 3, limit=at)[0]
+    assert difference(job.run.model(), model) <= 1e-9
+
+
 def test_a_worker_leaves_by_itself_when_nobody_takes_its_state(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("guava_nb.engine.loop.HANDOVER_S", 0.3)
+    monkeypatch.setattr("guava_nb.engine.loop.TRANSFER_S", 0.3)
     leaver = start(cluster, [once_after(2, Committed, lambda worker: worker.loop.leave("asked to leave"))])[0]
     monkeypatch.setattr(cluster, "release", lambda rank: None)  # an orchestrator that hangs
     job = job_for(cluster, spec(), plan_for(loader(), 3))

@@ -25,7 +25,7 @@ from guava_nb.engine.run import Run
 from guava_nb.engine.survey import total_bytes, wire_meter
 from guava_nb.engine.training import TrainingJob
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import CacheSpec, Factory, GradientBucket, Message, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Committed, Factory, GradientBucket, Message, RunSpec
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import difference, loader, plain, replica, spec
 
@@ -252,6 +252,18 @@ def test_a_budget_holds_when_a_worker_is_lost_in_the_middle(cluster: Cluster, tm
     wire = run.wire
     assert hook.fired and run.state == "stopped"  # type: ignore[attr-defined]
     assert wire.out_bytes + wire.in_bytes <= 2_000_000 and session.saved["path"].exists()
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+
+
+def test_what_a_budget_keeps_for_the_last_state_is_for_that_of_who_leaves(cluster: Cluster, tmp_path: Path) -> None:
+    hook = once_after(9, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    session, run_spec = Session(cluster, 1, hook), spec(model=WIDE)
+    state_bytes = 8 * 3 * sum(p.numel() for p in replica(run_spec).model.parameters())  # with Adam's two means
+    limit = int(2.2 * state_bytes) + 200_000  # there and back once
+    run = session.train(run_spec, budgeted(session, run_spec, limit, rows=1503), tmp_path)
+    assert hook.fired and run.state == "stopped" and run.wire.out_bytes + run.wire.in_bytes <= limit  # type: ignore[attr-defined]
+    saved = checkpoint.read(session.saved["path"])
+    assert saved["step"] + 1 == len(run.history) >= 9
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
