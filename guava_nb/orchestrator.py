@@ -35,7 +35,7 @@ from guava_nb.engine.compose import (
     parallel_spec,
     plain_arguments,
 )
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, take_over
 from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.forecast import Forecast
 from guava_nb.engine.forecast_squeeze import squeezed_so_far
@@ -93,6 +93,11 @@ class Orchestrator(Host):
         self._resume: tuple[Path, dict[str, Any]] | None = None
         self._runs = 0
         self._tensor_plan: dict[str, str] = {}
+
+    def _new_cluster(self) -> Cluster:
+        cluster = super()._new_cluster()
+        cluster.on_idle_leave = lambda rank: take_over(self._ensemble, cluster, rank)
+        return cluster
 
     def _close(self) -> None:
         if self._job is not None and not self._job.run.done:

@@ -76,6 +76,7 @@ class Cluster:
     Attributes:
         tell: tells a person what concerns the session.
         notice: tells a person what a run has to say.
+        on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Cluster:
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
-        self._leaving: dict[int, str] = {}  # members that the job has not released yet, and why they go
+        self._leaving: dict[int, str] = {}  # members that nobody has released yet, and why they go
+        self.on_idle_leave: Callable[[int], None] = self.release
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -164,11 +166,11 @@ class Cluster:
         """Release it, or let the job do so, which may need what only this member holds."""
         with self._changed:
             mailbox = self._mailbox
+            self._leaving[rank] = reason
             if mailbox is not None:
-                self._leaving[rank] = reason
                 mailbox.post(Leaving(rank))
         if mailbox is None:
-            self._end(rank, self.roster.leave, reason, f"left: {reason}")
+            self.on_idle_leave(rank)
 
     def _seat(self, session: Session, hello: Hello) -> None:
         if session.session_id in self._ranks:

@@ -12,6 +12,7 @@ import torch
 
 from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.ensemble import take_over
 from guava_nb.engine.run import Run
 from guava_nb.errors import (
     ClusterError,
@@ -246,7 +247,9 @@ def test_workers_whose_leaves_come_at_once_do_not_count_on_each_other(cluster: C
             if record["step"] == 5:
                 for worker in workers:
                     worker.loop.leave("asked to leave")
-                with contextlib.suppress(AssertionError):  # one may have done its part of a step that the other never does
+                with contextlib.suppress(
+                    AssertionError
+                ):  # one may have done its part of a step that the other never does
                     eventually(lambda: len(cluster._leaving) == 2, 0.3, "both have said it before the run looks")
 
     workers += start(cluster, [None, None])
@@ -281,6 +284,32 @@ def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluste
     assert job.run.state == "stopped" and not leaver.thread.is_alive()
     model = plain(spec(), loader(), 3, limit=at)[0]
     assert difference(job.run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_state_that_stayed_with_a_worker_after_the_run_is_taken_when_it_leaves(cluster: Cluster, asked: bool) -> None:
+    class Stop:
+        def on_step(self, run: Run, record: dict[str, Any]) -> bool:
+            return record["step"] == 6
+
+    go_on = threading.Event()
+    slow = once_after(2, State, lambda worker: go_on.wait(20))  # the first is that of the epoch
+    leaver = start(cluster, [slow])[0]
+    job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Stop()], interrupt_grace_s=0.1))
+    cluster.on_idle_leave = lambda rank: take_over(job.ensemble, cluster, rank)
+    job.start()
+    assert job.run.wait(20) and job.ensemble.master_step < job.ensemble.step, "the state is not here yet"
+    model = threading.Thread(target=job.run.model)
+    if asked:  # as by a save, while it leaves
+        model.start()
+    leaver.loop.leave("asked to leave")
+    go_on.set()
+    leaver.thread.join(20)
+    if asked:
+        model.join(20)
+    at = len(job.run.history)
+    assert leaver.left and cluster.roster.members[0].state == "left"
+    assert difference(job.run.model(), plain(spec(), loader(), 3, limit=at)[0]) <= 1e-9
 
 
 def test_a_worker_leaves_by_itself_when_nobody_takes_its_state(
