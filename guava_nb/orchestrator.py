@@ -35,10 +35,11 @@ from guava_nb.engine.compose import (
     parallel_spec,
     plain_arguments,
 )
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs, take_over
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
 from guava_nb.engine.evaluation import Validation
 from guava_nb.engine.forecast import Forecast
 from guava_nb.engine.forecast_squeeze import squeezed_so_far
+from guava_nb.engine.handover import take_over
 from guava_nb.engine.hosting import Host
 from guava_nb.engine.interrupts import interrupts_remembered
 from guava_nb.engine.line_survey import measure_lines

@@ -6,8 +6,6 @@ Outlives the job that made it, so that validation, checkpoints and a further run
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from guava_nb.engine.replica import Replica
 from guava_nb.engine.route import Route
 from guava_nb.engine.row_writer import RowWriter
 from guava_nb.engine.source import pip_name
-from guava_nb.errors import GuavaError, PreparationError, TrainingError, WorkerLost
+from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
     Cell,
     Committed,
@@ -33,9 +31,7 @@ from guava_nb.protocol.messages import (
     StateLoaded,
 )
 
-__all__ = ["Ensemble", "StateLate", "fetch_between_runs", "preparation_text", "raise_for", "take_over"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Ensemble", "StateLate", "fetch_between_runs", "preparation_text", "raise_for"]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
@@ -379,27 +375,6 @@ def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | 
             f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of step "
             f"{ensemble.master_step + 1}. {WAYS_ON}"
         ) from error
-
-
-def take_over(ensemble: Ensemble | None, cluster: Cluster, rank: int) -> None:
-    """Let a member go that leaves between two runs, with a last run's state fetched first if only workers have that.
-
-    Returns at once: the rest happens on a thread.
-    """
-
-    def work() -> None:
-        try:
-            if ensemble is not None:
-                fetch_between_runs(ensemble, cluster, None)
-        except GuavaError as error:
-            log.warning("%s left, and its state could not be fetched: %s", cluster.name(rank), error)
-        finally:
-            cluster.release(rank)
-
-    if ensemble is None or rank not in ensemble.at or ensemble.master_step == ensemble.step:
-        cluster.release(rank)
-    else:
-        threading.Thread(target=work, name="guava-handover", daemon=True).start()
 
 
 def preparation_text(name: str, answer: Prepared) -> str:

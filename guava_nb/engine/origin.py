@@ -57,8 +57,10 @@ def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_
         WorkerLost: the workers that hold those weights are gone.
     """
     if not _is_same_model(ensemble, last):
-        what = "a shared cell" if last.spec.model == ensemble.spec.model else "the model"
-        return f"begins with new weights: {what} is not that of the last run"
+        return (
+            f"begins with new weights: {_difference(ensemble, last)} since the last run. To keep them, save before the change "
+            "and resume after it: %guava_save, %guava_resume"
+        )
     state = fetch_between_runs(last, cluster, timeout_s)
     same = _has_same_optimizer(ensemble, last)
     ensemble.master.load_state(state if same else {"model": state["model"]})
@@ -69,6 +71,15 @@ def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_
 def goes_on(ensemble: Ensemble, last: Ensemble) -> bool:
     """Whether a run would go on from the last one's optimizer, too."""
     return _is_same_model(ensemble, last) and _has_same_optimizer(ensemble, last)
+
+
+def _difference(ensemble: Ensemble, last: Ensemble) -> str:
+    """Why the weights of the last run are not those of this one."""
+    if last.spec.model != ensemble.spec.model:
+        return "another model was chosen"
+    before, now = ({cell.name: cell.text for cell in cells} for cells in (last.cells, ensemble.cells))
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return f"shared cell {' and '.join(names)} changed" if names else "the order of the shared cells changed"
 
 
 def _is_same_model(ensemble: Ensemble, last: Ensemble) -> bool:

@@ -332,7 +332,7 @@ class TrainingJob(TeamJob):
         """Let it go, unless what it holds is nowhere else: then its state is brought here first."""
         self._leaving.add(rank)
         others = set(self.available()) - self._leaving  # those that were let go are in there until they are gone
-        if not self._formed or (others and self.ensemble.elastic):
+        if not self._formed or rank not in self.current() or (others and self.ensemble.elastic):
             self.cluster.release(rank)
         else:
             self._held.add(rank)
@@ -616,13 +616,13 @@ class TrainingJob(TeamJob):
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
         self._in_epoch = False
-        if not self._formed:  # it waited for workers: nobody has what came after the snapshot
-            self.go_back()
-        elif not self._at_orchestrator:
+        if not self._at_orchestrator:
             self.interrupts = 0
             try:
                 self._fetch_in_time()
             except (StopRequested, NobodyLeft, WorkerLost) as error:
-                log.info("the final state stays with the workers for now: %s", error)
-                return
+                if any(rank in self.ensemble.at for rank in self.ready | self.suspects):
+                    log.info("the final state stays with the workers for now: %s", error)
+                    return
+                self.go_back()  # nobody has what came after the snapshot
         self._calls.answer()

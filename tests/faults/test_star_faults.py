@@ -12,7 +12,7 @@ import torch
 
 from guava_nb.data.feed import Feed
 from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import take_over
+from guava_nb.engine.handover import take_over
 from guava_nb.engine.run import Run
 from guava_nb.errors import (
     ClusterError,
@@ -284,6 +284,29 @@ def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluste
     assert job.run.state == "stopped" and not leaver.thread.is_alive()
     model = plain(spec(), loader(), 3, limit=at)[0]
     assert difference(job.run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stop_in_the_middle_of_a_handover_keeps_the_state(cluster: Cluster, count: int) -> None:
+    workers: list[DirectWorker] = []
+
+    class LeaveAndStop:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["step"] == 6:
+                for worker in workers:
+                    worker.loop.leave("asked to leave")
+                with contextlib.suppress(AssertionError):
+                    eventually(lambda: len(cluster._leaving) == count, 0.3, "they have said it before the run looks")
+                job.interrupt()
+
+    workers += start(cluster, [None] * count)
+    job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[LeaveAndStop()]))
+    job.start()
+    assert job.run.wait(20) and job.run.state == "stopped" and len(job.run.history) >= 6
+    assert difference(job.run.model(), plain(spec(), loader(), 3, limit=len(job.run.history))[0]) <= 1e-9
+    for worker in workers:
+        worker.thread.join(20)
+        assert worker.left
 
 
 @pytest.mark.parametrize("asked", [False, True])

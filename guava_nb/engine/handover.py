@@ -1,0 +1,35 @@
+"""A worker leaves between two runs: what only it has is brought here before it goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from guava_nb.engine.cluster import Cluster
+from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
+from guava_nb.errors import GuavaError
+
+__all__ = ["take_over"]
+
+log = logging.getLogger(__name__)
+
+
+def take_over(ensemble: Ensemble | None, cluster: Cluster, rank: int) -> None:
+    """Let a member go that leaves between two runs, with a last run's state fetched first if only workers have that.
+
+    Returns at once: the rest happens on a thread.
+    """
+
+    def work() -> None:
+        try:
+            if ensemble is not None:
+                fetch_between_runs(ensemble, cluster, None)
+        except GuavaError as error:
+            log.warning("%s left, and its state could not be fetched: %s", cluster.name(rank), error)
+        finally:
+            cluster.release(rank)
+
+    if ensemble is None or rank not in ensemble.at or ensemble.master_step == ensemble.step:
+        cluster.release(rank)
+    else:
+        threading.Thread(target=work, name="guava-handover", daemon=True).start()
