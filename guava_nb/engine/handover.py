@@ -19,17 +19,16 @@ def take_over(ensemble: Ensemble | None, cluster: Cluster, rank: int) -> None:
 
     Returns at once: the rest happens on a thread.
     """
+    if ensemble is None or rank not in ensemble.at or ensemble.master_step == ensemble.step:
+        cluster.release(rank)
+        return
 
     def work() -> None:
         try:
-            if ensemble is not None:
-                fetch_between_runs(ensemble, cluster, None)
+            fetch_between_runs(ensemble, cluster, None)
         except GuavaError as error:
             log.warning("%s left, and its state could not be fetched: %s", cluster.name(rank), error)
         finally:
             cluster.release(rank)
 
-    if ensemble is None or rank not in ensemble.at or ensemble.master_step == ensemble.step:
-        cluster.release(rank)
-    else:
-        threading.Thread(target=work, name="guava-handover", daemon=True).start()
+    threading.Thread(target=work, name="guava-handover", daemon=True).start()

@@ -91,7 +91,7 @@ class TrainingJob(TeamJob):
         self._due: set[str] = set()
         self._leaving: set[int] = set()  # members that want to go, or have gone
         self._held: set[int] = set()  # of these, those that wait until what they hold is here
-        self._in_epoch = False
+        self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._energy = RunEnergy(
             cluster.energy, ensemble.run_id, cluster.send, cluster.name,
             lambda rank: cluster.roster.members[rank].hello.device_name, cluster.worked,
@@ -179,8 +179,7 @@ class TrainingJob(TeamJob):
         while True:
             try:
                 while self.position.epoch < self.plan.num_epochs:
-                    self._train_epoch(self.position.epoch)
-                self._in_epoch = False
+                    self._do_epoch(self.position.epoch)
                 self._boundary()
                 if not self._at_orchestrator:
                     self.ensemble.fetch(self)
@@ -188,8 +187,15 @@ class TrainingJob(TeamJob):
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recover(error)
 
-    def _train_epoch(self, epoch: int) -> None:
+    def _do_epoch(self, epoch: int) -> None:
         self._in_epoch = True
+        try:
+            self._train_epoch(epoch)
+            self._end_epoch(epoch)
+        finally:
+            self._in_epoch = False
+
+    def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
         self.spending.begin()
@@ -217,7 +223,6 @@ class TrainingJob(TeamJob):
                 self.spending.issued(self._exchange.next_step - 1, cost)
         finally:
             feeder.close()
-        self._end_epoch(epoch)
 
     def _end_epoch(self, epoch: int) -> None:
         self.drain()
@@ -248,8 +253,7 @@ class TrainingJob(TeamJob):
         if newcomers and self.spending.affords_newcomers(newcomers):
             with self.spending.aside():
                 self.bring_in(newcomers)
-        actions = (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now))
-        for name, action in actions:
+        for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
                 if name == "validate":
                     action()
@@ -311,7 +315,7 @@ class TrainingJob(TeamJob):
             and (self.ensemble.step >= self._stop_after or not flights or time.monotonic() > self._stop_deadline)
         ):
             raise StopRequested
-        if self._held and self._in_epoch:  # after the last one the state comes here anyway
+        if self._held and self._in_epoch:
             raise Handover
         super().check()
 
@@ -375,7 +379,6 @@ class TrainingJob(TeamJob):
 
     def _recover(self, cause: Exception) -> None:
         """Start over, and again if somebody is lost meanwhile."""
-        self._in_epoch = False
         again: Exception | None = cause
         while again is not None:
             try:
@@ -555,7 +558,7 @@ class TrainingJob(TeamJob):
         """Bring the state of the last committed step here and save it; returns the sentence on it."""
         budget = self.plan.budget
         assert budget is not None
-        self._in_epoch, budget.stopped = False, True
+        budget.stopped = True
         self.run.move("stopping", "the budget is used up: the state comes back for a checkpoint")
         saved = None
         try:
@@ -615,7 +618,6 @@ class TrainingJob(TeamJob):
 
     def _settle(self) -> None:
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
-        self._in_epoch = False
         if not self._at_orchestrator:
             self.interrupts = 0
             try:

@@ -247,9 +247,8 @@ def test_workers_whose_leaves_come_at_once_do_not_count_on_each_other(cluster: C
             if record["step"] == 5:
                 for worker in workers:
                     worker.loop.leave("asked to leave")
-                with contextlib.suppress(
-                    AssertionError
-                ):  # one may have done its part of a step that the other never does
+                # One may have done its part of a step that the other never does, and so never say it.
+                with contextlib.suppress(AssertionError):
                     eventually(lambda: len(cluster._leaving) == 2, 0.3, "both have said it before the run looks")
 
     workers += start(cluster, [None, None])
@@ -263,7 +262,7 @@ def test_workers_whose_leaves_come_at_once_do_not_count_on_each_other(cluster: C
 
 
 def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluster) -> None:
-    slow = threading.Event()
+    never = threading.Event()
 
     class Stop:
         def on_step(self, run: Run, record: dict[str, Any]) -> bool:
@@ -272,7 +271,7 @@ def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluste
     def hook(worker: DirectWorker, message: Message) -> None:
         leave(worker, message)
         if isinstance(message, State) and message.step > 3:
-            slow.wait(0.5)  # longer than the grace of an interrupt
+            never.wait(0.5)  # longer than the grace of an interrupt
 
     leave = once_after(5, Committed, lambda worker: worker.loop.leave("asked to leave"))
     leaver = start(cluster, [hook])[0]

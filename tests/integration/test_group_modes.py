@@ -195,14 +195,20 @@ def test_synced_batch_norms_equal_plain_pytorch(session: Session, mode: str, set
     assert difference(run.model(), model) <= 1e-9
 
 
+def caught_in_a_step(session: Session, mode: str, settings: dict[str, Any]) -> tuple[Worker, Run]:
+    """The second of two workers, in a forward of the third step or a later one; and the run."""
+    caught = session.ensure(2)[1]
+    caught.trap("forward", 9 if mode != "pipeline" else 16)
+    run = train(session, mode, loader(), epochs=3, detach=True, settings=settings)
+    caught.wait_trapped()
+    return caught, run
+
+
 @pytest.mark.parametrize(("mode", "settings"), [("zero", {"zero_stage": 2}), ("pipeline", {}), ("tensor", {})])
 def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
     session: Session, mode: str, settings: dict[str, Any]
 ) -> None:
-    victim = session.ensure(2)[1]
-    victim.trap("forward", 9 if mode != "pipeline" else 16)
-    run = train(session, mode, loader(), epochs=3, detach=True, settings=settings)
-    victim.wait_trapped()
+    victim, run = caught_in_a_step(session, mode, settings)
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.monotonic()
     eventually(lambda: run.status().state == "waiting", 15, "the others give the step up")
@@ -217,10 +223,7 @@ def test_a_lost_rank_ends_the_step_and_another_takes_its_place(
 def test_a_rank_that_leaves_hands_over_first_and_no_step_is_done_twice(
     session: Session, mode: str, settings: dict[str, Any]
 ) -> None:
-    leaver = session.ensure(2)[1]
-    leaver.trap("forward", 9 if mode != "pipeline" else 16)
-    run = train(session, mode, loader(), epochs=3, detach=True, settings=settings)
-    leaver.wait_trapped()
+    leaver, run = caught_in_a_step(session, mode, settings)
     leaver.handle.leave()
     leaver.release()
     assert leaver.handle.wait(20)
