@@ -29,12 +29,12 @@ from guava_nb.errors import *  # noqa: F403  (the public tree of errors, named b
 if TYPE_CHECKING:
     from guava_nb.config import DistributedConfig
     from guava_nb.data.worker_data import WorkerData
-    from guava_nb.engine.run import Run
     from guava_nb.orchestrator import Orchestrator
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
     from guava_nb.telemetry import EnergyMeter, energy_task
-    from guava_nb.worker import NetworkWorker
+    from guava_nb.training.run import Run
+    from guava_nb.worker.network_worker import NetworkWorker
 
     __version__: str
 
@@ -62,9 +62,9 @@ _HOMES = {
     "DistributedConfig": "guava_nb.config",
     "EnergyMeter": "guava_nb.telemetry",
     "JoinCode": "guava_nb.protocol.joincode",
-    "NetworkWorker": "guava_nb.worker",
+    "NetworkWorker": "guava_nb.worker.network_worker",
     "Orchestrator": "guava_nb.orchestrator",
-    "Run": "guava_nb.engine.run",
+    "Run": "guava_nb.training.run",
     "WorkerData": "guava_nb.data.worker_data",
     "energy_task": "guava_nb.telemetry.tasks",
 }

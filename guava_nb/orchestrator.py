@@ -1,6 +1,6 @@
 """The orchestrator as its user holds it: opens the session, shares source, trains, validates, saves.
 
-Thin: the work is done by `guava_nb.engine`. No display code except one tqdm bar for scripts.
+Thin: the work is done by `guava_nb`. No display code except one tqdm bar for scripts.
 """
 
 # over budget: start_training names every argument and says what it does, in one place.
@@ -18,15 +18,28 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.host import Host
+from guava_nb.cluster.line_rate import measure_lines
+from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
-from guava_nb.data.feed import Feed
+from guava_nb.data.loader_feed import Feed
 from guava_nb.data.worker_data import WorkerData
-from guava_nb.engine import checkpoint, source
-from guava_nb.engine.asking import ask
-from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
-from guava_nb.engine.budget import Budget, Limit, chosen_limit
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.compose import (
+from guava_nb.errors import CheckpointError, ClusterError, ConfigError, SourceError
+from guava_nb.evaluation.between_runs import ask
+from guava_nb.evaluation.metric_specs import Metrics, merges_for, metric_specs
+from guava_nb.evaluation.passes import Progress
+from guava_nb.evaluation.predict import predict
+from guava_nb.evaluation.predictions import Predictions, wanted_of
+from guava_nb.evaluation.validation import Validation
+from guava_nb.forecast.compression import squeezed_so_far
+from guava_nb.forecast.forecast import Forecast
+from guava_nb.forecast.planned_run import Composed, Outlook, budget_of, forecast_of, guessed_feeds, unchanged_randomness
+from guava_nb.processes.interrupts import interrupts_remembered
+from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
+from guava_nb.row_cache.writer import Caches
+from guava_nb.spec import cells as source
+from guava_nb.spec.run_spec import (
     Reference,
     build_spec,
     cache_spec,
@@ -35,31 +48,19 @@ from guava_nb.engine.compose import (
     parallel_spec,
     plain_arguments,
 )
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
-from guava_nb.engine.evaluation import Validation
-from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.forecast_squeeze import squeezed_so_far
-from guava_nb.engine.handover import take_over
-from guava_nb.engine.hosting import Host
-from guava_nb.engine.interrupts import interrupts_remembered
-from guava_nb.engine.line_survey import measure_lines
-from guava_nb.engine.origin import build_ensemble, from_checkpoint, from_last_run, goes_on
-from guava_nb.engine.outlook import Composed, Outlook, budget_of, forecast_of, guessed_feeds, unchanged_randomness
-from guava_nb.engine.own_ensemble import OwnEnsemble, adopt, is_own
-from guava_nb.engine.passes import Progress
-from guava_nb.engine.plan import Position, TrainingPlan
-from guava_nb.engine.predicting import predict
-from guava_nb.engine.predictions import Predictions, wanted_of
-from guava_nb.engine.progress import reporting, watch
-from guava_nb.engine.routes import cuda_reach
-from guava_nb.engine.row_writer import Caches
-from guava_nb.engine.run import Run
-from guava_nb.engine.scoring import Metrics, merges_for, metric_specs
-from guava_nb.engine.status import Status
-from guava_nb.engine.survey import survey, total_bytes, wire_meter
-from guava_nb.engine.training import TrainingJob
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError, SourceError
-from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
+from guava_nb.status import Status
+from guava_nb.sync.handover import take_over
+from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+from guava_nb.sync.resident_replica_set import OwnEnsemble, adopt, is_own
+from guava_nb.training import checkpoint
+from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
+from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.progress_bar import reporting, watch
+from guava_nb.training.run import Run
+from guava_nb.training.status_survey import survey, total_bytes, wire_meter
+from guava_nb.training.worker_data_facts import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 
 __all__ = ["Orchestrator"]
 
@@ -228,7 +229,7 @@ class Orchestrator(Host):
             precision: "fp32", "bf16", "fp16" or "fp64".
             shares: relative share of each worker, in the order they joined.
             optimizer_site: "workers", or "orchestrator" for an authoritative master copy here.
-            callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.engine.plan.Callback`.
+            callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
             split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
             preprocess: shared or importable function of a batch; runs on the worker's device for every batch of training and
                 validation, so that data travels in the dtype it has (uint8 images, say) and becomes floats there.
@@ -622,7 +623,7 @@ class Orchestrator(Host):
 
         Args:
             loader: a DataLoader, or an iterable of batches. Shuffled or not, results stand in the order of the sample
-                ids, see `guava_nb.engine.predictions`.
+                ids, see `guava_nb.evaluation.predictions`.
             top_k: the best classes of each sample.
             confidence_threshold: samples whose best class is less probable get class -1 and confidence NaN.
             return_full_probabilities: the probabilities of all classes too (softmax in float32, in float64 of float64 outputs).

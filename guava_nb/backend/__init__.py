@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from guava_nb.backend.endpoint import Endpoint
+from guava_nb.backend.init_group import end_group, init_group, register
 from guava_nb.backend.store import store_for
-from guava_nb.backend.world import end_group, init_group, register
 
 __all__ = ["Endpoint", "end_group", "init_group", "store_for"]
 

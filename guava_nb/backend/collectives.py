@@ -16,7 +16,7 @@ import torch
 from guava_nb.backend.operation import Bytes, Operation, Part, Slot
 from guava_nb.backend.staging import Staged
 from guava_nb.errors import CollectiveError
-from guava_nb.hub.arithmetic import dtype_name
+from guava_nb.hub.typed_reduce import dtype_name
 from guava_nb.protocol.messages import CallSpec
 
 __all__ = ["Place", "Prepared", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "receive"]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from guava_nb.backend.circle import Circle
+from guava_nb.backend.group_member import Circle
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, GuavaError
 from guava_nb.protocol.messages import (
     GroupEnded,

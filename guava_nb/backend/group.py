@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from guava_nb.backend import collectives
-from guava_nb.backend.circle import Circle
 from guava_nb.backend.collectives import Place, Prepared
 from guava_nb.backend.endpoint import Endpoint
+from guava_nb.backend.group_member import Circle
 from guava_nb.backend.sparse import all_reduce_sparse
 from guava_nb.backend.staging import runner_for
 from guava_nb.backend.work import GuavaWork, JointWork
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken
-from guava_nb.hub.arithmetic import dtype_name
+from guava_nb.hub.typed_reduce import dtype_name
 
 __all__ = ["GuavaGroup"]
 

@@ -17,7 +17,7 @@ import torch
 
 from guava_nb.backend.operation import Bytes, Run
 from guava_nb.errors import CollectiveError
-from guava_nb.hub.arithmetic import dtype_name
+from guava_nb.hub.typed_reduce import dtype_name
 
 __all__ = ["Staged", "runner_for"]
 

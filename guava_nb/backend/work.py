@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from guava_nb.backend.circle import Circle
+from guava_nb.backend.group_member import Circle
 from guava_nb.backend.operation import Operation
 from guava_nb.backend.staging import Staged
 from guava_nb.errors import CollectiveTimeout, GuavaError

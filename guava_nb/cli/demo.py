@@ -159,7 +159,7 @@ def make_loaders(options: DemoOptions) -> tuple[DataLoader[Any], DataLoader[Any]
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from guava_nb.data.digits import split_digits
+    from guava_nb.datasets.digits import split_digits
 
     train, held_out = (TensorDataset(*part) for part in split_digits(options.seed))
     order = torch.Generator().manual_seed(options.seed)

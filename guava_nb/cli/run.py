@@ -22,7 +22,7 @@ from guava_nb.cli.worker import VARIABLE, ask_for_code, read_code
 from guava_nb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from guava_nb.backend.program import Place
+    from guava_nb.backend.preset_group import Place
 
 __all__ = ["Outcome", "add_command", "place_from", "run_program"]
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Meet the other ranks, run the program, leave; the exit status is the program's."""
     _check_program(args.program, args.module)
     place = place_from(args, os.environ)
-    from guava_nb.backend.program import ProgramGroup
+    from guava_nb.backend.preset_group import ProgramGroup
 
     at_exit = ExitStack()
     with ExitStack() as now:
@@ -99,7 +99,7 @@ def place_from(args: argparse.Namespace, environ: MutableMapping[str, str]) -> P
         raise ConfigError(f"--wait must be above 0 seconds, not {args.wait:g}")
     launched = args.join is None and VARIABLE not in environ and "MASTER_ADDR" in environ
     code = None if launched else read_code(args.join, environ, ask_for_code)
-    from guava_nb.backend.program import Place  # imports torch, which takes seconds: a wrong line is told before
+    from guava_nb.backend.preset_group import Place  # imports torch, which takes seconds: a wrong line is told before
 
     return Place(rank, size, code, args.job, "guava" if args.backend == "auto" else args.backend, args.wait)
 

@@ -16,7 +16,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.render import redact, to_text, worker_view
 
 if TYPE_CHECKING:
-    from guava_nb.engine.launcher import WorkerHandle
+    from guava_nb.processes.launcher import WorkerHandle
     from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
@@ -79,13 +79,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _joining(code: JoinCode, device: str, name: str) -> WorkerHandle:
-    from guava_nb.worker import start_worker  # imports torch, which takes seconds: a wrong code is told before
+    from guava_nb.worker.network_worker import (
+        start_worker,  # imports torch, which takes seconds: a wrong code is told before
+    )
 
     return start_worker(code, device, name)
 
 
 def _listening(args: argparse.Namespace, k: int, device: str, name: str) -> WorkerHandle:
-    from guava_nb.worker import start_listening_worker
+    from guava_nb.worker.network_worker import start_listening_worker
 
     return start_listening_worker(args.host, args.port + k if args.port else 0, device, name)
 
@@ -119,7 +121,7 @@ def devices_for(gpus: str | None, device: str) -> list[str]:
     """
     if gpus is None:
         return [device]
-    from guava_nb.engine.hardware import visible_devices
+    from guava_nb.telemetry.hardware import visible_devices
 
     here = [found for found in visible_devices() if found != "cpu"]
     if not here:

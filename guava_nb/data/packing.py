@@ -1,4 +1,4 @@
-"""From a nested value to a `Tree` and the buffers of its payload. See `guava_nb.data.nodes` for the format.
+"""From a nested value to a `Tree` and the buffers of its payload. See `guava_nb.data.node_kinds` for the format.
 
 This is on the path of every training step: one dictionary look-up by exact type per value, and nothing is copied that
 torch can show as bytes.
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from guava_nb.data import nodes
+from guava_nb.data import node_kinds as nodes
 from guava_nb.data.classes import class_name, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.refusals import Refused, hint
 from guava_nb.data.tensors import dtype_name, tensor_bytes

@@ -1,4 +1,4 @@
-"""From a `Tree` and its payload back to the value. See `guava_nb.data.nodes` for the format.
+"""From a `Tree` and its payload back to the value. See `guava_nb.data.node_kinds` for the format.
 
 The bytes come from another machine: whatever they are, the outcome is a value or an error of `guava_nb.errors`, and no
 memory is taken beyond a small multiple of what was received.
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from guava_nb.data import nodes
+from guava_nb.data import node_kinds as nodes
 from guava_nb.data.classes import Resolve, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.tensors import MAX_AXES, tensor_from
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError

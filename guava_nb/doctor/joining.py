@@ -19,7 +19,7 @@ from guava_nb.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from guava_nb.link.measure import LineFigures, measure_line
+from guava_nb.link.line_measurement import LineFigures, measure_line
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.transport.tcp import look_up

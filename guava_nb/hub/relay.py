@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from guava_nb.errors import GuavaError, LinkClosed
-from guava_nb.hub.arithmetic import reduce_bytes
 from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
 from guava_nb.hub.store import StoreTable
-from guava_nb.link.events import Event, MessageArrived, SessionClosed
+from guava_nb.hub.typed_reduce import reduce_bytes
 from guava_nb.link.session import Session
+from guava_nb.link.session_events import Event, MessageArrived, SessionClosed
 from guava_nb.protocol.messages import (
     Expire,
     LeaveGroup,

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
+from guava_nb.link.adaptive_compression import Frame
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.squeeze import Frame
 from guava_nb.protocol.compression import CODECS
 from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused

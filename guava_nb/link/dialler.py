@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 
 from guava_nb.errors import ConfigError, GuavaError, JoinRefused, LinkClosed, VersionMismatch
-from guava_nb.link.events import Event
+from guava_nb.link.adaptive_compression import offered
 from guava_nb.link.handshake import Attachment, Deadline, attach, receive_record
 from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
-from guava_nb.link.squeeze import offered
+from guava_nb.link.session_events import Event
 from guava_nb.protocol.framing import OutgoingMessage
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Attach, Channel, Message

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
 from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder, Limits, OutgoingMessage
+from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Channel, Message, Refused
-from guava_nb.protocol.proof import DiallerProof, ListenerProof
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import connect

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from guava_nb.link.adaptive_compression import Squeezer
 from guava_nb.link.rate import Delivery, RateMeter
-from guava_nb.link.squeeze import Squeezer
 from guava_nb.protocol.framing import Arrived
 from guava_nb.protocol.messages import CONTROL_CHANNELS, Channel, Goodbye
-from guava_nb.protocol.session import Inbox, Outbox
+from guava_nb.protocol.resume import Inbox, Outbox
 
 if TYPE_CHECKING:
     from guava_nb.link.connection import Connection

@@ -26,20 +26,20 @@ from guava_nb.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from guava_nb.link.events import Event, VisitArrived
-from guava_nb.link.guests import Guests
+from guava_nb.link.adaptive_compression import offered
+from guava_nb.link.grace_period import Patience
 from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
+from guava_nb.link.line_measurement import Measuring, answer_measuring
 from guava_nb.link.loglimit import LogLimit
-from guava_nb.link.measure import Measuring, answer_measuring
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.patience import Patience
 from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
-from guava_nb.link.squeeze import offered
+from guava_nb.link.session_events import Event, VisitArrived
+from guava_nb.link.unauthenticated import Guests
 from guava_nb.protocol.framing import Decoder, Limits
+from guava_nb.protocol.handshake_proof import ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Goodbye
-from guava_nb.protocol.proof import ListenerProof
 from guava_nb.protocol.state import Event as StateEvent
 from guava_nb.protocol.state import Role, State, advance, received
 from guava_nb.transport.certificate import self_signed_certificate

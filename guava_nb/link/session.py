@@ -16,7 +16,9 @@ from functools import partial
 
 from guava_nb.errors import GuavaError, LinkBroken, LinkClosed, LinkTimeout, ProtocolError
 from guava_nb.link.connection import Connection
-from guava_nb.link.events import (
+from guava_nb.link.lane import BULK, CONTROL, Lane, Progress, Wire, lane_of
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.session_events import (
     Event,
     MessageArrived,
     SessionClosed,
@@ -24,8 +26,6 @@ from guava_nb.link.events import (
     SessionResumed,
     SessionSuspect,
 )
-from guava_nb.link.lane import BULK, CONTROL, Lane, Progress, Wire, lane_of
-from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.framing import Arrived, Decoder
 from guava_nb.protocol.messages import Attach, Attached, Channel, Goodbye, Message
 from guava_nb.protocol.state import Role

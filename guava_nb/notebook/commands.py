@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from guava_nb.config import MODES, SCHEDULES
-from guava_nb.notebook.options import (
+from guava_nb.notebook.line_options import (
     Command,
     Option,
     byte_size,

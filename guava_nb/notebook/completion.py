@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from guava_nb.notebook.options import Command, Offers
+from guava_nb.notebook.line_options import Command, Offers
 
 __all__ = ["files", "install_completion", "loaders", "remove_completion"]
 

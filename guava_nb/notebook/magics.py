@@ -13,17 +13,17 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from guava_nb.notebook import commands
-from guava_nb.notebook.announce import hand_over, say_grant
 from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
-from guava_nb.notebook.doctoring import examine
+from guava_nb.notebook.display import choose_ui, say, show, show_png
+from guava_nb.notebook.doctor import examine
+from guava_nb.notebook.formatters import ObjectViews
 from guava_nb.notebook.host import detect_host
-from guava_nb.notebook.objects import ObjectViews
-from guava_nb.notebook.options import Command
-from guava_nb.notebook.panel import Panel, make_panel
-from guava_nb.notebook.screen import choose_ui, say, show, show_png
-from guava_nb.notebook.session import NotebookSession
+from guava_nb.notebook.join_code import hand_over, say_grant
+from guava_nb.notebook.line_options import Command
+from guava_nb.notebook.notebook_session import NotebookSession
+from guava_nb.notebook.panel.blocking import Interrupted, follow_lines
+from guava_nb.notebook.panel.panel import Panel, make_panel
 from guava_nb.notebook.settings import add_settings, remove_settings, settings_of
-from guava_nb.notebook.watching import Interrupted, follow_lines
 from guava_nb.render import View, energy_view, forecast_view
 from guava_nb.tunnels import tunnel_names
 
@@ -153,7 +153,7 @@ class GuavaMagics(Magics):
         record = self.session.energy(args)
         self._show_and_return(energy_view, record)
         if record.curves and choose_ui(self.shell) not in ("text", "none"):
-            from guava_nb.notebook.plots import watts_png  # matplotlib takes a second
+            from guava_nb.notebook.panel.plots import watts_png  # matplotlib takes a second
 
             show_png(watts_png(record.curves), "watts over seconds")
         return record

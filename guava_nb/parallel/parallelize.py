@@ -16,20 +16,20 @@ from torch.optim import Optimizer
 
 from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
-from guava_nb.parallel import zero_one
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.data_axis import make_data_axis
-from guava_nb.parallel.holding import full_names_of, hold
-from guava_nb.parallel.loss import Criterion, MakeOptimizer, Objective
+from guava_nb.parallel.describe_layout import describe
+from guava_nb.parallel.interface import Part
+from guava_nb.parallel.loss_interface import Criterion, MakeOptimizer, Objective
 from guava_nb.parallel.mesh import MeshAxes
-from guava_nb.parallel.part import Part
-from guava_nb.parallel.plan_search import make_plan
-from guava_nb.parallel.plans import Plan, apply_plan
-from guava_nb.parallel.sharded_step import check_sharded_step
-from guava_nb.parallel.state import FullOrder
-from guava_nb.parallel.telling import describe
-from guava_nb.parallel.tensor_sums import TensorSums
-from guava_nb.parallel.whole import WholePart
+from guava_nb.parallel.replicas import zero1 as zero_one
+from guava_nb.parallel.replicas.data_axis import make_data_axis
+from guava_nb.parallel.replicas.sharded_step import check_sharded_step
+from guava_nb.parallel.state.full_state import FullOrder
+from guava_nb.parallel.state.local_tensors import full_names_of, hold
+from guava_nb.parallel.tensor.plan_search import make_plan
+from guava_nb.parallel.tensor.tensor_plan import Plan, apply_plan
+from guava_nb.parallel.tensor.tensor_sums import TensorSums
+from guava_nb.parallel.whole_model_part import WholePart
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
@@ -76,7 +76,7 @@ def parallelize(
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
     if spec.pp > 1 or spec.mode == "pipeline":
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
-        from guava_nb.parallel.spread_stages import pipeline_part
+        from guava_nb.parallel.pipeline.parallelize_stages import pipeline_part
 
         stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
         stages.layout = describe(stages.begins, stages.stage_parameters, plan)

@@ -24,7 +24,7 @@ from guava_nb.protocol.header import (
 )
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
 from guava_nb.protocol.payload import PayloadMemory
-from guava_nb.protocol.tensors import check_tensors
+from guava_nb.protocol.tensor_bounds import check_tensors
 
 __all__ = ["Arrived", "Decoder"]
 

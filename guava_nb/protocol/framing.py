@@ -26,7 +26,7 @@ from guava_nb.protocol.header import (
     unpack_header,
 )
 from guava_nb.protocol.messages import KIND_OF, Channel, Message, channel_of, counted_as
-from guava_nb.protocol.tensors import check_tensors
+from guava_nb.protocol.tensor_bounds import check_tensors
 
 __all__ = [
     "CHUNK_BYTES",

@@ -57,7 +57,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tree(msgspec.Struct, frozen=True, array_like=True):
-    """A nested value whose tensors lie in the payload; made and read by `guava_nb.data.tree`."""
+    """A nested value whose tensors lie in the payload; made and read by `guava_nb.data.codec`."""
 
     structure: bytes
     tensors: tuple[TensorSpec, ...] = ()
@@ -762,7 +762,7 @@ class Predict(Message, frozen=True):
 
 
 class Predicted(Message, frozen=True):
-    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.engine.outputs`; no structure without outputs."""
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.replica.outputs`; no structure without outputs."""
 
     run_id: str
     request_id: int

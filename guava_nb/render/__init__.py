@@ -5,7 +5,6 @@ from guava_nb.render.energy import energy_view
 from guava_nb.render.errors import error_html, error_text
 from guava_nb.render.forecast import forecast_view
 from guava_nb.render.html import to_html
-from guava_nb.render.own import WorkerSelf, worker_view
 from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
@@ -18,6 +17,7 @@ from guava_nb.render.status import (
 )
 from guava_nb.render.text import to_text
 from guava_nb.render.view import Curve, Progress, Table, View
+from guava_nb.render.worker_view import WorkerSelf, worker_view
 
 __all__ = [
     "Curve",

@@ -22,7 +22,7 @@ _PHASES = ("forward", "backward", "exchange", "update", "waiting", "other")
 
 
 def energy_view(record: Mapping[str, Any]) -> View:
-    """Return the view of an energy record, see `guava_nb.engine.energy_record`."""
+    """Return the view of an energy record, see `guava_nb.telemetry.energy_record`."""
     rows: Sequence[Mapping[str, Any]] = record["workers"]
     tasks: Sequence[Mapping[str, Any]] = record["tasks"]
     facts = Table((), tuple(_facts(record)))

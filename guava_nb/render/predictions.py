@@ -18,7 +18,7 @@ MB = 1_000_000
 
 
 def predictions_view(found: Mapping[str, Any]) -> View:
-    """Return the view of results, see `guava_nb.engine.predictions.Predictions`."""
+    """Return the view of results, see `guava_nb.evaluation.predictions.Predictions`."""
     count = found["total_samples"]
     arrays = [f"{name} {'x'.join(map(str, array.shape))} {array.dtype}" for name, array in _arrays(found)]
     facts = [("results", ", ".join(arrays))]

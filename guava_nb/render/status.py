@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from guava_nb.engine.status import RunStatus, Status, WorkerStatus
 from guava_nb.render.values import show_bytes, show_float, show_joules, show_rate, show_seconds, show_used
 from guava_nb.render.view import Curve, Progress, Table, View
 from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
+from guava_nb.status import RunStatus, Status, WorkerStatus
 
 __all__ = ["awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "waiting_view"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from guava_nb.engine.status import WorkerStatus
 from guava_nb.render.values import (
     short_bytes,
     short_rate,
@@ -20,6 +19,7 @@ from guava_nb.render.values import (
     show_watts,
 )
 from guava_nb.render.view import Table
+from guava_nb.status import WorkerStatus
 
 __all__ = ["device_words", "glance", "is_there", "traffic", "worker_notes", "workers_at_the_end"]
 

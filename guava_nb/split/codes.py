@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.worker import join_code_from
+from guava_nb.worker.network_worker import join_code_from
 
 __all__ = ["Codes", "ShowCode", "given_codes", "show_code", "show_notice", "token_prompt"]
 

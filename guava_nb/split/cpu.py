@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from guava_nb.config import DistributedConfig
-from guava_nb.data.sources import open_dataset
-from guava_nb.engine.own import OWN_CRITERION, OWN_MODEL, OWN_OPTIMIZER, OWN_PREPROCESS
-from guava_nb.engine.run import Run
+from guava_nb.datasets.open_dataset import open_dataset
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.orchestrator import Orchestrator
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.replica.resident import OWN_CRITERION, OWN_MODEL, OWN_OPTIMIZER, OWN_PREPROCESS
 from guava_nb.split.codes import Codes, ShowCode, given_codes, show_code, token_prompt
+from guava_nb.training.run import Run
 from guava_nb.tunnels import Tunnel
 
 __all__ = ["CPULoader"]
@@ -81,7 +81,7 @@ class CPULoader:
             val_dataset: for `start_loading(val_interval=...)` and `run_validation`; of the same kinds.
             collate_fn: as of a DataLoader.
             drop_last: leave out a last batch that is smaller.
-            options: for the kind of data: see `guava_nb.data.sources.open_dataset`.
+            options: for the kind of data: see `guava_nb.datasets.open_dataset.open_dataset`.
 
         Returns:
             The data set; its `repr` says what was found (rows, columns, classes).

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from guava_nb.config import DistributedConfig
-from guava_nb.engine.hardware import pick_device
-from guava_nb.engine.own import OwnParts
-from guava_nb.engine.tunnelling import asked_here
 from guava_nb.errors import ConfigError
+from guava_nb.link.tunnel_keeper import asked_here
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.replica.resident import OwnParts
 from guava_nb.split.codes import ShowCode, given_codes, show_code, show_notice, token_prompt
+from guava_nb.telemetry.hardware import pick_device
 from guava_nb.tunnels import NgrokTunnel, Tunnel, make_tunnel
-from guava_nb.worker import ListeningWorker, NetworkWorker
+from guava_nb.worker.network_worker import ListeningWorker, NetworkWorker
 
 __all__ = ["ColabGPUTrainer", "GPUTrainer"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guava_nb.telemetry.integral import Integral
+from guava_nb.telemetry.energy_integral import Integral
 from guava_nb.telemetry.sensor import Board, Sensor, SensorError
 
 __all__ = ["RaplSensor", "open_rapl"]

@@ -39,7 +39,7 @@ LINK_MBIT, LINK_ROUND_TRIP_S = 200, 0.05
 
 def serve(pipe: Any) -> None:
     """The hub's process: a plain and a TLS listener with a relay each, until told to end."""
-    from guava_nb.backend.embedded import EmbeddedHub
+    from guava_nb.backend.embedded_hub import EmbeddedHub
     from guava_nb.link.listener import Listener
     from guava_nb.protocol.joincode import JoinCode
 
@@ -96,7 +96,7 @@ def work(name: str, rank: int, code: str, bare_port: int, nbytes: int, rounds: i
     import torch.distributed as dist
 
     from guava_nb.backend import end_group, init_group
-    from guava_nb.backend.world import Dialled
+    from guava_nb.backend.init_group import Dialled
     from guava_nb.protocol.joincode import JoinCode
 
     torch.set_num_threads(1)

@@ -29,8 +29,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from guava_nb.link.dialler import dial
-from guava_nb.link.events import MessageArrived, SessionClosed
 from guava_nb.link.listener import Listener
+from guava_nb.link.session_events import MessageArrived, SessionClosed
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel, FlatTensor, Leave, MeanBucket
 from guava_nb.transport.certificate import self_signed_certificate

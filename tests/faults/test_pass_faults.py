@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from guava_nb.data.feed import Feed
-from guava_nb.engine.asking import ask
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.evaluation import Validation
-from guava_nb.engine.job import Job
-from guava_nb.engine.predicting import predict
-from guava_nb.engine.predictions import Predictions, wanted_of
-from guava_nb.engine.scoring import merges_for, metric_specs
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job import Job
+from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ClusterError, ConfigError, RemoteError
+from guava_nb.evaluation.between_runs import ask
+from guava_nb.evaluation.metric_specs import merges_for, metric_specs
+from guava_nb.evaluation.predict import predict
+from guava_nb.evaluation.predictions import Predictions, wanted_of
+from guava_nb.evaluation.validation import Validation
 from guava_nb.protocol.messages import Evaluated, Factory, Message, Predicted, Wanted
+from guava_nb.sync.replica_set import Ensemble
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import dataset, replica, spec
 
@@ -304,7 +304,7 @@ def test_an_interrupt_ends_the_pass_and_the_next_one_works(cluster: Cluster) -> 
         attach(self, job)
 
     def stop(done: int, total: int | None) -> None:
-        from guava_nb.engine.events import Interrupted
+        from guava_nb.cluster.job_events import Interrupted
 
         jobs[-1].post(Interrupted())
 
@@ -317,7 +317,7 @@ def test_an_interrupt_ends_the_pass_and_the_next_one_works(cluster: Cluster) -> 
 
 
 def test_progress_counts_samples(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("guava_nb.engine.passes.PROGRESS_S", 0.0)
+    monkeypatch.setattr("guava_nb.evaluation.passes.PROGRESS_S", 0.0)
     ensemble = start(cluster, None, None)
     seen: list[tuple[int, int | None]] = []
     predict(cluster, ensemble, DataLoader(dataset(), 9), Wanted(), progress=lambda *now: seen.append(now))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from guava_nb.engine.run import Run
+from guava_nb.training.run import Run
 from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 from tests.support.relay import DOWN, UP
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from guava_nb.data.feed import Feed
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.handover import take_over
-from guava_nb.engine.run import Run
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import (
     ClusterError,
     ConfigError,
@@ -25,6 +23,8 @@ from guava_nb.errors import (
     WorkerLost,
 )
 from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, State, StateLoaded
+from guava_nb.sync.handover import take_over
+from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.processes import eventually
 from tests.support.training import SmallNet, dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
@@ -337,8 +337,8 @@ def test_a_state_that_stayed_with_a_worker_after_the_run_is_taken_when_it_leaves
 def test_a_worker_leaves_by_itself_when_nobody_takes_its_state(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("guava_nb.engine.loop.HANDOVER_S", 0.3)
-    monkeypatch.setattr("guava_nb.engine.loop.TRANSFER_S", 0.3)
+    monkeypatch.setattr("guava_nb.worker.loop.HANDOVER_S", 0.3)
+    monkeypatch.setattr("guava_nb.worker.loop.TRANSFER_S", 0.3)
     leaver = start(cluster, [once_after(2, Committed, lambda worker: worker.loop.leave("asked to leave"))])[0]
     monkeypatch.setattr(cluster, "release", lambda rank: None)  # an orchestrator that hangs
     job = job_for(cluster, spec(), plan_for(loader(), 3))
@@ -603,9 +603,9 @@ def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster
 
 
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
-    from guava_nb.engine.ensemble import Ensemble
-    from guava_nb.engine.training import TrainingJob
     from guava_nb.protocol.messages import Cell
+    from guava_nb.sync.replica_set import Ensemble
+    from guava_nb.training.job import TrainingJob
     from tests.support.training import replica
 
     start(cluster, [None])

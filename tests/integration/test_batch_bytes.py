@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from guava_nb.data.tree import class_resolver, pack, unpack
-from guava_nb.link.events import MessageArrived
+from guava_nb.data.codec import class_resolver, pack, unpack
+from guava_nb.link.session_events import MessageArrived
 from guava_nb.protocol.messages import Channel, Shard
-from guava_nb.protocol.tensors import ITEM_BYTES
+from guava_nb.protocol.tensor_bounds import ITEM_BYTES
 from tests.support.links import FOREVER, world
 
 DTYPES = sorted(name for name in ITEM_BYTES if hasattr(torch, name))

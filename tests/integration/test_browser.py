@@ -34,7 +34,7 @@ class Net(nn.Module):
         time.sleep(0.01 * self.training)  # as long as a small model on a GPU takes
         return self.layers(images.float() / 16)"""
 DATA = """from torch.utils.data import DataLoader, TensorDataset
-from guava_nb.data.digits import split_digits
+from guava_nb.datasets.digits import split_digits
 (x, y), (x_test, y_test) = split_digits(seed=0)
 train = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
 test = DataLoader(TensorDataset(x_test, y_test), batch_size=120)"""
@@ -109,7 +109,7 @@ def code_of(lab: Lab) -> str:
 def local_workers() -> list[psutil.Process]:
     """Worker processes of the orchestrator's kernel, which has two: other tests here may have workers of their own."""
     kernels = [p for p in running_below(psutil.Process(), "jupyterlab") for p in running_below(p, "ipykernel_launcher")]
-    return max((running_below(kernel, "guava_nb.engine.child") for kernel in kernels), key=len)
+    return max((running_below(kernel, "guava_nb.worker.process") for kernel in kernels), key=len)
 
 
 def running_below(process: psutil.Process, module: str) -> list[psutil.Process]:

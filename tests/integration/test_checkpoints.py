@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from guava_nb.engine.run import Run
 from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.training.run import Run
 from tests.support.console import Console
 from tests.support.processes import CELL, PlainTraining, Session, data, difference, eventually, loader
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from guava_nb.engine.route import Finding
-from guava_nb.engine.routes import OPEN_TO_ALL, Routes
+from guava_nb.cluster.group_path import Finding
+from guava_nb.cluster.path_probe import OPEN_TO_ALL, Routes
 from guava_nb.errors import ClusterError
 from guava_nb.protocol.messages import ProbeAddress
 from tests.support.processes import PlainTraining, Session, eventually, loader

@@ -19,10 +19,10 @@ from guava_nb.cli.main import main
 from guava_nb.doctor import Check, check_join, exit_status
 from guava_nb.doctor.joining import _measured
 from guava_nb.errors import JoinRefused, RemoteProtocolError
-from guava_nb.link import measure
-from guava_nb.link.events import SessionOpened
-from guava_nb.link.measure import LineFigures, _Talk, measure_line
+from guava_nb.link import line_measurement as measure
+from guava_nb.link.line_measurement import LineFigures, _Talk, measure_line
 from guava_nb.link.options import LinkOptions
+from guava_nb.link.session_events import SessionOpened
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Leave, Measure
 from tests.support.links import World, eventually, nothing_left_behind, own_port, world

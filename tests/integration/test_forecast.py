@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError
+from guava_nb.forecast.forecast import Forecast
+from guava_nb.training.run import Run
 from tests.integration.test_group_modes import BLOCKS
 from tests.support.processes import ROOT, Session
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from guava_nb.engine.ensemble import fetch_between_runs
-from guava_nb.engine.group_ensemble import GroupEnsemble, GroupLost
-from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
+from guava_nb.sync.replica_set import fetch_between_runs
+from guava_nb.sync.sharded_replica_set import GroupEnsemble, GroupLost
+from guava_nb.training.run import Run
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
 #: The net of `processes` as a Sequential whose blocks have the traps: stages are cut between them.

@@ -11,7 +11,10 @@ import pytest
 
 from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed
 from guava_nb.link.dialler import IDENTITY_BYTES, dial, visit
-from guava_nb.link.events import (
+from guava_nb.link.handshake import attach
+from guava_nb.link.listener import Listener
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.session_events import (
     MessageArrived,
     SessionClosed,
     SessionOpened,
@@ -19,9 +22,6 @@ from guava_nb.link.events import (
     SessionSuspect,
     VisitArrived,
 )
-from guava_nb.link.handshake import attach
-from guava_nb.link.listener import Listener
-from guava_nb.link.options import LinkOptions
 from guava_nb.protocol.messages import Attach, Channel, CrashReport
 from tests.support.links import (
     CHANNELS,

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from guava_nb.errors import AuthenticationError, FrameTooLarge, JoinRefused, LinkBroken, RemoteProtocolError
-from guava_nb.link.events import MessageArrived, SessionClosed, SessionSuspect
 from guava_nb.link.handshake import Deadline, attach, prove, send_record
+from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionSuspect
 from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, OutgoingMessage
+from guava_nb.protocol.handshake_proof import DiallerProof
 from guava_nb.protocol.messages import KIND_OF, Attach, Channel, Goodbye, Leave, MeanBucket, Ping
-from guava_nb.protocol.proof import DiallerProof
 from guava_nb.transport.tcp import connect
 from tests.support.links import QUICK, World, eventually, nothing_left_behind, numbered, rss_bytes, world
 from tests.support.relay import Relay

@@ -11,13 +11,13 @@ import pytest
 
 from guava_nb.errors import JoinRefused, LinkBroken, LinkClosed, LinkTimeout, LocalProtocolError
 from guava_nb.link.dialler import IDENTITY_BYTES
-from guava_nb.link.events import (
+from guava_nb.link.listener import Listener
+from guava_nb.link.session_events import (
     MessageArrived,
     SessionClosed,
     SessionResumed,
     SessionSuspect,
 )
-from guava_nb.link.listener import Listener
 from guava_nb.protocol.messages import Channel
 from tests.support.links import (
     CHANNELS,

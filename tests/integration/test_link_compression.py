@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from guava_nb.link import dialler, listener, squeeze
-from guava_nb.link.events import MessageArrived, SessionResumed
+from guava_nb.link import adaptive_compression as squeeze
+from guava_nb.link import dialler, listener
 from guava_nb.link.session import Session
+from guava_nb.link.session_events import MessageArrived, SessionResumed
 from guava_nb.protocol.messages import Channel, FlatTensor, MeanBucket
 from tests.support.links import QUICK, Recorder, nothing_left_behind, world
 from tests.support.relay import Relay

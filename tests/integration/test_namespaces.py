@@ -86,7 +86,7 @@ class Net(nn.Module):
 DATA = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from guava_nb.data.digits import split_digits
+from guava_nb.datasets.digits import split_digits
 train = DataLoader(TensorDataset(*split_digits(0)[0]), 128)
 
 def distance(run):

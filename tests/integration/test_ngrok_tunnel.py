@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from guava_nb.errors import ConfigError
-from guava_nb.link.events import MessageArrived
+from guava_nb.link.session_events import MessageArrived
 from guava_nb.tunnels import NgrokHttpTunnel, NgrokTunnel, agent, make_tunnel
 from guava_nb.tunnels.ngrok_errors import CODES, TOKEN_CODES, blaming
 from guava_nb.tunnels.tokens import VARIABLE

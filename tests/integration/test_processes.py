@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb import DistributedConfig, Orchestrator
-from guava_nb.engine.job import Job
-from guava_nb.engine.run import Run
+from guava_nb.cluster.job import Job
 from guava_nb.errors import ConfigError, PreparationError, RemoteError, SourceError, WorkerLost
+from guava_nb.training.run import Run
 from tests.support.processes import CELL, PlainTraining, Session, data, difference, eventually, loader
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb import ColabGPUTrainer, ConfigError, CPULoader, DistributedConfig, GPUTrainer
-from guava_nb.data.loading import LoadError
+from guava_nb.data.loader_sources import LoadError
 from guava_nb.protocol.joincode import JoinCode
 from tests.support.console import Console
 from tests.support.processes import eventually

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from guava_nb.engine.run import Run
 from guava_nb.errors import AuthenticationError, LinkBroken
 from guava_nb.link.dialler import DialledSession, dial
-from guava_nb.link.events import MessageArrived, SessionResumed, SessionSuspect
 from guava_nb.link.session import Session as LinkSession
+from guava_nb.link.session_events import MessageArrived, SessionResumed, SessionSuspect
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Channel
+from guava_nb.training.run import Run
 from tests.support.links import QUICK, World, exchange, nothing_left_behind, numbered, world
 from tests.support.nginx import Nginx, why_not
 from tests.support.processes import ROOT, PlainTraining, Session, eventually, loader

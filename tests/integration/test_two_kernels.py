@@ -50,7 +50,7 @@ DATA = """
 import threading
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from guava_nb.data.digits import split_digits
+from guava_nb.datasets.digits import split_digits
 (images, labels), test_part = split_digits(0)
 train = DataLoader(TensorDataset(images, labels), 64)
 test = DataLoader(TensorDataset(*test_part), 120)

@@ -16,8 +16,8 @@ from websockets.frames import Frame, Opcode
 
 from guava_nb.errors import AuthenticationError, LinkBroken, RemoteProtocolError
 from guava_nb.link.dialler import dial
-from guava_nb.link.events import MessageArrived
 from guava_nb.link.handshake import attach
+from guava_nb.link.session_events import MessageArrived
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach
 from tests.integration.test_link_attacks import besieged, refused, say

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb import WorkerData
-from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError, RemoteError
+from guava_nb.training.run import Run
 from tests.support.processes import ROOT, PlainTraining, Session, data, eventually, loader
 
 ROWS = 101

@@ -20,8 +20,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 SETUP = """
 from guava_nb.notebook import load
 from guava_nb.notebook.magics import GuavaMagics
-from guava_nb.notebook.panel import make_panel
-from guava_nb.notebook.session import NotebookSession
+from guava_nb.notebook.panel.panel import make_panel
+from guava_nb.notebook.notebook_session import NotebookSession
 from guava_nb.render import Progress, View
 from fake_session import FakeOrchestrator, FakeRun, FakeWorker
 run = FakeRun(num_steps=10_000)
@@ -174,7 +174,7 @@ def own_worker(kernel: Kernel, ui: str, num_waits: int) -> SimpleNamespace:
     cell = f"""
 import os, time
 from dataclasses import replace
-from guava_nb.engine.status import OwnFigures
+from guava_nb.status import OwnFigures
 class Changing(FakeWorker):
     def status(self):
         self.figures = OwnFigures('T4', self.waits, 0.5, 0.01, joules=1.0 * self.waits, out_bytes=self.waits)

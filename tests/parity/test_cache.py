@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from guava_nb.data.feed import Feed
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.run import Run
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
     CacheSpec,
@@ -25,6 +24,7 @@ from guava_nb.protocol.messages import (
     Shard,
     counted_as,
 )
+from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
 from tests.support.training import dataset, difference, job_for, loader, losses_of, plain, plan_for, spec
 

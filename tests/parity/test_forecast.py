@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.config import DistributedConfig
-from guava_nb.data.feed import Feed
-from guava_nb.engine import checkpoint
-from guava_nb.engine.budget import Budget, Limit
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble
-from guava_nb.engine.evaluation import Validation
-from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.outlook import Composed, Outlook, budget_of, forecast_of
-from guava_nb.engine.plan import Position, TrainingPlan
-from guava_nb.engine.run import Run
-from guava_nb.engine.survey import total_bytes, wire_meter
-from guava_nb.engine.training import TrainingJob
+from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ConfigError
+from guava_nb.evaluation.validation import Validation
+from guava_nb.forecast.forecast import Forecast
+from guava_nb.forecast.planned_run import Composed, Outlook, budget_of, forecast_of
 from guava_nb.protocol.messages import CacheSpec, Committed, Factory, GradientBucket, Message, RunSpec
+from guava_nb.sync.replica_set import Ensemble
+from guava_nb.training import checkpoint
+from guava_nb.training.byte_budget import Budget, Limit
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.run import Run
+from guava_nb.training.status_survey import total_bytes, wire_meter
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import difference, loader, plain, replica, spec
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.worker_data import WorkerData
-from guava_nb.engine.asking_data import ask_data, data_spec, feeds, refuse_group, refuse_place
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.plan import TrainingPlan
-from guava_nb.engine.run import Run
 from guava_nb.errors import ConfigError, PreparationError, RemoteError
 from guava_nb.protocol.messages import GradientBucket, Message, ParallelSpec
+from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.run import Run
+from guava_nb.training.worker_data_facts import ask_data, data_spec, feeds, refuse_group, refuse_place
 from tests.support.direct import DirectWorker, make_cluster
 from tests.support.training import dataset, difference, job_for, losses_of, plain, spec
 

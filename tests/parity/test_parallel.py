@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from guava_nb.parallel.state import assemble, assemble_optimizer
+from guava_nb.parallel.state.full_state import assemble, assemble_optimizer
 from guava_nb.protocol.messages import ParallelSpec
 from tests.support.parity_group import GroupPool, RankFailed, backends, group_pool
 from tests.support.spread import Scenario, buffers, error_before_a_forward, patience, plain, refusal, spread

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guava_nb.parallel.state import Piece, assemble, assemble_optimizer
+from guava_nb.parallel.state.full_state import Piece, assemble, assemble_optimizer
 from tests.support import pipeline_cases
 from tests.support.pipeline_cases import Case, batches_of, build_model, train_plain
 from tests.support.ranks import Ranks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from guava_nb.engine.replica import Replica, ShardWork
 from guava_nb.protocol.messages import Commit, Factory, RunSpec
+from guava_nb.replica.replica import Replica, ShardWork
 from tests.support.star import (
     BUFFERS,
     Contribution,

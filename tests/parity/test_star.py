@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.run import Run
-from guava_nb.engine.training import TrainingJob
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
 from tests.support.training import difference, job_for, loader, losses_of, plain, plan_for, spec
 

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import torch
 
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.loop import WorkerLoop
-from guava_nb.engine.output import OutputLog
-from guava_nb.engine.own import OwnParts
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkBroken, LinkClosed
-from guava_nb.link.events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.link.lane import Wire
+from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, Message, channel_of, counted_as
-from guava_nb.protocol.tensors import check_tensors
+from guava_nb.protocol.tensor_bounds import check_tensors
+from guava_nb.replica.resident import OwnParts
+from guava_nb.worker.loop import WorkerLoop
 
 
 def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, memoryview]:

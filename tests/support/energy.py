@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from guava_nb.engine.energy_record import EnergyRecord, energy_record
+from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
 
 CURVES = {"w0": [(1.0, 190.0), (2.0, 210.0), (3.0, 200.0)]}
 

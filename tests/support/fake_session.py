@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from guava_nb.cluster.traffic import Traffic
 from guava_nb.config import DistributedConfig, check_plan, mode_settings
-from guava_nb.engine.forecast import Forecast
-from guava_nb.engine.status import OwnFigures, RunStatus, Status, WorkerStatus
-from guava_nb.engine.traffic import Traffic
 from guava_nb.errors import GuavaError, RendezvousTimeout, SourceError
+from guava_nb.forecast.forecast import Forecast
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.status import OwnFigures, RunStatus, Status, WorkerStatus
 from tests.support.energy import record
 
 SECRET_CODE = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"secret of 16 b..").encode()

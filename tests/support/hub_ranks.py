@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb.hub.relay import Relay
-from guava_nb.link.events import Event, MessageArrived
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
+from guava_nb.link.session_events import Event, MessageArrived
 from tests.support import warm
 
 CASE_S = 45.0
@@ -151,7 +151,7 @@ class _Rank:
     def __init__(self, rank: int, size: int, code: str, folder: str) -> None:
         import torch
 
-        from guava_nb.backend.world import Dialled
+        from guava_nb.backend.init_group import Dialled
         from guava_nb.protocol.joincode import JoinCode
 
         torch.set_num_threads(1)

@@ -15,10 +15,10 @@ from dataclasses import replace
 import psutil
 
 from guava_nb.link.dialler import DialledSession, dial
-from guava_nb.link.events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
+from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
 from guava_nb.protocol.messages import Channel, FlatTensor, Leave, MeanBucket, Message
 
 QUICK = LinkOptions(heartbeat_s=0.05, silence_s=1.0, grace_s=10.0, connect_timeout_s=5.0, auth_timeout_s=5.0)

@@ -17,7 +17,7 @@ def orchestrate(folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
 
     from guava_nb import Orchestrator
     from guava_nb.cli.demo_model import DigitNet
-    from guava_nb.data.digits import split_digits
+    from guava_nb.datasets.digits import split_digits
 
     torch.set_num_threads(1)
     train = TensorDataset(*split_digits(0)[0])

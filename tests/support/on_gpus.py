@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cli.demo_model import DigitNet
-from guava_nb.data.digits import split_digits
-from guava_nb.engine.run import Run
+from guava_nb.datasets.digits import split_digits
+from guava_nb.training.run import Run
 
 Plain = tuple[torch.nn.Module, list[float]]
 

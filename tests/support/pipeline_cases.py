@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.pipeline import PipelinePart
-from guava_nb.parallel.pipeline_setup import Hooks, PipelinePlace
+from guava_nb.parallel.pipeline.pipeline import PipelinePart
+from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.protocol.messages import ParallelSpec
 
 CPU = torch.device("cpu")

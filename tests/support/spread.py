@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import ConfigError
-from guava_nb.parallel.layout import even_bounds
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
+from guava_nb.parallel.state.shard_layout import even_bounds
 from guava_nb.protocol.messages import ParallelSpec
 
 VOCAB, WIDTH, LENGTH = 13, 8, 5

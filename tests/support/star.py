@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from guava_nb.engine.buckets import BUFFERS
-from guava_nb.engine.replica import Replica, ShardResult, ShardWork
 from guava_nb.protocol.messages import Commit, Factory, RunSpec
+from guava_nb.replica.buckets import BUFFERS
+from guava_nb.replica.replica import Replica, ShardResult, ShardWork
 
 Handed = dict[int, tuple[bytes, Tensor]]
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from guava_nb.data.feed import Feed
-from guava_nb.engine.cluster import Cluster
-from guava_nb.engine.ensemble import Ensemble, fetch_between_runs
-from guava_nb.engine.plan import TrainingPlan
-from guava_nb.engine.replica import Replica
-from guava_nb.engine.run import Run
-from guava_nb.engine.source import resolve
-from guava_nb.engine.training import TrainingJob
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.loader_feed import Feed
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.replica import Replica
+from guava_nb.spec.cells import resolve
+from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.run import Run
 from tests.support.direct import RANDOM_STATE
 
 

@@ -36,7 +36,7 @@ __all__ = ["context", "install", "without_servers"]
 ROOT = Path(__file__).resolve().parents[2]
 _STARTERS = ("ipykernel_launcher", "jupyterlab", "pytest")  # start processes themselves
 WARM_MODULES = (
-    *_STARTERS, "guava_nb", "guava_nb.engine.child", "tests.support.console", "tests.support.namespace_programs"
+    *_STARTERS, "guava_nb", "guava_nb.worker.process", "tests.support.console", "tests.support.namespace_programs"
 )  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")

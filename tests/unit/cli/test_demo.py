@@ -33,9 +33,9 @@ def digits(seed: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
 
 @pytest.fixture
 def fake_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("guava_nb.data.digits")
+    module = types.ModuleType("guava_nb.datasets.digits")
     module.split_digits = digits  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "guava_nb.data.digits", module)
+    monkeypatch.setitem(sys.modules, "guava_nb.datasets.digits", module)
 
 
 def test_defaults_and_every_option(tmp_path: Path) -> None:

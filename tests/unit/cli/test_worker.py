@@ -13,8 +13,8 @@ import pytest
 from guava_nb.cli import worker
 from guava_nb.cli.main import main
 from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
-from guava_nb.engine.status import OwnFigures
 from guava_nb.errors import ConfigError, JoinCodeError
+from guava_nb.status import OwnFigures
 
 
 class Code:
@@ -30,11 +30,11 @@ class Code:
 @pytest.fixture(autouse=True)
 def _rooms(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
     rooms = {}
-    for name in ("guava_nb.protocol.joincode", "guava_nb.engine.hardware", "guava_nb.worker"):
+    for name in ("guava_nb.protocol.joincode", "guava_nb.telemetry.hardware", "guava_nb.worker.network_worker"):
         rooms[name] = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, rooms[name])
     rooms["guava_nb.protocol.joincode"].JoinCode = Code  # type: ignore[attr-defined]
-    rooms["guava_nb.engine.hardware"].visible_devices = lambda: ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
+    rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
     return rooms
 
 
@@ -62,7 +62,7 @@ def test_without_a_terminal_nobody_is_asked(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    sys.modules["guava_nb.worker"].start_worker = never  # type: ignore[attr-defined]
+    sys.modules["guava_nb.worker.network_worker"].start_worker = never  # type: ignore[attr-defined]
     assert main(["worker"]) == 2
     assert capsys.readouterr().err.startswith("guava: ConfigError: no join code")
 
@@ -79,7 +79,7 @@ def test_devices(_rooms: dict[str, types.ModuleType]) -> None:
     assert devices_for("1, 1", "auto") == ["cuda:1"]
     with pytest.raises(ConfigError, match="cuda:7 not here; here are: cuda:0, cuda:1"):
         devices_for("0,7", "auto")
-    _rooms["guava_nb.engine.hardware"].visible_devices = lambda: ["cpu"]  # type: ignore[attr-defined]
+    _rooms["guava_nb.telemetry.hardware"].visible_devices = lambda: ["cpu"]  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="sees no GPU"):
         devices_for("all", "auto")
 
@@ -179,7 +179,7 @@ def test_the_command_starts_one_worker_per_device_and_always_closes_them(
         handles.append(Handle(states("left")))
         return handles[-1]
 
-    _rooms["guava_nb.worker"].start_worker = start_worker  # type: ignore[attr-defined]
+    _rooms["guava_nb.worker.network_worker"].start_worker = start_worker  # type: ignore[attr-defined]
     assert main(["worker", "code", "--gpus", "all", "--name", "lab"]) == 0
     assert started == [("decoded code", "cuda:0", "lab-0"), ("decoded code", "cuda:1", "lab-1")]
     assert all(handle.calls == ["close"] for handle in handles)
@@ -191,6 +191,6 @@ def test_the_command_starts_one_worker_per_device_and_always_closes_them(
 def test_single_worker_keeps_its_name(_rooms: dict[str, types.ModuleType]) -> None:
     names: list[str] = []
     make: Callable[..., Handle] = lambda code, device, name: names.append(name) or Handle(states("left"))  # noqa: E731
-    _rooms["guava_nb.worker"].start_worker = make  # type: ignore[attr-defined]
+    _rooms["guava_nb.worker.network_worker"].start_worker = make  # type: ignore[attr-defined]
     assert main(["worker", "code", "--name", "lab"]) == 0
     assert names == ["lab"]

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guava_nb.data.codec import DTYPES, imported_class, pack, unpack
 from guava_nb.data.rows import NotSeparable, Received, Rows, _packed, key_of
 from guava_nb.data.split import RowSplitter, rewrite_marked
-from guava_nb.data.tree import DTYPES, imported_class, pack, unpack
 from guava_nb.errors import RemoteProtocolError
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from guava_nb.errors import LinkBroken
 from guava_nb.hub.relay import Relay
-from guava_nb.link.events import MessageArrived, SessionClosed
+from guava_nb.link.session_events import MessageArrived, SessionClosed
 from guava_nb.protocol.messages import (
     CallSpec,
     Channel,

@@ -9,11 +9,11 @@ import pytest
 
 from guava_nb.errors import ConfigError, JoinRefused
 from guava_nb.link.dialler import _Backoff, dial
-from guava_nb.link.guests import Guests
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import Registry
 from guava_nb.link.session import Session
+from guava_nb.link.unauthenticated import Guests
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach
 from guava_nb.transport.memory import memory_pair

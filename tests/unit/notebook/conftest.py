@@ -13,9 +13,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from guava_nb.doctor.memory import Memory
-from guava_nb.notebook import opening
+from guava_nb.notebook import up as opening
 from guava_nb.notebook.magics import GuavaMagics, load, unload
-from guava_nb.notebook.session import NotebookSession
+from guava_nb.notebook.notebook_session import NotebookSession
 from tests.support.fake_session import FakeOrchestrator, FakeRun, FakeWorker
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

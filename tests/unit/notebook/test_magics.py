@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from guava_nb import errors
-from guava_nb.engine.predictions import Predictions
+from guava_nb.evaluation.predictions import Predictions
 from guava_nb.notebook import commands, magics
 from guava_nb.notebook.host import Host
 from guava_nb.notebook.magics import GuavaMagics, load, unload
@@ -334,7 +334,7 @@ def test_train_shows_that_it_prepares_before_it_starts_the_run(notebook: Any, mo
 
     monkeypatch.setattr(notebook.orchestrator, "start_training", refuse)
     assert notebook.run("%guava_train --model Net --loss L --data loader").lines == ["ConfigError: no"]
-    monkeypatch.setattr("guava_nb.notebook.session.choose_ui", lambda shell: "html")
+    monkeypatch.setattr("guava_nb.notebook.notebook_session.choose_ui", lambda shell: "html")
     shown = notebook.run("%guava_train --model Net --loss L --data loader")
     assert not shown.ok and "preparing" in shown.lines[0] and shown.lines[-1] == "ConfigError: no"
 
@@ -862,10 +862,10 @@ def test_a_cell_magic_explains_itself_alone_in_its_cell(notebook: Any) -> None:
 
 
 def test_what_a_magic_returns_is_html_on_a_page_and_one_line_of_text(notebook: Any) -> None:
-    from guava_nb.engine.forecast import Forecast
-    from guava_nb.engine.run import Run
-    from guava_nb.engine.status import Status
-    from guava_nb.engine.traffic import Traffic
+    from guava_nb.cluster.traffic import Traffic
+    from guava_nb.forecast.forecast import Forecast
+    from guava_nb.status import Status
+    from guava_nb.training.run import Run
     from tests.support.energy import record
 
     def drawn(thing: object) -> dict[str, str]:
@@ -911,7 +911,7 @@ def test_the_doctor_shows_checks_and_the_way_of_a_code_and_never_the_code(
     notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from guava_nb.doctor import Check
-    from guava_nb.notebook import doctoring
+    from guava_nb.notebook import doctor as doctoring
 
     asked: list[str] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from guava_nb.notebook.watching import follow_lines
+from guava_nb.notebook.panel.blocking import follow_lines
 
 
 def test_settings_are_listed_checked_and_obeyed(notebook: Any, caplog: pytest.LogCaptureFixture) -> None:

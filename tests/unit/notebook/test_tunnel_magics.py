@@ -49,7 +49,7 @@ def test_the_token_is_asked_for_without_echo(notebook: Any, monkeypatch: pytest.
     assert dict(notebook.orchestrator.calls)["open"][1] is None, "nobody can be asked in a test without a terminal"
     notebook.run("%guava_down")
     monkeypatch.setattr(notebook.shell, "kernel", SimpleNamespace(_allow_stdin=True), raising=False)
-    monkeypatch.setattr("guava_nb.notebook.screen.getpass.getpass", lambda question: f"typed at {question!r}")
+    monkeypatch.setattr("guava_nb.notebook.display.getpass.getpass", lambda question: f"typed at {question!r}")
     notebook.run("%guava_up --tunnel ngrok")
     assert "ngrok" in dict(notebook.orchestrator.calls)["open"][1]()
 
@@ -98,7 +98,7 @@ def test_a_worker_without_a_tunnel_is_sent_for_no_code_and_leaves_on_interrupt(n
 def test_the_worker_says_when_its_session_is_back_and_its_end_once(
     notebook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("guava_nb.notebook.surfaces.LineSurface.interval_s", 0.0)
+    monkeypatch.setattr("guava_nb.notebook.panel.surfaces.LineSurface.interval_s", 0.0)
     notebook.worker_options = {"num_waits": 9, "away": True, "back_at": 4, "detail": "it was asked to leave"}
     shown = notebook.run(f"%guava_worker {SECRET_CODE}")
     assert shown.ok and shown.text.count("The connection to the session is back") == 1
@@ -110,7 +110,7 @@ def test_a_new_code_is_shown_in_the_cell_that_trains(notebook: Any, monkeypatch:
     notebook.run("%guava_up --local 1 --tunnel ngrok\nloader = []")
     codes = iter([SECRET_CODE] * 2 + [NEW] * 99)
     monkeypatch.setattr(notebook.magics.session, "join_code", lambda: next(codes))
-    monkeypatch.setattr("guava_nb.notebook.surfaces.LineSurface.interval_s", 0.0)
+    monkeypatch.setattr("guava_nb.notebook.panel.surfaces.LineSurface.interval_s", 0.0)
     shown = notebook.run("%guava_train --model Net --data loader --loss CrossEntropyLoss --optimizer Adam")
     assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
     assert "Workers that are away need it" in shown.text and "need nothing" in shown.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from guava_nb.engine.predictions import Predictions
+from guava_nb.evaluation.predictions import Predictions
 from guava_nb.render import predictions_view, to_html, to_text
 
 N = 20

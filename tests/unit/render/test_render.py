@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.engine.status import OwnFigures, RunStatus, Status, WireBytes, WorkerStatus
 from guava_nb.errors import ConfigError, RemoteError
 from guava_nb.render import (
     Progress,
@@ -37,6 +36,7 @@ from guava_nb.render.values import (
     show_seconds,
 )
 from guava_nb.render.workers import glance
+from guava_nb.status import OwnFigures, RunStatus, Status, WireBytes, WorkerStatus
 from tests.support.fake_session import FakeWorkerStatus
 
 CODE = "guava1:c2VjcmV0LXNlY3JldC1zZWNyZXQ"

@@ -1,0 +1,393 @@
+"""The orchestrator's side of all sessions: seats newcomers, routes messages to the job, keeps each worker's output.
+
+Session events come from reader threads. Job messages go straight to the job's mailbox; everything else is handled by one
+dispatcher thread, so that no reader ever waits for another worker or for the user.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
+from guava_nb.cluster.path_probe import Routes
+from guava_nb.cluster.program_ranks import Programs
+from guava_nb.cluster.report_checks import odd_of_energy
+from guava_nb.cluster.roster import Member, Roster, version_notes
+from guava_nb.cluster.worker_output import OutputLog, ending_text
+from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
+from guava_nb.hub.relay import Relay
+from guava_nb.link.session import Session
+from guava_nb.link.session_events import (
+    Event,
+    MessageArrived,
+    SessionClosed,
+    SessionOpened,
+    SessionResumed,
+    SessionSuspect,
+    VisitArrived,
+)
+from guava_nb.protocol.messages import (
+    Accept,
+    CrashReport,
+    Energy,
+    Goodbye,
+    Hello,
+    Leave,
+    Log,
+    Message,
+    Refused,
+    channel_of,
+)
+from guava_nb.row_cache.writer import Caches
+from guava_nb.telemetry.run_energy import EnergyBook
+from guava_nb.telemetry.versions import local_versions
+from guava_nb.telemetry.waits import Waits
+
+__all__ = ["Cluster", "Mailbox"]
+
+log = logging.getLogger(__name__)
+
+Buffers = Sequence[memoryview]
+
+_NOT_FOR_JOBS = (Hello, Log, Leave, Goodbye, Refused, Energy)
+
+
+class Mailbox(Protocol):
+    """What the cluster needs of a job."""
+
+    def post(self, event: JobEvent) -> None:
+        """Take an event; never blocks."""
+
+
+class Cluster:
+    """Members, their sessions and their output.
+
+    Args:
+        output: where the workers' lines are kept.
+        on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
+            thread and must be quick.
+        on_run_notice: likewise with what a run has to say, which is over when the next one begins; None: as all else.
+
+    Attributes:
+        tell: tells a person what concerns the session.
+        notice: tells a person what a run has to say.
+        on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
+    """
+
+    def __init__(
+        self,
+        output: OutputLog,
+        on_notice: Callable[[str], None] = log.info,
+        on_run_notice: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start the dispatcher thread; sessions are fed in through `on_event`."""
+        self.roster = Roster()
+        self.relay = Relay()
+        self.routes = Routes()
+        self.caches = Caches()
+        self.energy = EnergyBook()
+        self.output = output
+        self.notice = on_run_notice or on_notice
+        self.tell = on_notice
+        self._programs = Programs(on_notice)
+        self._odd: set[tuple[int, str]] = set()
+        self._sessions: dict[int, Session] = {}
+        self._all_sessions: list[Session] = []
+        self._ranks: dict[bytes, int] = {}
+        self._leaving: dict[int, str] = {}  # members that nobody has released yet, and why they go
+        self.on_idle_leave: Callable[[int], None] = self.release
+        self._changed = threading.Condition()
+        self._mailbox: Mailbox | None = None
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._dispatch, name="guava-cluster", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------ events from sessions
+
+    def on_event(self, event: Event) -> None:
+        """Take a session's event; called from reader threads."""
+        if isinstance(event, MessageArrived) and event.session.session_id not in self._ranks:
+            self._programs.on_message(event.session, event.message)
+        if self.relay.on_event(event):
+            return
+        if isinstance(event, MessageArrived) and not isinstance(event.message, _NOT_FOR_JOBS):
+            rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
+            if rank is None or mailbox is None:
+                event.done()  # from a run that is over, or before the worker said hello
+                return
+            mailbox.post(FromWorker(rank, event.message, memoryview(event.payload), event.done))
+        else:
+            self._events.put(event)
+
+    def _dispatch(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._handle(event)
+            except GuavaError as error:
+                log.warning("event of a session was dropped: %s", error)
+            except Exception:  # without this thread nobody would learn of a lost worker, and runs would wait for it
+                log.exception("event of a session was dropped")
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, MessageArrived):
+            try:
+                self._on_message(event)
+            finally:
+                event.done()  # its memory is given back, whatever was made of it
+        elif isinstance(event, VisitArrived):
+            self._on_visit(event)
+        elif not isinstance(event, SessionOpened):
+            rank = self._ranks.get(event.session.session_id)
+            if rank is not None:
+                self._on_session_change(rank, event)
+            else:
+                self._programs.on_change(event)
+
+    def _on_message(self, event: MessageArrived) -> None:
+        message, rank = event.message, self._ranks.get(event.session.session_id)
+        if isinstance(message, Hello):
+            self._seat(event.session, message)
+        elif isinstance(message, Log) and rank is not None:
+            self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
+        elif isinstance(message, Energy) and rank is not None:
+            if odd := odd_of_energy(message):
+                self.tell_odd(rank, "energy", odd)
+            else:
+                self.energy.take(rank, message)
+        elif isinstance(message, Leave) and rank is not None:
+            self._on_leave(rank, message.reason)
+
+    def _on_leave(self, rank: int, reason: str) -> None:
+        """Release it, or let the job do so, which may need what only this member holds."""
+        with self._changed:
+            mailbox = self._mailbox
+            self._leaving[rank] = reason
+            if mailbox is not None:
+                mailbox.post(Leaving(rank))
+        if mailbox is None:
+            self.on_idle_leave(rank)
+
+    def _seat(self, session: Session, hello: Hello) -> None:
+        if session.session_id in self._ranks:
+            return  # a hello sent again after a resume
+        notes = version_notes(local_versions(), hello.versions)
+        with self._changed:
+            member = self.roster.join(hello)
+            member.detail = "; ".join(notes)
+            self._ranks[session.session_id] = member.rank
+            self._sessions[member.rank] = session
+            self._all_sessions.append(session)
+        self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
+        self.tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+        self._post(Joined(member.rank))
+
+    def _on_visit(self, event: VisitArrived) -> None:
+        report, rank = event.message, self._ranks.get(event.session_id)
+        if not isinstance(report, CrashReport) or rank is None:
+            return
+        member = self.roster.members[rank]
+        self.output.add_tail(member.name, report.tail)
+        cause = f"its process ended with {ending_text(report.exit_status, report.tail)}"
+        if member.alive:
+            # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
+            self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
+        else:
+            member.detail = cause
+            self.tell(f"{member.name}: {cause}")
+
+    def _on_session_change(self, rank: int, event: Event) -> None:
+        name = self.roster.members[rank].name
+        if isinstance(event, SessionSuspect) and self.roster.suspect(rank, str(event.cause)):
+            then = "its work goes to others" if self.roster.ready() else "nobody else is here, so its work waits for it"
+            self._announce(Suspected(rank), f"{name}: connection broke ({event.cause}); {then}")
+        elif isinstance(event, SessionResumed) and self.roster.resume(rank):
+            self._announce(Resumed(rank), f"{name}: connection is back")
+        elif isinstance(event, SessionClosed):
+            move = self.roster.leave if event.by_peer else self.roster.lose
+            self._end(rank, move, str(event.cause), f"{'left' if event.by_peer else 'was lost'}: {event.cause}")
+
+    def _end(self, rank: int, move: Callable[[int, str], bool], detail: str, sentence: str) -> None:
+        if not move(rank, detail):
+            return
+        session = self._sessions.pop(rank, None)
+        self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
+        if session is not None:
+            # Closing waits for a peer that may be gone; the others' events must not wait with it.
+            threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
+
+    def _announce(self, event: JobEvent, sentence: str) -> None:
+        self.tell(sentence)
+        self._post(event)
+
+    def _post(self, event: JobEvent) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            mailbox = self._mailbox
+        if mailbox is not None:
+            mailbox.post(event)
+
+    # --------------------------------------------------------------------------------------------------- for the job
+
+    def attach(self, mailbox: Mailbox) -> None:
+        """Make this the job whose mailbox gets the workers' messages.
+
+        Raises:
+            ClusterError: another job is running.
+        """
+        with self._changed:
+            if self._mailbox is not None:
+                raise ClusterError("another run is in progress: wait for it, or stop it with run.stop() or %guava_stop")
+            self._mailbox = mailbox
+
+    def detach(self, mailbox: Mailbox) -> None:
+        """End the job's attachment."""
+        with self._changed:
+            if self._mailbox is mailbox:
+                self._mailbox = None
+            leaving = list(self._leaving)
+        for rank in leaving:
+            self.release(rank)
+
+    def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
+        """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""
+        session = self._sessions.get(rank)
+        if session is None:
+            return False
+        try:
+            session.send(message, channel_of(message), buffers)
+        except (LinkClosed, LinkError):
+            return False
+        return True
+
+    def send_all(self, ranks: Iterable[int], message: Message, buffers: Buffers = ()) -> None:
+        """Queue one message for several members."""
+        for rank in ranks:
+            self.send(rank, message, buffers)
+
+    def let_go(self, rank: int, reason: str) -> None:
+        """End a member's session for good, so that nothing is sent to it or by it again."""
+        session = self._sessions.get(rank)
+        if session is not None:
+            self._events.put(SessionClosed(session, LinkClosed(reason), False))
+
+    def release(self, rank: int) -> None:
+        """Let a member go that asked for it; its `Lost` event is on the way."""
+        reason, session = self._leaving.pop(rank, None), self._sessions.get(rank)
+        if reason is not None and session is not None:
+            self._events.put(SessionClosed(session, LinkClosed(reason), True))
+
+    def count_anew(self) -> None:
+        """Start a run's figures: samples and bytes per member count from here."""
+        for member in self.roster:
+            member.samples, member.tokens, member.waits = 0, None, Waits()
+            member.bytes_before = self.total_bytes(member.rank)
+
+    def worked(self, rank: int) -> tuple[int, float | None]:
+        """Return the samples and tokens that a member has done since then; tokens None where they are not counted."""
+        member = self.roster.members[rank]
+        return member.samples, member.tokens
+
+    def tell_odd(self, rank: int, of: str, odd: str) -> None:
+        """Tell a person, once for each worker and kind, that a report of it was left out, since it cannot be.
+
+        Args:
+            of: what the report is about.
+            odd: the figure.
+        """
+        if (rank, of) not in self._odd:
+            self._odd.add((rank, of))
+            self.notice(
+                f"{self.name(rank)} reported {odd}, which cannot be: such figures of its {of} are left out. "
+                "Training goes on; this is told once"
+            )
+
+    def total_bytes(self, rank: int) -> tuple[int, int]:
+        """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
+        wire = self._all_sessions[rank].wire
+        return sum(wire.out_bytes.values()), sum(wire.in_bytes.values())
+
+    def session(self, rank: int) -> Session | None:
+        """Return the session of a member that still holds its seat."""
+        return self._sessions.get(rank)
+
+    def rates(self, rank: int) -> tuple[float | None, float | None]:
+        """Bytes a second that the lines to a member and from it do, as far as messages or measuring have shown; None: not."""
+        session, told = self._sessions.get(rank), self.energy.newest(rank)
+        out = None if session is None else session.rate_bytes_s[0]  # what came says how much there was to send
+        asked = self.roster.members[rank].line
+        return _higher(asked[0], out), _higher(asked[1], None if told is None else told.up_bytes_s)
+
+    def is_in_outage(self, rank: int) -> bool:
+        """Whether a member is away because a tunnel broke, and not by itself."""
+        session = self._sessions.get(rank)
+        return session is not None and session.in_outage
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions whose seat is held."""
+        return list(self._sessions.values())
+
+    def all_sessions(self) -> list[Session]:
+        """Return the sessions of all seats, gone ones included."""
+        return list(self._all_sessions)
+
+    def name(self, rank: int) -> str:
+        """Return a member's name."""
+        return self.roster.members[rank].name
+
+    def members(self) -> list[Member]:
+        """Return all seats."""
+        return list(self.roster)
+
+    # -------------------------------------------------------------------------------------------------- for the user
+
+    def wait_for(self, count: int, timeout_s: float | None, on_wait: Callable[[int], None] | None = None) -> list[int]:
+        """Wait until `count` workers are ready.
+
+        Raises:
+            RendezvousTimeout: too few came within `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if len(ready := self.roster.ready()) >= count:
+                    return ready
+                left = 0.25 if deadline is None else min(0.25, deadline - time.monotonic())
+                if left <= 0:
+                    raise RendezvousTimeout(
+                        f"{len(ready)} of {count} workers joined within {timeout_s:g} s. Run %guava_worker with the join "
+                        "code on the other machines, or ask for fewer workers"
+                    )
+                self._changed.wait(left)
+            if on_wait is not None:  # without the lock: whoever draws meanwhile must not hold up those who join
+                on_wait(len(self.roster.ready()))
+
+    def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
+        """Wait until whoever is at the end of a session has said hello.
+
+        Returns:
+            Its rank; None when the session closed before, or no hello came in time.
+        """
+        with self._changed:
+            deadline = time.monotonic() + timeout_s
+            while (rank := self._ranks.get(session.session_id)) is None:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or session.state == "closed":
+                    return None
+                self._changed.wait(min(0.05, left_s))
+            return rank
+
+    def close(self) -> None:
+        """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
+        self._programs.close()
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+
+def _higher(one: float | None, other: float | None) -> float | None:
+    return max((rate for rate in (one, other) if rate is not None), default=None)

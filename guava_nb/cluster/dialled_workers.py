@@ -1,0 +1,63 @@
+"""Workers that listen and that the orchestrator dialled: their sessions, until the orchestrator closes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import LinkTimeout
+from guava_nb.link.dialler import DialledSession, dial
+from guava_nb.link.options import LinkOptions
+from guava_nb.protocol.joincode import JoinCode
+
+__all__ = ["DialledWorkers"]
+
+#: For what was sent before the goodbye, all workers together.
+_LINGER_S = 2.0
+
+
+class DialledWorkers:
+    """One session per join code. A code names a listener by its secret, wherever its address leads."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, DialledSession] = {}
+
+    def join(self, codes: Sequence[JoinCode], cluster: Cluster, options: LinkOptions) -> list[str]:
+        """Dial those that are not connected; returns the workers' names in the order of the codes.
+
+        Raises:
+            GuavaError: one cannot be reached or sent us away.
+        """
+        return [self._name(self._session(code, cluster, options), code, cluster, options) for code in codes]
+
+    def _session(self, code: JoinCode, cluster: Cluster, options: LinkOptions) -> DialledSession:
+        known = self._sessions.get(code.secret)
+        if known is not None and known.state != "closed":
+            known.redirect(code)  # a tunnel may have got another address
+            return known
+        session = self._sessions[code.secret] = dial(code, cluster.on_event, options)
+        return session
+
+    def _name(self, session: DialledSession, code: JoinCode, cluster: Cluster, options: LinkOptions) -> str:
+        """Wait for the worker's hello, which is on its way when the session stands."""
+        rank = cluster.wait_for_seat(session, options.connect_timeout_s)
+        if rank is None:
+            cause = session.close_cause
+            session.close("no hello came")
+            self._sessions.pop(code.secret, None)
+            raise cause or LinkTimeout(
+                f"{code.address} let us in and sent no hello within {options.connect_timeout_s:g} s: nobody serves there now "
+                "(call start_training or start_service there), or it is no worker but an orchestrator, whose code is for "
+                "%guava_worker"
+            )
+        return cluster.name(rank)
+
+    def close(self, reason: str) -> None:
+        """End all sessions as `Session.close` does, together."""
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.begin_close(reason)
+        until = time.monotonic() + _LINGER_S
+        for session in sessions:
+            session.end_close(until, reason)

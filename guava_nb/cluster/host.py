@@ -1,0 +1,294 @@
+"""The session that an orchestrator holds open: who listens, who is dialled, which workers are here. Knows no runs."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.dialled_workers import DialledWorkers
+from guava_nb.cluster.notices import Notices
+from guava_nb.cluster.worker_output import OutputLog
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.link.link_options import link_options
+from guava_nb.link.listener import Listener
+from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
+from guava_nb.processes.interrupts import interrupts_wait
+from guava_nb.processes.launcher import WorkerHandle, close_all, launch
+from guava_nb.protocol.joincode import JoinCode
+from guava_nb.sync.resident_replica_set import common_parts
+from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
+
+__all__ = ["Host"]
+
+_ANYWHERE = ("", "0.0.0.0", "::")
+
+
+class Host:
+    """The life cycle of a session, and its workers. A context manager.
+
+    Args:
+        config: settings; `overrides` replace single fields of it.
+
+    Attributes:
+        config: of the session.
+        log_folder: where everything goes that workers print; made with the first line.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(self, config: DistributedConfig | None = None, **overrides: Any) -> None:
+        """Check the settings; nothing is started before `open`."""
+        self.config = (config or DistributedConfig()).replace(**overrides)
+        self.config.validate()
+        self._local: list[WorkerHandle] = []
+        self._dialled = DialledWorkers()
+        self._notices = Notices()
+        self._listener: Listener | None = None
+        self._cluster: Cluster | None = None
+        self._keeper: TunnelKeeper | None = None
+        self._way = ""  # the text that the tunnel was made of
+        self._on_code: Callable[[JoinCode], None] = lambda code: None
+        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / name
+
+    # ---------------------------------------------------------------------------------------------------- life cycle
+
+    def open(
+        self,
+        tunnel: Tunnel | str | None = None,
+        ask: Callable[[], str] | None = None,
+        on_code: Callable[[JoinCode], None] | None = None,
+    ) -> JoinCode:
+        """Start listening, and the tunnel; returns the join code that leads here.
+
+        An open session returns its code again. Its tunnel is started anew if it is down; another `tunnel` takes the place
+        of the one in use, and the code changes: the secret stays, so workers keep seat and state and need the new code.
+
+        Args:
+            tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel`, or a tunnel; None takes `tunnel` of the configuration,
+                on an open session the one in use.
+            ask: asks for the tunnel's authtoken where none is found; None where nobody can be asked.
+            on_code: gets the new code whenever a tunnel's address changes, from a thread of the session.
+
+        Raises:
+            ConfigError: the address cannot be listened on, or contradicts the tunnel; or the tunnel cannot be started. Then
+                nothing is left running that did not run before.
+        """
+        self._on_code = on_code or self._on_code
+        text, way = self._way_to(tunnel, ask)
+        had_cluster, listened = self._cluster is not None, self._listener is not None
+        if not listened:
+            self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
+        if way is not None:
+            try:
+                self._lead_through(way)
+            except BaseException:
+                if not listened:
+                    self._stop_listening(had_cluster)
+                raise
+            self._way = text
+        return self.join_code
+
+    def _way_to(self, tunnel: Tunnel | str | None, ask: Callable[[], str] | None) -> tuple[str, Tunnel | None]:
+        """The text that names the tunnel to use, and the tunnel itself; None for none."""
+        present = self.tunnel
+        if isinstance(tunnel, Tunnel):
+            return (self._way if tunnel is present else ""), tunnel
+        if present is not None and tunnel in (None, "", self._way):
+            return self._way, present
+        text = self.config.tunnel if tunnel is None else tunnel
+        return text, (make_tunnel(text, asked_here(ask)) if text else None)
+
+    def _new_cluster(self) -> Cluster:
+        notices = self._notices
+        return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
+
+    def _listen(self, host: str) -> None:
+        cluster = self._cluster or self._new_cluster()
+        listener = Listener(
+            link_options(self.config), cluster.on_event, host, self.config.master_port, tls=self.config.tls
+        )
+        try:
+            listener.start()
+        except GuavaError:
+            if self._cluster is None:
+                cluster.close()
+            raise
+        self._notices.listen()
+        self._cluster, self._listener = cluster, listener
+
+    def _stop_listening(self, keep_cluster: bool) -> None:
+        assert self._listener is not None and self._cluster is not None
+        self._listener.close("its tunnel could not be started")
+        self._listener = None
+        if not keep_cluster:
+            self._cluster.close()
+            self._notices.stop()
+            self._cluster = None
+
+    def _lead_through(self, way: Tunnel) -> None:
+        assert self._listener is not None
+        keeper = self._keeper or TunnelKeeper(
+            self._listener, lambda sentence: self._notices.replace(sentence, "tunnel"), self.config.rejoin_timeout_s,
+            lambda code: self._on_code(code),
+        )  # fmt: skip
+        keeper.use(way)
+        self._keeper = keeper
+
+    @classmethod
+    def dialling(cls, *join_codes: JoinCode | str, config: DistributedConfig | None = None, **overrides: Any) -> Self:
+        """Make an orchestrator that does not listen and is connected to listening workers; errors as for `connect`."""
+        made = cls(config, **overrides)
+        try:
+            made.connect(*join_codes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def connect(self, *join_codes: JoinCode | str) -> list[str]:
+        """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
+
+        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
+
+        Raises:
+            JoinCodeError: a code is damaged; nothing was dialled.
+            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+                in the list stay connected.
+        """
+        codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
+        if self._cluster is None:
+            self._cluster = self._new_cluster()
+            self._notices.listen()
+        return self._dialled.join(codes, self._cluster, link_options(self.config))
+
+    @property
+    def join_code(self) -> JoinCode:
+        """The code that workers join with.
+
+        Raises:
+            ClusterError: the session is not open, or only dials.
+        """
+        self._open_cluster()
+        if self._listener is None:
+            raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
+        return self._listener.join_code() if self._keeper is None else self._keeper.code
+
+    @property
+    def tunnel(self) -> Tunnel | None:
+        """The tunnel that leads here, None without one."""
+        return None if self._keeper is None else self._keeper.tunnel
+
+    def _where(self) -> tuple[str, str, str]:
+        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where nobody can dial."""
+        if self._listener is None:
+            return "", "", ""
+        keeper = self._keeper
+        return self.join_code.address, *(("", "") if keeper is None else (keeper.state(), keeper.note()))
+
+    @property
+    def expected_workers(self) -> int:
+        """How many workers the configuration speaks of."""
+        return self.config.num_workers
+
+    def close(self) -> None:
+        """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
+        with interrupts_wait():
+            self._close()
+
+    def _close(self) -> None:
+        self._dialled.close("the orchestrator closed the session")
+        if self._keeper is not None:
+            self._keeper.begin_close()
+        if self._listener is not None:
+            self._listener.close("the orchestrator closed the session")
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._cluster is not None:
+            self._cluster.close()
+        self._notices.stop()
+        close_all(self._local)
+        self._local.clear()
+        self._cluster = self._listener = self._keeper = None
+
+    def __enter__(self) -> Self:
+        """Open the session, unless it has dialled its workers."""
+        if self._cluster is None:
+            self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    def _open_cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise ClusterError("the session is not open: call open(), or run %guava_up")
+        return self._cluster
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def wait_for_workers(
+        self, count: int | None = None, timeout: float | None = None, on_wait: Callable[[int], None] | None = None
+    ) -> list[str]:
+        """Wait until `count` (default: the configuration's `num_workers`) are there; returns their names.
+
+        Args:
+            timeout: seconds; None waits until they come or the wait is interrupted.
+            on_wait: called a few times a second with the number that is there.
+
+        Raises:
+            RendezvousTimeout: too few came in time.
+        """
+        cluster = self._open_cluster()
+        return [cluster.name(rank) for rank in cluster.wait_for(count or self.expected_workers, timeout, on_wait)]
+
+    def own_parts(self) -> set[str]:
+        """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
+        return common_parts(self._open_cluster())
+
+    def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
+        """Start worker processes on this machine; they join by themselves.
+
+        Args:
+            threads: torch's threads in each.
+
+        Raises:
+            ClusterError: the session is not open, or only dials.
+        """
+        if self._listener is None:
+            raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
+        # Not through the tunnel: they are here.
+        code = self._listener.join_code(LOOPBACK if self._listener.host in _ANYWHERE else None)
+        started = [
+            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
+            for k in range(count)
+        ]
+        self._local.extend(started)
+        return started
+
+    def log(self, worker: str | None = None, n: int = 50) -> list[str]:
+        """Return the last lines that a worker printed; of all workers with their names in front.
+
+        Raises:
+            ConfigError: no worker of this name.
+        """
+        cluster = self._open_cluster()
+        names = [m.name for m in cluster.members()]
+        if worker is not None and worker not in names:
+            raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
+        return cluster.output.tail(worker, n)

@@ -1,0 +1,203 @@
+"""A job: a sequential procedure on a thread of its own, fed by a mailbox.
+
+Written as straight code that waits (`pump`) until a condition holds; while it waits, every event is handled, so losses,
+joins and interrupts are seen at any point. The view of who takes part changes only here, between two events.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from guava_nb import errors
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job_events import (
+    FromWorker,
+    Interrupted,
+    JobEvent,
+    Joined,
+    Leaving,
+    Lost,
+    Resumed,
+    Suspected,
+    Wake,
+)
+from guava_nb.errors import GuavaError, RemoteError
+from guava_nb.protocol.messages import Failure, Message
+
+__all__ = ["Job", "NobodyLeft", "StopRequested"]
+
+Handler = Callable[[int, Message, memoryview], None]
+
+#: The longest a pump sleeps without looking at its condition again: conditions on the clock need no event to come true.
+_TICK_S = 0.25
+
+
+class StopRequested(Exception):  # noqa: N818 - not an error: the user asked for it
+    """Unwinds a job after an interrupt."""
+
+
+class NobodyLeft(Exception):  # noqa: N818 - not an error yet: a worker may come
+    """No member is left, not even a suspect one."""
+
+
+class Job:
+    """Mailbox, view of the members, and the pump.
+
+    Attributes:
+        ready: members that are connected.
+        suspects: members whose connections broke and who may come back.
+        run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its ensemble.
+        about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
+        trains: a worker that lost its replica fails the job; a job that only asks turns to another.
+    """
+
+    trains = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Make a job that is not attached yet."""
+        self.cluster = cluster
+        self.ready: set[int] = set()
+        self.suspects: set[int] = set()
+        self.interrupts = 0
+        self.run_id = ""
+        self.forget: Callable[[int], None] = lambda rank: None
+        self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
+        self.about_request: Callable[[int], str | None] = lambda request: None
+        self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+        self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
+
+    def post(self, event: JobEvent) -> None:
+        """Take an event; called from any thread."""
+        self._mailbox.put(event)
+
+    def on(self, record: type[Message], handler: Handler) -> None:
+        """Handle messages of this type with `handler(rank, message, payload)`."""
+        self._handlers[record] = handler
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Receive the cluster's messages inside the block."""
+        self.cluster.attach(self)
+        try:
+            # Attached first, looked second: a change in between arrives twice, and every change is idempotent.
+            for member in self.cluster.members():
+                if member.state == "ready":
+                    self.ready.add(member.rank)
+                elif member.state == "suspect":
+                    self.suspects.add(member.rank)
+            yield
+        finally:
+            self.cluster.detach(self)
+            self._return_credit()
+
+    def _return_credit(self) -> None:
+        while not self._mailbox.empty():
+            event = self._mailbox.get()
+            if isinstance(event, FromWorker):
+                event.done()
+
+    def pump(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Handle events until the condition holds; returns False when `timeout_s` passed first."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not until():
+            self.check()
+            left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self.take_one(left)
+        return True
+
+    def take_one(self, timeout_s: float) -> None:
+        """Handle the next event, if one comes in time."""
+        try:
+            event = self._mailbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        self.handle(event)
+
+    def check(self) -> None:
+        """Raise what must unwind the job; called before each wait."""
+        if self.interrupts:
+            raise StopRequested
+        if not self.ready and not self.suspects:
+            raise NobodyLeft
+
+    def handle(self, event: JobEvent) -> None:
+        """Handle one event."""
+        match event:
+            case FromWorker(rank, message, payload, done):
+                try:
+                    handler = self._handlers.get(type(message))
+                    if handler is not None:
+                        handler(rank, message, payload)
+                finally:
+                    done()
+            case Joined(rank):
+                self.ready.add(rank)
+                self.on_joined(rank)
+            case Suspected(rank):
+                self.ready.discard(rank)
+                self.suspects.add(rank)
+                self.on_suspected(rank)
+            case Resumed(rank):
+                self.suspects.discard(rank)
+                self.ready.add(rank)
+                self.on_resumed(rank)
+            case Lost(rank):
+                self.ready.discard(rank)
+                self.suspects.discard(rank)
+                self.on_lost(rank)
+            case Leaving(rank):
+                self.on_leaving(rank)
+            case Interrupted():
+                self.interrupts += 1
+                self.on_interrupt()
+            case Wake():
+                pass
+
+    def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Failure)
+        if message.run_id != self.run_id:
+            return  # of a run that is over
+        if message.kind in ("group", "torn"):  # whose fault it was is known when the lost member is
+            self.on_group_failure(rank, message.text, message.kind == "torn")
+            return
+        if message.kind == "internal":  # that worker does not hold the run any more
+            self.forget(rank)
+            if not self.trains:
+                return
+        about = self.about_request(message.request_id) if message.request_id else ""
+        if about is None:
+            return  # of a pass that is over: its other batches may have failed in the same way
+        ours = getattr(errors, message.type_name, None)
+        if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
+            where = f" {about}" if about else ""
+            raise ours(
+                f"worker {self.cluster.name(rank)}{where}: {message.text}"
+            )  # a sentence of ours needs no traceback
+        text = f"{message.text} ({about})" if about else message.text
+        raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
+
+    # What a job does when the membership changes; the views above are already up to date.
+
+    def on_joined(self, rank: int) -> None:
+        """A newcomer is ready."""
+
+    def on_suspected(self, rank: int) -> None:
+        """A member's connections broke."""
+
+    def on_resumed(self, rank: int) -> None:
+        """A suspect member is back."""
+
+    def on_leaving(self, rank: int) -> None:
+        """A member wants to go. Nothing that only it has is needed here."""
+        self.cluster.release(rank)
+
+    def on_lost(self, rank: int) -> None:
+        """A member is gone."""
+
+    def on_interrupt(self) -> None:
+        """The user interrupted (again)."""

@@ -1,0 +1,67 @@
+"""How fast the lines to the workers are, asked of the workers themselves: what passed so far may never have filled them.
+
+All are asked at once: what they share, such as this machine's uplink or one tunnel, is shared while they measure, so that the
+sum of their rates is what a run can have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.cluster.report_checks import odd_of_line
+from guava_nb.config.units import show_bytes
+from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
+
+if TYPE_CHECKING:
+    from guava_nb.cluster.cluster import Cluster
+
+__all__ = ["measure_lines"]
+
+#: Enough to tell 10 Mbit/s from 100; a worker's visit costs 2.7 MB at most, also where a tunnel counts bytes.
+_BURST_BYTES = 1 << 20
+_ANSWERS_S = 12.0
+_ids = itertools.count(1)
+
+
+def measure_lines(cluster: Cluster) -> list[str]:
+    """Let the workers measure whose lines were not measured yet, and remember what they find; at most 12 s.
+
+    Returns:
+        Sentences on what it cost, and on whose line is not known now, and why.
+
+    Raises:
+        ClusterError: a run is in progress.
+    """
+    job, answers, number = Job(cluster), dict[int, LineMeasured](), next(_ids)
+
+    def on_measured(rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, LineMeasured)
+        if message.measuring_id == number:
+            answers[rank] = message
+
+    job.on(LineMeasured, on_measured)
+    asked = [rank for rank in cluster.roster.ready() if cluster.roster.members[rank].line == (None, None)]
+    with job.attached(), contextlib.suppress(NobodyLeft):
+        for rank in asked:
+            cluster.send(rank, MeasureLine(number, _BURST_BYTES))
+        job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
+    for rank, answer in answers.items():
+        if answer.error:
+            continue
+        if odd := odd_of_line(answer):
+            cluster.tell_odd(rank, "line", odd)
+        else:
+            cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
+    spent = sum(max(0, found.used_bytes) for found in answers.values())
+    said = (
+        [f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."] if spent else []
+    )
+    for rank in asked:
+        found = answers.get(rank)
+        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or odd_of_line(found)
+        if why:
+            said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
+    return said

@@ -1,0 +1,109 @@
+"""Who takes part, as a pure machine: no sessions, no clocks.
+
+A member has a seat (its rank) from its join until it is lost or leaves. A suspect member's connections are broken; it keeps
+the seat while its session may still come back. The generation grows with every change of who is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from guava_nb.protocol.messages import Hello
+from guava_nb.telemetry.waits import Waits
+
+__all__ = ["Member", "Roster", "version_notes"]
+
+#: Differences of these versions change what a worker can run or compute; a person should see them at the join.
+_COMPARED = ("guava_nb", "python", "torch")
+
+
+@dataclass(slots=True)
+class Member:
+    """One seat. `state` is "ready", "suspect", "lost" or "left"; figures are those of the present or the last run."""
+
+    rank: int
+    name: str
+    hello: Hello
+    state: str = "ready"
+    detail: str = ""
+    samples: int = 0
+    tokens: float | None = None
+    bytes_before: tuple[int, int] = (0, 0)  # sent to it and received from it before that run
+    share: float | None = None
+    step_s: float | None = None
+    wait_s: float | None = None
+    waits: Waits = field(default_factory=Waits)
+    line: tuple[float | None, float | None] = (None, None)  # bytes a second to it and from it, when it was asked
+
+    @property
+    def alive(self) -> bool:
+        """Whether the seat is held: connected, or expected back."""
+        return self.state in ("ready", "suspect")
+
+
+@dataclass(slots=True)
+class Roster:
+    """All seats of a session, gone ones included, so that a report can name them."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+    generation: int = 0
+
+    def join(self, hello: Hello) -> Member:
+        """Seat a newcomer under a name that no other member has."""
+        rank = len(self.members)
+        member = Member(rank, self._free_name(hello.name or f"worker-{rank}"), hello)
+        self.members[rank] = member
+        self.generation += 1
+        return member
+
+    def _free_name(self, wanted: str) -> str:
+        taken = {m.name for m in self.members.values() if m.alive}
+        if wanted not in taken:
+            return wanted
+        return next(name for k in range(2, len(taken) + 3) if (name := f"{wanted}-{k}") not in taken)
+
+    def suspect(self, rank: int, detail: str) -> bool:
+        """Its connections broke. Returns whether this is news."""
+        return self._move(rank, ("ready",), "suspect", detail)
+
+    def resume(self, rank: int) -> bool:
+        """Its session came back. Returns whether this is news."""
+        return self._move(rank, ("suspect",), "ready", "")
+
+    def lose(self, rank: int, detail: str) -> bool:
+        """It will not come back. Returns whether this is news."""
+        return self._move(rank, ("ready", "suspect"), "lost", detail)
+
+    def leave(self, rank: int, detail: str) -> bool:
+        """It said goodbye. Returns whether this is news."""
+        return self._move(rank, ("ready", "suspect"), "left", detail)
+
+    def _move(self, rank: int, sources: tuple[str, ...], target: str, detail: str) -> bool:
+        member = self.members[rank]
+        if member.state not in sources:
+            return False
+        member.state, member.detail = target, detail
+        self.generation += 1
+        return True
+
+    def ready(self) -> list[int]:
+        """Ranks that are connected, in order."""
+        return [m.rank for m in self.members.values() if m.state == "ready"]
+
+    def alive(self) -> list[int]:
+        """Ranks whose seat is held, in order."""
+        return [m.rank for m in self.members.values() if m.alive]
+
+    def __iter__(self) -> Iterator[Member]:
+        """Iterate over all seats, oldest first."""
+        return iter(self.members.values())
+
+
+def version_notes(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+    """One sentence for each difference of versions that matters."""
+    return tuple(
+        f"{key} differs: {theirs.get(key, 'unknown')} on the worker, {ours.get(key, 'unknown')} on the orchestrator"
+        for key in _COMPARED
+        if ours.get(key) != theirs.get(key)
+    )

@@ -1,0 +1,279 @@
+"""Batches of the user's loader in order, each with the ids of its samples, from any position on.
+
+Knows loaders and random state; knows no worker and no step. Batches and samples are counted per epoch, from 0.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from guava_nb.data.loader_sources import LoadError, Source, make_source
+from guava_nb.data.loader_wrappers import LeaveOut
+from guava_nb.data.randomness import RandomState
+from guava_nb.errors import CheckpointError, ConfigError
+
+__all__ = ["MOST_BATCHES", "Feed", "LoadError", "LoadedBatch"]
+
+_POSITION_VERSION = 1
+#: Batches that may be on their way and not committed.
+MOST_BATCHES = 128
+# How far commits may lag behind loading (what is on its way, and what is held ready) before the random state inside an
+# epoch is no longer known.
+_KEPT_STATES = 2 * MOST_BATCHES
+_KEPT_EPOCHS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """One batch as the loader gave it.
+
+    Attributes:
+        index: its place in the epoch, from 0.
+        batch: what the collate function made.
+        sample_ids: indices in the data set as the sampler drew them, in row order; ordinals within the epoch where
+            there are no indices (streams, lists of batches). As many as `rows`, unless the collate function dropped or
+            added rows: then the ids belong to the batch as a whole.
+        rows: samples in the batch.
+        source: 0; or the batch is an int64 tensor of sample ids in this data set of the workers, counted from 1.
+    """
+
+    index: int
+    batch: Any
+    sample_ids: tuple[int, ...]
+    rows: int
+    source: int = 0
+
+
+class Feed:
+    """Walks a loader epoch by epoch.
+
+    Draws the same random numbers as a plain `for batch in loader` would: its order, its augmentations and the state of
+    the random generators afterwards are those of the plain loop.
+
+    Args:
+        loader: a DataLoader, or an iterable of batches. A DataLoader subclass with its own `__iter__` counts as the
+            latter. `pin_memory` and `in_order=False` are not followed; everything else of a DataLoader is.
+        source: goes into every batch, see `LoadedBatch`.
+
+    Raises:
+        ConfigError: batches do not come from this, or it has none.
+    """
+
+    def __init__(self, loader: Any, source: int = 0) -> None:
+        self._source: Source = make_source(loader)
+        self._number = source
+        self._one_shot = isinstance(loader, Iterator)
+        self._drawn_once = _is_drawn_once(loader)
+        self._is_shuffled = not _is_in_order(loader)
+        self._epoch = -1
+        self._batches = 0
+        self._resume: Mapping[str, Any] | None = None
+        self._starts: OrderedDict[int, RandomState] = OrderedDict()
+        self._states: OrderedDict[tuple[int, int], RandomState] = OrderedDict()
+        if self.batches_per_epoch == 0:
+            raise ConfigError(_empty_sentence(loader))
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Batches in an epoch; None where the loader cannot tell."""
+        try:
+            return len(self._source)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples that an epoch draws; None where the loader cannot tell."""
+        return self._source.num_samples()
+
+    @property
+    def skipped_samples(self) -> int | None:
+        """Samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them."""
+        return self._source.skipped
+
+    def epoch(self, skip_batches: int | None = None) -> Iterator[LoadedBatch]:
+        """The batches of the next epoch, or the rest of the one that `restore` pointed into.
+
+        Args:
+            skip_batches: begin after so many batches. Where the data set has indices the skipped ones are not loaded.
+                None means those of `restore`, or none.
+
+        Raises:
+            LoadError: while iterating, when a batch cannot be loaded.
+            ConfigError: while iterating, when the epoch has no batch at all.
+        """
+        resume, self._resume = self._resume, None
+        if resume is None:
+            return self._walk(self._epoch + 1, skip_batches or 0, None, None)
+        skip = int(resume["batches"]) if skip_batches is None else skip_batches
+        start = RandomState.from_plain(resume["start"])
+        now = resume["now"] if skip == resume["batches"] else None
+        return self._walk(int(resume["epoch"]), skip, start, now and RandomState.from_plain(now))
+
+    def _walk(self, epoch: int, skip: int, start: RandomState | None, now: RandomState | None) -> Iterator[LoadedBatch]:
+        source, generators = self._source, self._source.generators()
+        if start is not None:
+            start.put(generators)
+        self._epoch, self._batches = epoch, skip
+        _remember(self._starts, epoch, RandomState.take(generators), _KEPT_EPOCHS)
+        source.set_epoch(epoch)
+        # A skipped batch draws no random numbers of its data set; its state of then makes up for it.
+        when_skipped = None if now is None else partial(now.put, generators)
+        for batch, ids, rows in source.open(skip, when_skipped):
+            index, self._batches = self._batches, self._batches + 1
+            if source.in_process:
+                _remember(self._states, (epoch, index + 1), RandomState.take(generators), _KEPT_STATES)
+            yield LoadedBatch(index, batch, ids, rows, self._number)
+        if self._batches == 0:
+            raise ConfigError(
+                "the loader is an iterator that was used up in the first epoch: give a DataLoader or a list of batches"
+                if self._one_shot and epoch > 0
+                else f"epoch {epoch} of the loader had no batches: there is nothing to do"
+            )
+
+    def example(self, parts: int) -> Any:
+        """Collate the first samples of the data set, as many as one of `parts` equal parts of a batch has.
+
+        For looking at the data before it is used: no random number is drawn that would not have been.
+
+        Raises:
+            ConfigError: the loader has no data set with indices.
+            LoadError: a sample cannot be loaded.
+        """
+        generators = self._source.generators()
+        state = RandomState.take(generators)
+        try:
+            return self._source.example(parts)
+        finally:
+            state.put(generators)
+
+    @property
+    def drawn_once(self) -> bool:
+        """Whether the loader is an iterator, whose batches are gone once they are looked at."""
+        return self._drawn_once
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether another order is to be expected in each epoch: all but lists, and loaders that read in order."""
+        return self._is_shuffled
+
+    def peek(self, batches: int) -> list[LoadedBatch]:
+        """Draw the first batches of an epoch only to look at them: random state and position stay as they are.
+
+        Nothing is drawn of a loader that can be drawn once only.
+
+        Raises:
+            LoadError: one cannot be loaded.
+        """
+        if self._drawn_once or batches < 1:
+            return []
+        generators = self._source.generators()
+        state = RandomState.take(generators)
+        walk = self._source.open(0, None)
+        try:
+            drawn = islice(walk, batches)
+            return [LoadedBatch(i, batch, ids, rows, self._number) for i, (batch, ids, rows) in enumerate(drawn)]
+        finally:
+            getattr(walk, "close", lambda: None)()
+            state.put(generators)
+
+    def position(self, epoch: int | None = None, batches: int | None = None) -> dict[str, Any]:
+        """Where to go on later, as plain data that `torch.load(weights_only=True)` reads.
+
+        Args:
+            epoch: None means that of the batch given out last.
+            batches: batches of it that count as done; None means all that were given out. Loading may be ahead of
+                what is committed: within the last 256 batches the position is exact to the random number.
+
+        Raises:
+            ConfigError: the epoch is not one of the last four that were begun.
+        """
+        if self._resume is not None and epoch is None and batches is None:
+            return dict(self._resume)
+        if self._epoch < 0:
+            _remember(self._starts, 0, RandomState.take(self._source.generators()), _KEPT_EPOCHS)
+        epoch = max(self._epoch, 0) if epoch is None else epoch
+        batches = self._batches if batches is None else batches
+        if epoch not in self._starts:
+            raise ConfigError(f"epoch {epoch} is too long ago to go back to: known are {list(self._starts)}")
+        now = self._states.get((epoch, batches))
+        return {
+            "version": _POSITION_VERSION,
+            "epoch": epoch,
+            "batches": batches,
+            "start": self._starts[epoch].to_plain(),
+            "now": None if now is None else now.to_plain(),
+        }
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Let the next `epoch()` go on at a position: the same order, after the same batches.
+
+        Random numbers that data sets draw in loader processes (`num_workers` > 0) begin anew at the position; all
+        others go on as if nothing had been interrupted.
+
+        Raises:
+            CheckpointError: it is no position, or of another version.
+        """
+        if position.get("version") != _POSITION_VERSION:
+            raise CheckpointError(
+                f"a loader position of version {position.get('version')!r} cannot be read, only {_POSITION_VERSION}: "
+                "the checkpoint is from another version of guava_nb"
+            )
+        for state in (position["start"], position["now"]):
+            if state is not None:
+                RandomState.from_plain(state)  # damage is told now, not in the middle of a run
+        self._resume = dict(position)
+
+    def leave_out(self, wanted: LeaveOut) -> None:
+        """Do not load batches of which `wanted(indices)` says so, each time one is drawn; they come as `Unread`.
+
+        Raises:
+            ConfigError: the loader has no indices.
+        """
+        self._source.leave_out(wanted)
+
+    def close(self) -> None:
+        """End loader processes that persist between epochs; the feed cannot be walked again."""
+        self._source.close()
+
+
+def _is_drawn_once(loader: Any) -> bool:
+    """Whether the loader, or what its samples or their order come from, is an iterator."""
+    parts = [loader]
+    for name in ("dataset", "sampler", "batch_sampler"):
+        parts.append(getattr(loader, name, None))
+    return any(isinstance(part, Iterator) for part in parts)
+
+
+def _is_in_order(loader: Any) -> bool:
+    if isinstance(loader, list | tuple):
+        return True
+    batches = getattr(
+        loader, "batch_sampler", None
+    )  # a loader with one of the user's own has a sampler that says nothing
+    sampler = loader.sampler if type(batches) is BatchSampler else None
+    return isinstance(sampler, SequentialSampler)
+
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+def _remember(states: OrderedDict[_K, RandomState], key: _K, state: RandomState, keep: int) -> None:
+    states[key] = state
+    states.move_to_end(key)
+    while len(states) > keep:
+        states.popitem(last=False)
+
+
+def _empty_sentence(loader: Any) -> str:
+    dataset: Any = getattr(loader, "dataset", None)
+    samples = f" from {len(dataset)} samples" if hasattr(dataset, "__len__") else ""
+    dropped = f" with batch_size={loader.batch_size} and drop_last=True" if getattr(loader, "drop_last", False) else ""
+    return f"the loader ({type(loader).__name__}) makes no batches{samples}{dropped}: there is nothing to do"

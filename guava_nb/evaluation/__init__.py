@@ -1,0 +1,1 @@
+"""Passes over data without training: validation and prediction."""

@@ -1,0 +1,37 @@
+"""Which exchange and which pass go with an ensemble: replicas have a star, parts of one model have a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from guava_nb.evaluation.group_pass import GroupPass
+from guava_nb.evaluation.passes import Pass, StarPass
+from guava_nb.sync.exchange import OnApplied, OnCommit
+from guava_nb.sync.group_exchange import GroupExchange
+from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.sharded_replica_set import GroupEnsemble, GroupLost
+from guava_nb.sync.star_exchange import StarExchange
+
+if TYPE_CHECKING:
+    from guava_nb.cluster.job import Job
+
+__all__ = ["AnyExchange", "GroupLost", "pass_for", "tools_for"]
+
+AnyExchange = StarExchange | GroupExchange
+
+
+def pass_for(job: Job, ensemble: Ensemble, form_again: Callable[[GroupLost], None] | None = None) -> Pass:
+    """Return what walks a loader on this ensemble; `form_again` as for `GroupPass`."""
+    return GroupPass(job, ensemble, form_again) if isinstance(ensemble, GroupEnsemble) else StarPass(job, ensemble)
+
+
+def tools_for(
+    job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+) -> tuple[Pass, AnyExchange]:
+    """Return what validates on this ensemble and what does its steps."""
+    walk = pass_for(job, ensemble)
+    if isinstance(ensemble, GroupEnsemble):
+        return walk, GroupExchange(job, ensemble, on_commit, on_applied, credit)
+    return walk, StarExchange(job, ensemble, on_commit, on_applied, credit)

@@ -1,0 +1,99 @@
+"""One prediction from its loader to its results: refuses early, goes on where an earlier one was cut off."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.loader_feed import Feed
+from guava_nb.errors import ConfigError
+from guava_nb.evaluation.between_runs import ask
+from guava_nb.evaluation.passes import Progress
+from guava_nb.evaluation.predictions import Prediction, Predictions, in_id_order
+from guava_nb.evaluation.result_files import DiskResults, MemoryResults
+from guava_nb.protocol.messages import Factory, Wanted
+from guava_nb.replica.state_dict import parameter_hash
+from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+
+__all__ = ["predict"]
+
+
+def predict(
+    cluster: Cluster,
+    ensemble: Ensemble,
+    loader: Any,
+    wanted: Wanted,
+    *,
+    path: Path | None = None,
+    resume: bool = False,
+    patience_s: float = 60.0,
+    grace_s: float = 5.0,
+    progress: Progress | None = None,
+) -> Predictions:
+    """Predict all of a loader; arguments and errors as for `Orchestrator.predict`.
+
+    Args:
+        cluster: who is here.
+        ensemble: whose last committed state predicts.
+        loader: the user's.
+        wanted: what comes back.
+        path: of memory maps; None keeps results in memory.
+        resume: go on with what `path` holds.
+        patience_s: for a worker that holds the state and does not answer.
+        grace_s: as for `ask`.
+        progress: as for `ask`.
+    """
+    if resume and path is None:
+        raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
+    if wanted.step is not None and ensemble.spec.parallel is not None and ensemble.spec.parallel.pp > 1:
+        raise ConfigError(
+            "predict_step calls a whole model, and here each worker holds some of its layers: leave it out for batches of "
+            "inputs or (inputs, targets), or train in another mode"
+        )
+    feed = Feed(loader)
+    results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
+    if path is not None:
+        fetch_between_runs(ensemble, cluster, patience_s)
+        results = DiskResults(path, _asked(ensemble, loader, feed.samples_per_epoch, wanted), resume)
+    question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
+    if not (isinstance(results, DiskResults) and results.complete):
+        skip = results.batches if isinstance(results, DiskResults) else 0
+        complete = False
+        try:
+            ask(cluster, ensemble, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
+            question.check_skipped()
+            complete = True
+        finally:
+            results.close(complete)
+    arrays = results.arrays()
+    if path is None:
+        return Predictions(in_id_order(arrays) if arrays else arrays, question.estimated_bytes)
+    return Predictions(arrays, question.estimated_bytes, path)
+
+
+def _asked(ensemble: Ensemble, loader: Any, total: int | None, wanted: Wanted) -> dict[str, Any]:
+    """Return all that must be the same for rows of two calls to belong together, as plain data with names for people."""
+    spec, model = ensemble.spec, ensemble.master.model
+    digest = hashlib.sha256(msgspec.msgpack.encode((spec.model, ensemble.cells, spec.precision)))
+    digest.update(parameter_hash(model.state_dict().items()).encode())
+    return {
+        "model and shared cells": digest.hexdigest(),
+        "number of samples": total,
+        "batch size": getattr(loader, "batch_size", None),
+        "top_k": wanted.top_k,
+        "confidence_threshold": wanted.threshold,
+        "full probabilities": wanted.full,
+        "raw": wanted.raw,
+        "predict_step": _named(wanted.step),
+        "preprocess": _named(spec.preprocess),
+    }
+
+
+def _named(function: Factory | None) -> str | None:
+    if function is None or not function.args:
+        return None if function is None else function.name
+    return f"{function.name} with {function.args!r}"

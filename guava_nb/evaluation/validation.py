@@ -1,0 +1,83 @@
+"""Validation: sums of all batches and states of all metrics, put together in the loader's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from guava_nb.config.mesh import Mesh
+from guava_nb.data.codec import unpack
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.evaluation.passes import Answer
+from guava_nb.protocol.messages import Evaluate, Evaluated, MetricSpec, Tree
+from guava_nb.replica.metrics import Merge
+from guava_nb.sync.group_exchange import parts_for
+
+__all__ = ["EvaluationResult", "Validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Mean loss, accuracy (None where it has no meaning), number of samples, and the user's metrics."""
+
+    loss: float
+    accuracy: float | None
+    samples: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"loss": self.loss, "accuracy": self.accuracy, "samples": self.samples, **self.metrics}
+
+
+class Validation:
+    """The question that a validation asks; a `guava_nb.evaluation.passes.Question`.
+
+    Args:
+        specs: metrics beside loss and accuracy.
+        merges: one for each.
+    """
+
+    verb = "validating"
+
+    def __init__(self, specs: Sequence[MetricSpec] = (), merges: Sequence[Merge] = ()) -> None:
+        """Nothing is counted yet."""
+        self._specs, self._merges = tuple(specs), list(merges)
+        self._loss_sum = self._count = 0.0
+        self._correct: int | None = 0
+        self._rows = 0
+
+    def part(self, batch: Any, treated: bool) -> Any:
+        """All of it: the loss needs the targets."""
+        return batch
+
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+        """Inputs to the first, targets to the last; all to both where it is treated there."""
+        return parts_for(mesh, stage, [piece], treated)[0]
+
+    def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
+        """Ask for the sums over a batch."""
+        return Evaluate(run_id, request, rows, tree, grouped, self._specs)
+
+    def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
+        """Add the sums of one batch."""
+        for message, payload in answers:
+            assert isinstance(message, Evaluated)
+            self._loss_sum += message.loss_sum
+            self._count += message.count
+            self._rows += message.rows
+            known = self._correct is not None and message.correct is not None
+            self._correct = self._correct + message.correct if known else None  # type: ignore[operator]
+            if message.metrics.structure:
+                for merge, state in zip(self._merges, unpack(message.metrics, payload), strict=True):
+                    merge.add(state)
+
+    def result(self) -> EvaluationResult:
+        """Return what all batches came to."""
+        return EvaluationResult(
+            loss=self._loss_sum / self._count if self._count else float("nan"),
+            accuracy=self._correct / self._rows if self._rows and self._correct is not None else None,
+            samples=self._rows,
+            metrics={spec.name: merge.result() for spec, merge in zip(self._specs, self._merges, strict=True)},
+        )

@@ -1,0 +1,1 @@
+"""What a run will send and receive, reckoned before it."""

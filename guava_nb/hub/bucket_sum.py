@@ -1,0 +1,75 @@
+"""Sums of gradient buckets, in shard order.
+
+Floating-point addition is not associative: adding in the order of arrival would give other bits in every run. So a
+contribution that comes early waits until all shards before it have been added. Knows tensors; knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from guava_nb.errors import TrainingError
+
+__all__ = ["BucketSum", "is_finite"]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is finite.
+
+    The sum is a fast first look (one pass, no temporary); only when it overflows is every element looked at.
+    """
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    total = tensor.sum()
+    if math.isfinite(total.real if not total.is_complex() else abs(complex(total.item()))):
+        return True
+    return bool(torch.isfinite(tensor).all())
+
+
+class BucketSum:
+    """One bucket of one step: takes each shard's contribution once, adds them in shard order.
+
+    The first contribution's memory becomes the accumulator, so nothing is copied. Half-precision types arrive as
+    float32 (see `guava_nb.replica.buckets`); float64 stays float64.
+    """
+
+    __slots__ = ("_next", "_present", "_total", "_waiting", "num_shards")
+
+    def __init__(self, num_shards: int) -> None:
+        """Expect one contribution from each of `num_shards` shards."""
+        self.num_shards = num_shards
+        self._next = 0
+        self._total: torch.Tensor | None = None
+        self._present = 0
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def add(self, shard: int, tensor: torch.Tensor, present: bytes) -> None:
+        """Take one shard's contribution; the tensor must not be used by the caller afterwards."""
+        self._present |= int.from_bytes(present, "little")
+        self._waiting[shard] = tensor
+        while self._next in self._waiting:
+            self._accumulate(self._waiting.pop(self._next))
+            self._next += 1
+
+    def _accumulate(self, tensor: torch.Tensor) -> None:
+        if self._total is None:
+            self._total = tensor
+        elif self._total.shape != tensor.shape:
+            raise TrainingError(
+                f"shards of one step sent {self._total.numel()} and {tensor.numel()} elements for the same bucket: a buffer of "
+                "the model changed in the forward of some shards only; change it in every forward, or outside of it"
+            )
+        else:
+            self._total.add_(tensor)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard has been added."""
+        return self._next == self.num_shards
+
+    def result(self, present_bytes: int) -> tuple[bytes, torch.Tensor]:
+        """Return the union of the presence bits and the sum; only when complete."""
+        assert self._total is not None and self.complete, "asked for the sum of an incomplete bucket"
+        return self._present.to_bytes(present_bytes, "little"), self._total

@@ -1,0 +1,86 @@
+"""Where text and views leave for the page. Only the cell's own thread may call anything here.
+
+`GUAVA_UI` chooses: "widget" (a live widget), "html" (a live output without widgets), "text", "none" (no live panel,
+answers as text). No detection of front ends is reliable, so widget and html outputs always carry their plain-text
+twin along.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from guava_nb.notebook.line_words import near
+from guava_nb.notebook.settings import UI_NAMES, settings_of
+from guava_nb.render import View, redact, to_html, to_text
+
+__all__ = ["UI_NAMES", "ask_hidden", "can_ask", "choose_ui", "say", "show", "show_bundle", "show_png"]
+
+
+def choose_ui(shell: object, environ: Mapping[str, str] = os.environ, stdout: object | None = None) -> str:
+    """One of `UI_NAMES`: what `%config Guava.ui` says, else GUAVA_UI, else text wherever no page is sure to be there.
+
+    Raises:
+        UsageError: GUAVA_UI has another value.
+    """
+    set_here = settings_of(shell).ui
+    wanted = environ.get("GUAVA_UI", "auto").strip().lower() or "auto" if set_here == "auto" else set_here
+    if wanted != "auto":
+        if wanted not in UI_NAMES:
+            raise UsageError(f"GUAVA_UI={wanted!r} is not one of auto, {', '.join(UI_NAMES)}{near(wanted, UI_NAMES)}")
+        return wanted
+    stream = type(sys.stdout if stdout is None else stdout).__module__
+    in_kernel = getattr(shell, "kernel", None) is not None and stream.startswith("ipykernel")
+    return "html" if in_kernel and not environ.get("CI") else "text"
+
+
+def can_ask(shell: object) -> bool:
+    """Whether a person may be there to answer."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        return bool(getattr(kernel, "_allow_stdin", True))  # not where a program runs the notebook
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def ask_hidden(question: str, shell: object) -> str:
+    """Ask for a secret: what is typed is kept in no cell, no history and no output. "" where nobody can be asked."""
+    try:
+        return getpass.getpass(question) if can_ask(shell) else ""
+    except Exception:  # each front end that cannot ask says so in its own way
+        return ""
+
+
+def say(text: str, *, secret: bool = False) -> None:
+    """Write a line; join codes are taken out unless the caller shows one on purpose (`secret`)."""
+    sys.stdout.write((text if secret else redact(text)) + "\n")
+    sys.stdout.flush()
+
+
+def show(view: View, ui: str) -> None:
+    """Show a view once, for good."""
+    if ui in ("text", "none"):
+        say(to_text(view))
+    else:
+        show_bundle(to_text(view), to_html(view))
+
+
+def show_bundle(text: str, html: str, *, secret: bool = False) -> None:
+    """Show the same thing as text and HTML; the front end picks. Falls back to text when it cannot be displayed."""
+    try:
+        display(cast(Any, {"text/plain": text, "text/html": html}), raw=True)
+    except Exception as fault:  # a broken display must not hide the answer
+        say(f"{text}\n(shown as text: {type(fault).__name__}: {fault})", secret=secret)
+
+
+def show_png(png: bytes, text: str) -> None:
+    """Show a picture; `text` stands in for it where pictures cannot be shown."""
+    try:
+        display(cast(Any, {"image/png": png, "text/plain": text}), raw=True)
+    except Exception:  # a picture that cannot be shown must not hide the figures beside it
+        say(f"({text}: this page shows no pictures)")

@@ -1,0 +1,87 @@
+"""How the objects that magics and calls return look on a page: HTML from the same views as everywhere, by the names of classes.
+
+They lie below `render` in the house, so they cannot draw themselves; naming their classes here loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from guava_nb.render import (
+    View,
+    energy_view,
+    forecast_view,
+    predictions_view,
+    run_view,
+    session_view,
+    summary_view,
+    to_html,
+    to_text,
+    worker_view,
+)
+
+__all__ = ["ObjectViews"]
+
+_PREDICTIONS = ("guava_nb.evaluation.predictions", "Predictions")
+_FORECAST = ("guava_nb.forecast.forecast", "Forecast")
+
+
+def _of_run(run: Any) -> View:
+    return (summary_view if run.done else run_view)(run.status())
+
+
+_VIEWS: dict[tuple[str, str], Callable[[Any], View]] = {
+    _PREDICTIONS: predictions_view,
+    _FORECAST: forecast_view,
+    ("guava_nb.telemetry.energy_record", "EnergyRecord"): energy_view,
+    ("guava_nb.training.run", "Run"): _of_run,
+    ("guava_nb.status", "Status"): session_view,
+    ("guava_nb.processes.launcher", "WorkerHandle"): lambda handle: worker_view(handle.status()),
+}
+
+
+class ObjectViews:
+    """Formatters of one shell.
+
+    A magic that has shown what it returns says so: the same table once more, as the cell's value, would be noise, and its
+    one line of plain text stands there instead.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        """Register them."""
+        self._shell = shell
+        self._shown: tuple[Any, int] = (None, -1)
+        formatters = shell.display_formatter.formatters
+        for name, view in _VIEWS.items():
+            formatters["text/html"].for_type_by_name(*name, self._drawn(view))
+        for name in (_PREDICTIONS, _FORECAST):  # whose own text is more than a line
+            formatters["text/plain"].for_type_by_name(*name, self._written(_VIEWS[name]))
+
+    def shown(self, thing: Any) -> None:
+        """Note that this cell has shown it."""
+        self._shown = (thing, self._shell.execution_count)
+
+    def forget(self) -> None:
+        """Take the formatters away again."""
+        formatters = self._shell.display_formatter.formatters
+        for kind in ("text/html", "text/plain"):
+            for name in _VIEWS:
+                formatters[kind].pop(".".join(name), None)
+
+    def _is_shown(self, thing: Any) -> bool:
+        known, cell = self._shown
+        return known is thing and cell == self._shell.execution_count
+
+    def _written(self, view: Callable[[Any], View]) -> Callable[[Any, Any, bool], None]:
+        def write(thing: Any, printer: Any, cycle: bool) -> None:
+            seen = view(thing)
+            printer.text(f"{seen.title}: {seen.headline}" if self._is_shown(thing) else to_text(seen))
+
+        return write
+
+    def _drawn(self, view: Callable[[Any], View]) -> Callable[[Any], str | None]:
+        def draw(thing: Any) -> str | None:
+            return None if self._is_shown(thing) else to_html(view(thing))
+
+        return draw

@@ -1,0 +1,441 @@
+"""The one object behind all magics of a notebook: at most one orchestrator, at most one worker, the shared cells.
+
+Holds no network and no training of its own; every method is a few calls into `Orchestrator`, `Run` and `WorkerHandle`.
+"""
+
+# over budget: what a notebook can ask of its session, and in which state, is read in one place.
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import GuavaError
+from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
+from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.join_code import NEW_ADDRESS, hand_over
+from guava_nb.notebook.line_words import near
+from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
+from guava_nb.notebook.mode import mode_arguments, mode_sentence
+from guava_nb.notebook.names import cell_name, defined_names
+from guava_nb.notebook.own_worker import OwnWorker
+from guava_nb.notebook.panel.blocking import interrupt_run, watch
+from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.notebook.train import check_variable, training_arguments
+from guava_nb.notebook.up import LocalWorkers, cautions, code_to_dial, orchestrator_settings
+from guava_nb.notebook.validate_predict import predict, validate
+from guava_nb.notebook.wait_for_workers import gather
+from guava_nb.protocol.messages import Cell
+from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
+from guava_nb.spec.cell_checks import check_syntax, undefined_names
+from guava_nb.status import RunStatus
+
+__all__ = ["NotebookSession"]
+
+#: Settings of the orchestrator by the option that gives them.
+_FLAGS = {
+    "master_ip": "--host", "master_port": "--port", "num_workers": "--workers", "tls": "--no-tls",
+    "compression": "--compression", "prefetch_bytes": "--prefetch-mb",
+}  # fmt: skip
+_NO_SESSION = "no session is open here: run %guava_up first"
+
+
+def _new_orchestrator(**settings: Any) -> Any:
+    from guava_nb.orchestrator import Orchestrator
+
+    return Orchestrator(DistributedConfig.load(**settings))
+
+
+def _start_worker(code: str, device: str, name: str | None) -> Any:
+    from guava_nb.worker.network_worker import start_worker
+
+    return start_worker(code, device=device, name=name, config=DistributedConfig.load())
+
+
+class NotebookSession:
+    """What this notebook takes part in. The factories are the two objects' own; tests give others."""
+
+    def __init__(
+        self,
+        shell: Any,
+        new_orchestrator: Callable[..., Any] = _new_orchestrator,
+        start_worker: Callable[..., Any] = _start_worker,
+    ) -> None:
+        self._shell = shell
+        self._new_orchestrator = new_orchestrator
+        self.worker = OwnWorker(shell, start_worker)
+        self._orchestrator: Any = None
+        self._settings: dict[str, Any] = {}
+        self._local: LocalWorkers | None = None
+        self._cells: dict[str, str] = {}
+        self._mode: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------ orchestrator
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an orchestrator listens; one that was closed from Python counts as gone."""
+        return self._orchestrator is not None and self._orchestrator.status().state == "open"
+
+    def open(self, args: argparse.Namespace) -> list[str]:
+        """Open the session, or keep the open one, see to its tunnel, and start the local workers still missing.
+
+        Returns:
+            Sentences on what was not done as asked.
+        """
+        settings = orchestrator_settings(args)
+        for caution in cautions(args, detect_host(self._shell), 0 if self._local is None else len(self._local)):
+            say(caution)
+        notes = self._refused_settings(settings) if self.is_open else []
+        if not self.is_open:
+            expected = {"num_workers": args.local} if args.local else {}
+            orchestrator = self._new_orchestrator(**{**expected, **settings})
+            if args.connect is None or args.local or args.tunnel:
+                orchestrator.open(args.tunnel, self._token_prompt())
+            self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
+            notes += self._share_again()
+        elif self.has_code or args.tunnel:
+            self._orchestrator.open(
+                args.tunnel, self._token_prompt()
+            )  # a tunnel that is down is started, or another one
+        if args.connect is not None:
+            notes += [f"{name} is connected." for name in self._orchestrator.connect(code_to_dial(args.connect))]
+        if self._local is not None:
+            self._local.start(args.local or 0, say)
+        return notes
+
+    def _token_prompt(self) -> Callable[[], str] | None:
+        if not can_ask(self._shell):
+            return None
+        return lambda: ask_hidden("Authtoken of ngrok (it is shown and kept nowhere): ", self._shell)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether this session listens, so that there is a code to hand out."""
+        return bool(self._orchestrator.status().address)
+
+    @property
+    def tunnel_note(self) -> str:
+        """What has to be done so that workers get through the tunnel; "" for nothing."""
+        note = str(self._orchestrator.status().tunnel_note)
+        return f"First: {note}." if note else ""
+
+    def _code_now(self) -> str:
+        return self.join_code() if self.has_code else ""
+
+    def join_code(self) -> str:
+        """The secret itself."""
+        return str(self._orchestrator.join_code.encode())
+
+    @property
+    def is_local_only(self) -> bool:
+        """Whether every worker that is here or expected was started here: then nobody needs the code."""
+        return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
+
+    def share(self, given_name: str | None, text: str) -> str:
+        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
+
+        Raises:
+            UsageError: the cell failed here.
+            SourceError: the cell cannot run elsewhere; it did not run here either.
+        """
+        name = cell_name(given_name, self._shell, text)
+        check_syntax(name, text)
+        result = self._shell.run_cell(text)
+        if not result.success:
+            error = result.error_before_exec or result.error_in_exec
+            raise UsageError(f"cell {name} is not shared: it failed here with {type(error).__name__}")
+        if self.is_open:
+            self._orchestrator.share(text, name=name)
+        self._cells[name] = text
+        return name
+
+    def forget(self, name: str, alone: bool) -> str:
+        """Share a cell no longer, from the next run on; returns the sentence to say.
+
+        Raises:
+            UsageError: no cell has this name, or the option did not stand alone.
+        """
+        if not alone:
+            raise UsageError("--forget stands alone on a line: %guava_share --forget NAME")
+        if name not in self._cells:
+            known = ", ".join(self._cells) or "none"
+            raise UsageError(
+                f"--forget {name}: no shared cell is called so{near(name, self._cells) or '.'} Shared: {known}"
+            )
+        if self.is_open:
+            self._orchestrator.unshare(name)
+        del self._cells[name]
+        return f"Cell {name} is shared no longer; what it defined stays in this notebook."
+
+    def cell_names(self) -> list[str]:
+        """How the shared cells are called."""
+        return list(self._cells)
+
+    def shared_names(self) -> list[str]:
+        """What shared cells define, by name."""
+        return sorted({name for text in self._cells.values() for name in defined_names(text)})
+
+    def choose_mode(self, args: argparse.Namespace) -> str:
+        """Choose the mode of the next runs, if the line names one; returns a sentence on the mode that holds now.
+
+        Raises:
+            UsageError: an option does not fit the mode.
+        """
+        chosen = mode_arguments(args)
+        if chosen:
+            self._mode = chosen
+        if not self.is_open:
+            mode = self._mode.get("mode") or DistributedConfig.load().mode()
+            return (
+                f"Mode {mode}; %guava_up opens a session, and %guava_train shares the work among the workers it finds."
+            )
+        self._apply_mode()
+        here = sum(worker.state in ("ready", "working") for worker in self._orchestrator.status().workers)
+        local = 0 if self._local is None else len(self._local)
+        return mode_sentence(self._orchestrator.config, here or None, self._mode.get("mode"), local)
+
+    def _apply_mode(self) -> None:
+        if self._mode:
+            self._orchestrator.set_mode(**self._mode)
+
+    def train(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Start a run; unless detached, block until it ended and raise its error if it failed. Returns the run."""
+        orchestrator, names = self._need_session(), self._shell.user_ns
+        if orchestrator.run is not None and not orchestrator.run.done:
+            raise UsageError("a run is going on; %guava_status shows it, %guava_stop ends it")
+        arguments = self._arguments(args)
+        new_code = self._new_codes()
+        self._gather(new_code, panel, last=args.detach)
+        self._apply_mode()
+        orchestrator.register_model(args.model, args.model_args or {})
+        tail, notices = WorkerLines(orchestrator), Notices(orchestrator)
+        # Building the model may take long. Lines of text stay, so that there a mistake would be two.
+        if not args.detach and choose_ui(self._shell) not in ("text", "none"):
+            panel.update(lambda: (View("preparing", ""), ()))
+        try:
+            run = orchestrator.start_training(**arguments, detach=True)
+        except BaseException:
+            panel.close()
+            raise
+        if args.out is not None:
+            names[args.out] = run
+        if args.detach:
+            say("\n".join([*notices.latest(), "Training goes on; %guava_status shows it, %guava_stop ends it."]))
+        else:
+            self._follow(run, tail, notices, panel, new_code)
+        return run
+
+    def forecast(self, args: argparse.Namespace) -> Any:
+        """The forecast of what the run of such a line would send and receive, also as -o; nothing is started."""
+        orchestrator, arguments = self._need_session(), self._arguments(args)
+        self._apply_mode()
+        forecast = orchestrator.forecast(**arguments, model=args.model, model_args=args.model_args)
+        if args.out is not None:
+            self._shell.user_ns[args.out] = forecast
+        return forecast
+
+    def _arguments(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Keyword arguments for a run, checked as far as this notebook can."""
+        arguments = training_arguments(args, self._shell.user_ns)
+        check_variable(args.out, "--out")
+        self._check_shared(args)
+        return arguments
+
+    def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Loss, accuracy, number of samples and metrics on a loader of the notebook."""
+        return validate(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
+
+    def predict(self, args: argparse.Namespace, panel: Panel) -> Any:
+        """Results of a prediction on a loader of the notebook."""
+        return predict(self._asked(args), args, self._shell.user_ns, panel, self._new_codes())
+
+    def energy(self, args: argparse.Namespace) -> Any:
+        """Energy record of the newest run, also while it goes on.
+
+        Raises:
+            UsageError: nothing was trained in this session.
+        """
+        run = self._need_session().run
+        if run is None:
+            raise UsageError(
+                "no run was started in this session yet: %guava_train starts one, and its energy is measured"
+            )
+        return run.energy_record(args.grams_per_kwh, args.price_per_kwh)
+
+    def save(self, path: str) -> Path:
+        """Write a checkpoint; returns where it lies."""
+        return Path(self._need_session().save_checkpoint(Path(path).expanduser()))
+
+    def resume(self, args: argparse.Namespace) -> str:
+        """Load a checkpoint; returns the sentence on it."""
+        source = Path(args.path).expanduser()
+        at = self._asked(args).load_checkpoint(source)
+        return (
+            f"Loaded {source}: step {at['step']}, whole epochs done: {at['epoch']}. The next %guava_train goes on from there; "
+            f"its --epochs counts from the very beginning, so give more than {at['epoch']}."
+        )
+
+    def log(self, worker: str | None, num_lines: int) -> list[str]:
+        """Last lines of one worker or of all; in a worker's notebook, of that worker."""
+        if not self.is_open and self.worker.exists:
+            return self.worker.lines()[-num_lines:]
+        orchestrator = self._need_session()
+        known = self.worker_names()
+        if worker is not None and worker not in known:
+            listed = ", ".join(known) or "none has joined"
+            raise UsageError(f"no worker is called {worker}{near(worker, known)} Workers: {listed}")
+        return list(orchestrator.log(worker=worker, n=num_lines))
+
+    def new_lines(self, worker: str | None) -> Callable[[], list[str]]:
+        """A function that gives what was printed since its last call, by one worker or all."""
+        if not self.is_open and self.worker.exists:
+            return LineTail(self.worker.lines, self.worker.lines()).new
+        orchestrator = self._need_session()
+        if worker is None:
+            return WorkerLines(orchestrator).new
+        return LineTail(lambda: orchestrator.log(worker=worker), orchestrator.log(worker=worker)).new
+
+    def is_at_work(self) -> bool:
+        """Whether a run goes on here, or this notebook's worker lives."""
+        run = self._orchestrator.run if self.is_open else None
+        return (run is not None and not run.done) or self.worker.lives
+
+    def worker_names(self) -> list[str]:
+        """Names of all workers the orchestrator knows, for messages and completion."""
+        return [worker.name for worker in self._orchestrator.status().workers] if self.is_open else []
+
+    def views(self, with_tunnel: bool = True) -> list[View]:
+        """What there is to show: the session, the worker of this notebook, both, or nothing.
+
+        Args:
+            with_tunnel: with what has to be done for its tunnel.
+        """
+        views = []
+        if self.is_open:
+            status = self._orchestrator.status()
+            views = [session_view(status if with_tunnel else replace(status, tunnel_note=""))]
+        return views + ([self.worker.view()] if self.worker.exists else [])
+
+    def stop(self) -> str:
+        """Stop the run that goes on, or let this notebook's worker leave; returns the sentence on it."""
+        if self.is_open and self._orchestrator.run is not None and not self._orchestrator.run.done:
+            return self._interrupt(self._orchestrator.run, 1)
+        if self.worker.lives:
+            self.worker.leave()
+            return "The worker leaves after its step; %guava_down ends it at once."
+        return "Nothing is running here."
+
+    def close(self) -> bool:
+        """End everything this notebook started; True if there was something. Both ends are tried even if one fails."""
+        orchestrator, self._orchestrator, self._local = self._orchestrator, None, None
+        try:
+            had_worker = self.worker.close()
+        finally:
+            if orchestrator is not None:
+                orchestrator.close()
+        return orchestrator is not None or had_worker
+
+    # ----------------------------------------------------------------------------------------------------- private
+
+    def _need_session(self) -> Any:
+        if not self.is_open:
+            raise UsageError(_NO_SESSION)
+        return self._orchestrator
+
+    def _asked(self, args: argparse.Namespace) -> Any:
+        """The orchestrator, with the model of the line registered if the line names one."""
+        orchestrator = self._need_session()
+        if args.model is None and args.model_args is not None:
+            raise UsageError("--model-args needs --model")
+        self._check_shared(args)
+        if args.model is not None:
+            orchestrator.register_model(args.model, args.model_args or {})
+        return orchestrator
+
+    def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
+        now = {"num_workers": self._orchestrator.expected_workers, **self._settings}
+        changed = sorted(_FLAGS[name] for name, value in settings.items() if now.get(name) != value)
+        if not changed:
+            return []
+        return [
+            f"The session is open already, so {', '.join(changed)} did not change; %guava_down first, then %guava_up."
+        ]
+
+    def _share_again(self) -> list[str]:
+        """Cells shared before this session opened; one that is refused must not keep the session from opening."""
+        notes = []
+        for name, text in self._cells.items():
+            try:
+                self._orchestrator.share(text, name=name)
+            except GuavaError as error:
+                notes.append(f"Cell {name} is not shared: {error}")
+        return notes
+
+    def undefined(self, name: str) -> list[str]:
+        """Sentences on names that a shared cell uses and no shared cell defines so far."""
+        return [text for text in undefined_names([Cell(n, t) for n, t in self._cells.items()]) if repr(name) in text]
+
+    def _check_shared(self, args: argparse.Namespace) -> None:
+        """Catch the commonest slip: a name that exists in this notebook, in a cell that was not shared."""
+        shared = self.shared_names()
+        for option in ("model", "loss", "step", "optimizer", "scheduler", "preprocess", "augment", "tokens"):
+            name = getattr(args, option, None)
+            here = self._shell.user_ns.get(name) if name and name not in shared else None
+            if here is not None and inspect.getmodule(here) is sys.modules.get("__main__"):
+                raise UsageError(
+                    f"--{option} {name}: it exists in this notebook, but in no shared cell: put %%guava_share on top of the "
+                    "cell that defines it and run that cell"
+                )
+
+    def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
+        """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
+        count = None if self._orchestrator.run is None else 1
+        code = "" if self.is_local_only else self._code_now()
+        gather(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
+
+    def _interrupt(self, run: Any, count: int) -> str:
+        away = awaited_workers(self._orchestrator.status().workers)
+        # The step has its time, and then the state has as much to come back.
+        return interrupt_run(run, count, away, self._orchestrator.config.interrupt_grace_s)
+
+    def _new_codes(self) -> Callable[[], None]:
+        """A function that shows the join code when it is another one than before: a busy cell leaves no other way to ask."""
+        known = self._code_now()
+
+        def show() -> None:
+            nonlocal known
+            if (now := self._code_now()) != known:
+                known = now
+                hand_over(now, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+
+        return show
+
+    def _follow(
+        self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel, new_code: Callable[[], None]
+    ) -> None:
+        """Watch a run to its end, then raise what it raised: after its last lines and its summary were shown."""
+        orchestrator = self._orchestrator
+
+        def frame(view: Callable[..., View]) -> Frame:
+            new_code()
+            return view(run.status(), orchestrator.status().workers, notices.latest()), tail.new()
+
+        watch(
+            run.wait,
+            lambda: frame(run_view),
+            lambda: frame(summary_view),
+            panel,
+            lambda count: self._interrupt(run, count),
+        )
+        status: RunStatus = run.status()
+        if status.state == "failed":
+            run.result()

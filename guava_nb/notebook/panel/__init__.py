@@ -1,0 +1,1 @@
+"""The live panel of a blocking cell, and the ways it is drawn."""

@@ -1,0 +1,220 @@
+"""The ways a panel can be drawn: a text bar, lines of text, an HTML output replaced in place, a widget.
+
+The widget is one core `ipywidgets.HTML`: its value lives in the page's model, so a reload in mid-run keeps it, and no
+third-party front-end code is needed. At the end it gives way to static HTML and is closed: a stored notebook holds no
+widget.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+from weakref import WeakSet
+
+from IPython.display import DisplayHandle
+from tqdm import tqdm
+
+from guava_nb.notebook.display import say
+from guava_nb.notebook.panel.loss_curve import Picture, close_widget
+from guava_nb.render import View, redact, to_html, to_text
+
+__all__ = ["DisplaySurface", "LineSurface", "TextSurface"]
+
+#: Lines of workers' output that one drawing adds at most; the rest is counted and stays in %guava_log.
+MAX_NEW_LINES = 20
+#: Seconds between two lines of progress where no line can be taken back: growing, so that a day of training is no flood.
+FIRST_PAUSE_S, PAUSE_GROWTH, LONGEST_PAUSE_S = 2.0, 1.5, 60.0
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """A tqdm apart from the user's own bars: a dead bar of theirs would move ours to a line of its own per update."""
+
+    monitor_interval = 0  # no monitor thread: only the cell's thread may write
+    _instances: WeakSet[Any] = WeakSet()
+    _lock = threading.RLock()
+
+
+class TextSurface:
+    """One tidy line on standard output, workers' lines above it, the whole view below it at the end."""
+
+    interval_s = 0.5
+
+    def __init__(self) -> None:
+        self._bar: _Bar | None = None
+        self._news = _News()
+
+    def draw(self, view: View, lines: Sequence[str]) -> None:
+        """Move the bar."""
+        bar = self._open(view) if self._bar is None else self._bar  # a bar without a total has no truth value
+        if new := [*_capped(lines), *self._news.of(view)]:
+            bar.write(redact("\n".join(new)), file=sys.stdout)
+        bar.set_description_str(view.title if view.progress else f"{view.title}: {view.headline}", refresh=False)
+        if view.progress is not None:
+            bar.total, bar.n = view.progress.total, view.progress.done
+            bar.set_postfix_str(redact(view.headline), refresh=False)
+        bar.refresh()
+
+    def finish(self, view: View, lines: Sequence[str]) -> None:
+        """Leave the bar as it stands and write the summary."""
+        if lines or self._bar is not None:
+            self.draw(view, lines)
+        self.close()
+        say(to_text(self._news.alone(view)))
+
+    def close(self) -> None:
+        """End the bar's line: a bar left open would spoil every later one."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+    def _open(self, view: View) -> _Bar:
+        done, total = (view.progress.done, view.progress.total) if view.progress else (0, None)
+        layout = None if view.progress else "{desc}"
+        unit = view.progress.unit if view.progress else "it"
+        self._bar = _Bar(
+            desc=view.title,
+            initial=done,
+            total=total,
+            unit=unit,
+            bar_format=layout,
+            file=sys.stdout,
+            position=0,
+            leave=True,
+        )
+        return self._bar
+
+
+class LineSurface:
+    """Whole lines on standard output, for what cannot take a line back: stored notebooks, log files, pipes."""
+
+    interval_s = 0.5
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_s = float("-inf")
+        self._pause_s = FIRST_PAUSE_S
+        self._last = ""
+        self._news = _News()
+
+    def draw(self, view: View, lines: Sequence[str]) -> None:
+        """Write what workers printed and what happened at once, progress now and then, and nothing twice."""
+        new = [*_capped(lines), *self._news.of(view)]
+        text = ": ".join(part for part in (view.title, view.headline) if part)
+        if text != self._last and self._clock() >= self._due_s:
+            new.append(text)
+            self._last, self._due_s = text, self._clock() + self._pause_s
+            self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * PAUSE_GROWTH)
+        if new:  # in one piece: each call is a message to the page
+            say("\n".join(new))
+
+    def finish(self, view: View, lines: Sequence[str]) -> None:
+        """Write the summary."""
+        say("\n".join([*_capped(lines), to_text(self._news.alone(view))]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _News:
+    """Tells the notes of a view that were not there before."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, ...] = ()
+
+    def of(self, view: View) -> list[str]:
+        """Notes that the last view did not have."""
+        new = [note for note in view.notes if note not in self._told]
+        self._told = view.notes
+        return new
+
+    def alone(self, view: View) -> View:
+        """The view with those notes only: the others stand above it."""
+        return replace(view, notes=tuple(self.of(view)))
+
+
+class DisplaySurface:
+    """One display output, changed in place; carries widget view, HTML and text together."""
+
+    def __init__(self, widget: bool, picture: bool = True) -> None:
+        """Try ipywidgets if `widget`; else, and where they are missing, the output itself is replaced."""
+        self._draws_curve = picture
+        self.interval_s = 0.34  # with a picture a second: at most four messages a second
+        self._picture = Picture(widget)
+        self._want_widget = widget
+        self._widget: Any = None
+        self._handle: DisplayHandle | None = None
+        self._lines: deque[str] = deque(maxlen=12)
+        self._html = ""
+
+    def draw(self, view: View, lines: Sequence[str]) -> None:
+        """Change the shown state, if it differs."""
+        self._lines.extend(_capped(lines))
+        html = to_html(view, tuple(self._lines))
+        if self._handle is None:
+            self._open(html, to_text(view))
+        elif html != self._html:
+            self._change(html, to_text(view))
+        self._html = html
+        if self._draws_curve:
+            self._picture.draw(view.curve)
+
+    def finish(self, view: View, lines: Sequence[str]) -> None:
+        """Replace whatever lives by static HTML and text."""
+        self._lines.extend(_capped(lines))
+        html, text = to_html(view, tuple(self._lines)), "\n".join([*self._lines, to_text(view)])
+        if self._handle is None:
+            self._handle = DisplayHandle()
+            self._handle.display(cast(Any, _bundle(html, text)), raw=True)
+        else:
+            self._handle.update(cast(Any, _bundle(html, text)), raw=True)
+        if self._draws_curve:
+            self._picture.finish(view.curve)
+
+    def close(self) -> None:
+        """Close the widgets' models, so that the notebook file keeps none."""
+        widget, self._widget = self._widget, None
+        self._picture.close()
+        if widget is not None:
+            close_widget(widget)
+
+    def _open(self, html: str, text: str) -> None:
+        self._widget = _html_widget(html) if self._want_widget else None
+        bundle = _bundle(html, text)
+        if self._widget is not None:
+            view = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
+            bundle["application/vnd.jupyter.widget-view+json"] = view
+        self._handle = DisplayHandle()
+        self._handle.display(cast(Any, bundle), raw=True)
+
+    def _change(self, html: str, text: str) -> None:
+        if self._widget is not None:
+            self._widget.value = html
+        elif self._handle is not None:
+            self._handle.update(cast(Any, _bundle(html, text)), raw=True)
+
+
+def _html_widget(html: str) -> Any:
+    """A core HTML widget, or None where ipywidgets is missing or cannot work: the plain output serves as well."""
+    try:
+        from ipywidgets import HTML
+
+        return HTML(html)
+    except Exception:
+        return None
+
+
+def _bundle(html: str, text: str) -> dict[str, Any]:
+    return {"text/plain": redact(text), "text/html": html}
+
+
+def _capped(lines: Sequence[str]) -> list[str]:
+    """The first and the last of too many lines, with a count of those left out between them."""
+    if len(lines) <= MAX_NEW_LINES:
+        return list(lines)
+    head, tail = MAX_NEW_LINES // 4, MAX_NEW_LINES - MAX_NEW_LINES // 4
+    return [*lines[:head], f"... {len(lines) - head - tail} more lines, see %guava_log", *lines[-tail:]]

@@ -1,0 +1,114 @@
+"""%guava_validate and %guava_predict: options as arguments, progress while they run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.notebook.panel.panel import Panel
+from guava_nb.notebook.train import check_variable, metrics_argument, resolve
+from guava_nb.render import Progress, View
+from guava_nb.render.values import show_float
+
+__all__ = ["predict", "validate"]
+
+
+def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `Orchestrator.validate`.
+
+    Raises:
+        UsageError: an expression fails.
+    """
+    given = {"loader": resolve(args.data, namespace, "--data")}
+    if args.metrics is not None:
+        given["metrics"] = metrics_argument(args.metrics, namespace)
+    return given if args.loss is None else {**given, "criterion": args.loss}
+
+
+def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `Orchestrator.predict`.
+
+    Raises:
+        UsageError: an option contradicts another one, or the expression of the data fails.
+    """
+    if args.resume and args.path is None:
+        raise UsageError("%guava_predict: --resume goes on with what a folder holds, so it needs --path")
+    check_variable(args.into, "--into")
+    given = {
+        "top_k": args.top_k,
+        "confidence_threshold": args.threshold,
+        "path": args.path,
+        "predict_step": args.step,
+    }
+    flags = {"return_full_probabilities": args.full, "raw": args.raw, "resume": args.resume}
+    chosen = {name: value for name, value in {**given, **flags}.items() if value is not None and value is not False}
+    return {"loader": resolve(args.data, namespace, "--data"), **chosen}
+
+
+def validate(
+    orchestrator: Any, args: argparse.Namespace, names: Mapping[str, Any], panel: Panel, look: Callable[[], None]
+) -> Any:
+    """Do what a line of %guava_validate asks; returns the figures.
+
+    Args:
+        look: called a few times a second meanwhile, in the cell's own thread.
+    """
+    arguments = _validate_arguments(args, names)
+    figures: list[str] = []
+    with _progress_on(panel, "validating", "validated", look, figures) as progress:
+        found = orchestrator.validate(**arguments, progress=progress)
+        figures += [f"{name} {show_float(found[name])}" for name in ("loss", "accuracy") if found[name] is not None]
+    return found
+
+
+def predict(
+    orchestrator: Any, args: argparse.Namespace, names: MutableMapping[str, Any], panel: Panel, look: Callable[[], None]
+) -> Any:
+    """Do what a line of %guava_predict asks; returns the results, and stores them where the line says.
+
+    Args:
+        look: as for `validate`.
+    """
+    arguments = _predict_arguments(args, names)
+    with _progress_on(panel, "predicting", "predicted", look) as progress:
+        found = orchestrator.predict(**arguments, progress=progress)
+    if args.into is not None:
+        names[args.into] = found
+    return found
+
+
+@contextmanager
+def _progress_on(
+    panel: Panel, doing: str, done: str, look: Callable[[], None], figures: Sequence[str] = ()
+) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that draws the progress of a pass; at the end the panel says how much was done.
+
+    Args:
+        panel: is closed at the end, also when something raises.
+        doing: title while it goes on.
+        done: title at the end.
+        look: called with each of them.
+        figures: said at the end, beside how much was done.
+    """
+    last: list[tuple[int, int | None]] = []
+
+    def draw(count: int, total: int | None) -> None:
+        look()
+        last[:] = [(count, total)]
+        panel.update(lambda: (View(doing, _headline(count, total), Progress(count, total, "sample")), ()))
+
+    try:
+        yield draw
+        if last:  # what it drew must not stay as it was
+            count, total = last[0]
+            panel.finish(lambda: (View(done, ", ".join((_headline(count, total), *figures))), ()))
+    finally:
+        panel.close()
+
+
+def _headline(count: int, total: int | None) -> str:
+    return f"{count} samples" if total is None or count >= total else f"{count} of {total} samples"

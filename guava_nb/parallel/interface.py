@@ -1,0 +1,89 @@
+"""The one face that every parallel mode has: what the engine calls, whatever lies behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.parallel.loss_interface import Forward, Look, Measured, Predicted
+from guava_nb.parallel.state.full_state import Piece
+
+__all__ = ["Part"]
+
+
+class Part(Protocol):
+    """One rank's part of a spread model.
+
+    Attributes:
+        takes_inputs: this rank needs the inputs of a batch.
+        takes_targets: this rank needs the targets.
+        reports: what this rank measured counts; the others computed copies, or nothing.
+        model: the local module.
+        named: full name to local parameter, a tied one once.
+        optimizer: of these parameters.
+        layout: how the whole model is spread, in words; "" for whole replicas.
+    """
+
+    takes_inputs: bool
+    takes_targets: bool
+    reports: bool
+    model: nn.Module
+    named: dict[str, nn.Parameter]
+    optimizer: Optimizer
+    layout: str
+
+    def train_batch(
+        self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
+    ) -> Measured:
+        """Do forward and backward of one batch, this replica's rows; gradients of `loss_sum * factor` are added up.
+
+        Args:
+            batch: on the device; what this rank does not take may be None.
+            rows: samples in it.
+            factor: loss scale / rows of the whole step.
+            stand_in: this replica got no rows, these only keep its collectives going: they count nothing.
+            last: no batch of this step follows, so sums may begin during backward.
+        """
+
+    def finish_gradients(self) -> None:
+        """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`."""
+
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+        """Do a forward only and count right predictions; `look` sees outputs and targets where they are, never a stand-in's."""
+
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Do a forward only and return outputs and rows of each micro-batch, on ranks that have them; others have none.
+
+        Args:
+            batch: on the device; stages need (inputs, anything).
+            rows: samples in it.
+            forward: calls a whole model with a batch; stages have no whole model and do not call it.
+            stand_in: this replica got no rows: nothing is returned.
+        """
+
+    def gradient_square(self) -> float:
+        """Return this rank's share of the squared norm of the full gradient; waits for the device."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, complete or not."""
+
+    def culprit(self) -> str:
+        """Return the first full name whose local gradient is not finite, or ""."""
+
+    def apply(self) -> None:
+        """Step the optimizer."""
+
+    def model_pieces(self) -> list[Piece]:
+        """Return this rank's share of the full model's state."""
+
+    def optimizer_pieces(self) -> dict[str, Any]:
+        """Return this rank's share of the full optimizer's state."""
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
+        """Take this rank's part of a full state; without `optimizer` its state is left as it is."""

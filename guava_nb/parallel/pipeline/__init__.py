@@ -1,0 +1,1 @@
+"""Stages of a model on several ranks: cutting, schedules, what passes between them."""

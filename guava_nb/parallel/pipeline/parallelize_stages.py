@@ -1,0 +1,120 @@
+"""Tensor axis, activation checkpointing and data axis for the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.errors import ConfigError
+from guava_nb.parallel.blocks import matching
+from guava_nb.parallel.checkpointing import checkpoint_activations
+from guava_nb.parallel.loss_interface import Criterion, MakeOptimizer
+from guava_nb.parallel.mesh import MeshAxes
+from guava_nb.parallel.pipeline.pipeline import PipelinePart
+from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
+from guava_nb.parallel.replicas import zero1 as zero_one
+from guava_nb.parallel.replicas.buffer_sync import BufferAverage
+from guava_nb.parallel.replicas.data_axis import sum_over_data
+from guava_nb.parallel.state.local_tensors import layouts_in
+from guava_nb.parallel.state.shard_layout import Layout
+from guava_nb.parallel.tensor.tensor_plan import Plan, apply_plan
+from guava_nb.parallel.tensor.tensor_sums import TensorSums
+from guava_nb.protocol.messages import ParallelSpec
+
+__all__ = ["pipeline_part"]
+
+
+def pipeline_part(
+    model: nn.Module,
+    spec: ParallelSpec,
+    mesh: MeshAxes,
+    device: torch.device,
+    criterion: Criterion | None,
+    make_optimizer: MakeOptimizer,
+    plan: Plan,
+    example: Any = None,
+) -> PipelinePart:
+    """Cut a model into stages and spread each; `plan` is the whole model's, `example` as in `parallelize`.
+
+    Raises:
+        ConfigError: there is no criterion, or the model cannot be cut so.
+    """
+    if criterion is None:
+        raise ConfigError(
+            "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
+            "knows which stage would run it"
+        )
+    # On the whole model, because in a stage alone a block may not repeat.
+    again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")
+    stages = _Stages(spec, mesh, plan, list(again))
+    place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
+    hooks = stages.hooks()
+    return PipelinePart(
+        model, spec, place, criterion=criterion, make_optimizer=make_optimizer, hooks=hooks, example=example
+    )
+
+
+class _Stages:
+    """What tensor, data and activation settings do to the stages of one rank."""
+
+    def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan, again: list[str]) -> None:
+        self._spec, self._mesh, self._plan, self._again = spec, mesh, plan, again
+        self._layouts: dict[str, Layout] = {}
+        self._partial: list[str] = []
+        self._modules = nn.ModuleList()
+        self._tensor: TensorSums | None = None
+        self._buffers: BufferAverage | None = None
+
+    def hooks(self) -> Hooks:
+        return Hooks(
+            wrap_stage=self._wrap,
+            checkpoint=self._checkpoint,
+            layouts=self._layouts_of,
+            sum_over_data=self._finish,
+            average_buffers=self._average_buffers,
+            spread_optimizer=self._spread_optimizer,
+            one_replica_owns=self._owns,
+            loaded=self._loaded,
+        )
+
+    @property
+    def _owns(self) -> bool:
+        return self._spec.zero_stage == 1 and self._spec.dp > 1
+
+    def _wrap(self, stage: nn.Module, names: Mapping[str, str]) -> nn.Module:
+        if self._spec.tp > 1:
+            self._partial += apply_plan(stage, self._plan, self._mesh.group("tp"))
+        self._layouts.update({names[local]: layout for local, layout in layouts_in(stage, self._mesh).items()})
+        self._modules.append(stage)
+        return stage
+
+    def _layouts_of(self, named: Mapping[str, Tensor]) -> Mapping[str, Layout]:
+        self._loaded()
+        return {name: self._layouts[name] for name in named}
+
+    def _checkpoint(self, stage: nn.Module) -> None:
+        checkpoint_activations(stage, self._again, must_match=False)
+
+    def _spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
+        if self._owns:
+            zero_one.own_share(optimizer, named, self._mesh.group("dp"))
+        return optimizer
+
+    def _finish(self, named: Mapping[str, nn.Parameter]) -> None:
+        sum_over_data(named, self._mesh.group("dp"))
+        if self._tensor is None:
+            group = self._mesh.group("tp") if self._spec.tp > 1 else None
+            self._tensor = TensorSums(group, self._partial, self._layouts)
+        self._tensor.finish(named)
+
+    def _average_buffers(self, rows: int) -> None:
+        if self._buffers is not None:
+            self._buffers.finish(rows)
+
+    def _loaded(self) -> None:
+        if self._spec.dp > 1:
+            self._buffers = BufferAverage(self._modules, self._mesh.group("dp"))

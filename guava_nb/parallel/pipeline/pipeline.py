@@ -1,0 +1,319 @@
+"""One rank's part of a pipeline: its stages, their optimizer, and how a batch goes through them.
+
+Speaks torch.distributed over the ranks that hold the stages of one replica. The first rank gets inputs, the last one
+targets; what the ones between need to know about a batch comes with its first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.errors import CheckpointError
+from guava_nb.parallel.interface import Part
+from guava_nb.parallel.loss_interface import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
+from guava_nb.parallel.module_state import evaluating, to_device
+from guava_nb.parallel.pipeline.microbatch_sums import Tally
+from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
+from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
+from guava_nb.parallel.pipeline.schedule_cache import Programs
+from guava_nb.parallel.pipeline.stages import Split, split_model
+from guava_nb.parallel.pipeline.tied_parameters import TiedParameters
+from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
+from guava_nb.parallel.state import gradient_norm as norm
+from guava_nb.parallel.state.full_state import (
+    FullOrder,
+    Piece,
+    load_optimizer,
+    load_tensor,
+    optimizer_pieces,
+    pieces_of,
+)
+from guava_nb.parallel.tensor.vocab_loss import whole_logits
+from guava_nb.protocol.messages import ParallelSpec
+
+__all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
+
+_NOTHING = Measured(0.0, 0.0, None, 0)
+
+
+class PipelinePart(Part):
+    """A model in stages.
+
+    Attributes, beside those of every part:
+        begins: full name of the module with which each stage of the pipeline begins.
+        stage_parameters: how many each stage of the pipeline has.
+        buffers: full name to local buffer.
+
+    Args:
+        model: the whole model, the same on every rank; its modules live on in the stages.
+        spec: stages, schedule, micro-batches, split points.
+        place: this rank's.
+        criterion: measures outputs against targets, on the last stage.
+        make_optimizer: makes the optimizer of this rank's parameters.
+        hooks: what tensor, data and activation settings do to a stage.
+        example: inputs of a typical micro-batch, where the model is; for balancing by time, on rank 0 of the default
+            group, whose measurement all ranks follow.
+
+    Raises:
+        ConfigError: the model cannot be cut so, or settings do not fit; the text has the sizes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ParallelSpec,
+        place: PipelinePlace,
+        *,
+        criterion: Criterion,
+        make_optimizer: MakeOptimizer,
+        hooks: Hooks | None = None,
+        example: Any = None,
+    ) -> None:
+        self._rank, self._ranks = dist.get_rank(place.group), dist.get_world_size(place.group)
+        check_spec(spec, self._ranks)
+        self._spec, self._place, self._criterion = spec, place, criterion
+        self._hooks = hooks or Hooks()
+        self._total = self._ranks * spec.stages_per_rank
+        self._rows = 0
+        optimizer = make_optimizer(dict(model.named_parameters()))
+        self._order = FullOrder.of(model, optimizer)
+        self._split = split_model(model, self._total, spec.split, costs_for(spec, example))
+        self.stage_parameters = tuple(sum(p.numel() for p in stage.parameters()) for stage in self._split.modules)
+        self._stages = {
+            index: self._prepare(self._split.modules[index]) for index in range(self._rank, self._total, self._ranks)
+        }
+        self._split = _without_modules(self._split)
+        self.begins = self._split.begins
+        self.layout = ""
+        self.takes_inputs = self._rank == 0
+        self.takes_targets = self._rank == self._ranks - 1
+        self.reports = self.takes_targets and place.tp == 0
+        self.model: nn.Module = nn.ModuleList(self._stages.values())
+        self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
+        self._collect_names()
+        self.optimizer = self._make_optimizer(make_optimizer, optimizer)
+
+    # ----------------------------------------------------------------------------------------------------- building
+
+    def _prepare(self, stage: nn.Module) -> nn.Module:
+        stage = stage.to(self._place.device)
+        names = {name: self._split.canonical[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
+        names.update({name: name for name, _ in stage.named_buffers(remove_duplicate=False)})
+        stage = self._hooks.wrap_stage(stage, names)
+        self._hooks.checkpoint(stage)
+        return stage
+
+    def _collect_names(self) -> None:
+        found: dict[str, nn.Parameter] = {}
+        buffers: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
+                found.setdefault(self._split.canonical[_plain(name)], parameter)
+            for name, buffer in stage.named_buffers(remove_duplicate=False):
+                buffers.setdefault(_plain(name), buffer)
+        self.named = {name: found[name] for name in self._split.holders if name in found}
+        self.buffers = {name: buffers[name] for name in self._split.buffers if name in buffers}
+        self._names = {id(parameter): name for name, parameter in self.named.items()}
+        self._layouts = dict(self._hooks.layouts({**self.named, **self.buffers}))
+        ranks = {name: sorted({stage % self._ranks for stage in at}) for name, at in self._split.holders.items()}
+        shared = {name: at for name, at in ranks.items() if len(at) > 1}
+        self._tied = TiedParameters(self.named, shared, self._place.group, self._place.device)
+        first = {name: at[0] for name, at in ranks.items()}
+        first.update({name: at[0] % self._ranks for name, at in self._split.buffers.items()})
+        #: What this rank speaks for: a tied parameter counts on the first rank that holds it.
+        self._own = {name for name in (*self.named, *self.buffers) if first[name] == self._rank}
+
+    def _make_optimizer(self, make: MakeOptimizer, whole: Optimizer) -> Optimizer:
+        chosen = {name for group in self._order.groups for name in group}
+        # Torch refuses an optimizer of nothing, and schedulers need one with the settings of all the others.
+        optimizer = make(self.named) if chosen & set(self.named) else _emptied(whole)
+        optimizer = self._hooks.spread_optimizer(optimizer, self.named)
+        self._members = [
+            [self._names[id(parameter)] for parameter in group["params"] if id(parameter) in self._names]
+            for group in optimizer.param_groups
+        ]
+        return optimizer
+
+    # ----------------------------------------------------------------------------------------------------- training
+
+    def train_batch(
+        self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
+    ) -> Measured:
+        """Run forward and backward on one batch and add its gradients to what is there.
+
+        Args:
+            batch: `(inputs, targets)`; the inputs matter on the first rank, the targets on the last.
+            rows: samples in it, 1 or more.
+            factor: what the loss sum is multiplied with, such as loss scale over samples of the global batch.
+            stand_in: the rows only keep collectives going; their gradients are zero and they count nothing. The ranks
+                of one pipeline all say the same.
+            last: no batch of this step follows; sums over replicas begin when all are through, so it changes nothing.
+
+        Raises:
+            ConfigError: the batch cannot be cut, or something cannot pass between stages.
+            Exception: what the model or the criterion raises; the part can be used again once its group can.
+        """
+        if stand_in and not self._hooks.runs_stand_ins:
+            return _NOTHING
+        inputs, targets = batch
+        count = count_micro_batches(self._spec.schedule, self._spec.micro_batches, rows, self._ranks)
+        sizes = tuple(micro_batch_sizes(rows, count))
+        parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
+        labels = cut_rows(to_device(targets, self._place.device), rows, sizes) if self.takes_targets else []
+        tally = Tally()
+
+        def loss(number: int, outputs: Any) -> Tensor:
+            found = self._criterion(outputs, labels[number], sizes[number])
+            tally.add(found)
+            return found.value * (0.0 if stand_in else found.weight * factor)
+
+        with explaining_few_rows(*self._stages.values()):
+            self._programs.run(inputs, parts, sizes, loss)
+        self._rows += 0 if stand_in else rows
+        return tally.measured(0 if stand_in else rows)
+
+    def forget(self) -> None:
+        """Forget all shapes; after a batch that failed on some ranks only, call it on all of them."""
+        self._programs.forget()
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients of a step: copies of tied parameters, then replicas, are added up."""
+        self._tied.sum_gradients()
+        self._hooks.sum_over_data(self.named)
+        self._hooks.average_buffers(self._rows)
+        self._rows = 0
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+        """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`.
+
+        `look` sees outputs, targets and rows of each micro-batch, on the last rank.
+        """
+        if stand_in and not self._hooks.runs_stand_ins:
+            return _NOTHING
+        tally = Tally()
+        targets: list[Any] = []
+
+        def last(number: int, outputs: Any) -> None:
+            tally.add(self._criterion(outputs, targets[number], sizes[number]))
+            if look is not None and not stand_in:
+                look(whole_logits(outputs), targets[number], sizes[number])
+
+        count = min(self._spec.micro_batches, rows)
+        sizes = micro_batch_sizes(rows, count)
+        if self.takes_targets:
+            targets += cut_rows(to_device(batch[1], self._place.device), rows, sizes)
+        self._forward(batch[0], rows, sizes, last)
+        return tally.measured(0 if stand_in else rows)
+
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Return outputs and rows of each micro-batch in evaluation mode, on the last rank; others have none."""
+        if stand_in and not self._hooks.runs_stand_ins:
+            return []
+        outputs: list[Predicted] = []
+        sizes = micro_batch_sizes(rows, min(self._spec.micro_batches, rows))
+
+        def keep(number: int, output: Any) -> None:
+            outputs.append((whole_logits(output), sizes[number]))
+
+        self._forward(batch[0], rows, sizes, keep)
+        return [] if stand_in else outputs
+
+    def _forward(self, inputs: Any, rows: int, sizes: Sequence[int], last: Callable[[int, Any], None]) -> None:
+        parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
+        with torch.no_grad(), evaluating(self.model):
+            self._programs.passage.run(parts, len(sizes), last)
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    def gradient_square(self) -> float:
+        """Return this rank's share of the squared L2 norm of the full gradient, each element counted on one rank."""
+        owned = {name: parameter for name, parameter in self.named.items() if name in self._own}
+        return float(norm.gradient_square(owned, self._layouts, self._place.dp, self._place.tp))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients in place."""
+        norm.scale_gradients(self.named, factor)
+
+    def drop_gradients(self) -> None:
+        """Remove all gradients."""
+        for parameter in self.named.values():
+            parameter.grad = None
+        self._rows = 0
+        self._hooks.dropped()
+
+    def culprit(self) -> str:
+        """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
+        return norm.culprit(self.named)
+
+    def apply(self) -> None:
+        """Take the optimizer's step."""
+        self.optimizer.step()
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def _speaks_for(self, name: str) -> bool:
+        return name in self._own and self._layouts[name].counted(self._place.dp, self._place.tp)
+
+    def model_pieces(self) -> list[Piece]:
+        """Return this rank's share of the full state dict; a second name of a tied parameter comes with the first."""
+        places = {key: place for place, key in enumerate(self._split.keys)}
+        found: list[Piece] = []
+        for key in self._split.keys:
+            name = self._split.canonical.get(key, key)
+            tensor = self.named.get(name, self.buffers.get(name))
+            if tensor is not None and self._speaks_for(name):
+                found += pieces_of(key, tensor, self._layouts[name], places[key])
+        return found
+
+    def optimizer_pieces(self) -> dict[str, Any]:
+        """Return this rank's share of the optimizer's state, see `parallel.state.assemble_optimizer`."""
+        replica = 0 if self._hooks.one_replica_owns else self._place.dp
+
+        def counts(name: str) -> bool:
+            return name in self._own and self._layouts[name].counted(replica, self._place.tp)
+
+        return optimizer_pieces(self.optimizer, self._names, self._members, self._layouts, self._order, counts)
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None = None) -> None:
+        """Take this rank's part of a full state; without `optimizer` its state is left as it is.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape than the model's.
+        """
+        for name, tensor in {**self.named, **self.buffers}.items():
+            if name not in model:
+                raise CheckpointError(f"the state has no {name!r}, which this model needs; it has {len(model)} entries")
+            load_tensor(name, tensor, model[name], self._layouts[name])
+        self._hooks.loaded()
+        if optimizer is not None and self.named:
+            load_optimizer(self.optimizer, self._names, self._members, self._layouts, self._order, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _without_modules(split: Split) -> Split:
+    """Let go of the stages that other ranks run."""
+    return Split((), split.begins, split.canonical, split.holders, split.buffers, split.keys)
+
+
+def _emptied(optimizer: Optimizer) -> Optimizer:
+    """Leave an optimizer its groups and their settings only."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = []
+        group.pop("param_names", None)
+    return optimizer
+
+
+def _plain(name: str) -> str:
+    """Return a name without what torch's activation checkpointing puts into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -1,0 +1,318 @@
+"""From a whole model to its pipeline stages.
+
+Every rank holds the whole model when it is built, cuts it in the same way and keeps its own stages. A stage is a module
+whose parameters have the names of the full model, so that plans, patterns and checkpoints need no translation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from guava_nb.errors import ConfigError
+from guava_nb.parallel.pipeline.balance import balanced_cuts
+from guava_nb.parallel.pipeline.tracing import graph_of, is_plain_sequential
+
+__all__ = ["Split", "Traced", "parameter_costs", "split_model", "time_costs", "trace_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The calls of a model and where it can be cut.
+
+    Attributes:
+        graph: what runs after what.
+        objects: what its names stand for.
+        units: the calls of whole modules, in order; a stage begins at one of them.
+    """
+
+    graph: fx.Graph
+    objects: dict[str, Any]
+    units: tuple[fx.Node, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Full name of the module that each unit calls."""
+        return [str(unit.target) for unit in self.units]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model in stages.
+
+    Attributes:
+        modules: one a stage; the first takes the batch's inputs, the others the tuple that the one before returned.
+        begins: full name of the module that each stage begins with.
+        canonical: full name of every parameter, also under its second names, to the name `named_parameters` gives.
+        holders: canonical name of every parameter to the stages that use it.
+        buffers: name of every buffer of the full state to the stages that use it.
+        keys: keys of the full state dict.
+    """
+
+    modules: tuple[nn.Module, ...]
+    begins: tuple[str, ...]
+    canonical: dict[str, str]
+    holders: dict[str, tuple[int, ...]]
+    buffers: dict[str, tuple[int, ...]]
+    keys: tuple[str, ...]
+
+
+# ------------------------------------------------------------------------------------------------------ where to cut
+
+
+def trace_model(model: nn.Module, stages: int, split: Sequence[str]) -> Traced:
+    """Follow the outer calls of a model down to where it shall be cut.
+
+    Args:
+        model: the whole model.
+        stages: how many are wanted.
+        split: full names of the modules that begin a stage; empty looks for lists of blocks.
+
+    Raises:
+        ConfigError: the model cannot be followed that far.
+    """
+    if split:
+        return _traced(model, _ancestors(model, split))
+    inner = _ancestors(model, _blocks(model))
+    if not inner:
+        return _traced(model, ())
+    try:
+        return _traced(model, inner)
+    except ConfigError:
+        outer = _traced(model, ())
+        if len(outer.units) < stages:
+            raise
+        return outer
+
+
+def _traced(model: nn.Module, enter: Iterable[str]) -> Traced:
+    graph, objects = graph_of(model, sorted(enter))
+    units = tuple(node for node in graph.nodes if node.op == "call_module")
+    return Traced(graph, objects, units)
+
+
+def _ancestors(model: nn.Module, names: Iterable[str]) -> set[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = set()
+    for name in names:
+        if name not in modules:
+            near = ", ".join(repr(known) for known in list(modules)[1:9])
+            raise ConfigError(f"split names {name!r}, which is no module of the model; it has {near} and so on")
+        parts = name.split(".")
+        found |= {".".join(parts[:length]) for length in range(1, len(parts))}
+    return {name for name in found if not is_plain_sequential(modules[name])}
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Return the members of the outermost lists of modules: what repeats in most models."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not any(name.startswith(f"{b}.") for b in found):
+            found += [f"{name}.{index}" for index in range(len(module))]
+    return found
+
+
+def parameter_costs(traced: Traced) -> list[float]:
+    """Return the number of parameters of each unit; shared ones count where they come first."""
+    seen: set[int] = set()
+    costs = []
+    for unit in traced.units:
+        new = {id(p): p.numel() for p in traced.objects[str(unit.target)].parameters() if id(p) not in seen}
+        seen |= set(new)
+        costs.append(float(sum(new.values())))
+    return costs
+
+
+class _Clock(fx.Interpreter):
+    """Runs a graph and keeps how long each call of a module took, in seconds."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seconds: dict[str, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        begin = time.perf_counter()
+        result = super().run_node(n)
+        self.seconds[n.name] = time.perf_counter() - begin
+        return result
+
+
+@torch.no_grad()
+def time_costs(traced: Traced, inputs: Any, runs: int = 3) -> list[float]:
+    """Return the seconds that each unit's forward takes in evaluation mode: the least of some runs after a first one.
+
+    Args:
+        traced: the model.
+        inputs: of a typical micro-batch, where the model is.
+        runs: how often.
+    """
+    module = fx.GraphModule(traced.objects, traced.graph)
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        clocks = [_Clock(module) for _ in range(runs + 1)]
+        for clock in clocks:
+            clock.run(inputs)
+    finally:
+        for part, training in modes.items():
+            part.training = training
+    return [min(clock.seconds[unit.name] for clock in clocks[1:]) for unit in traced.units]
+
+
+# ---------------------------------------------------------------------------------------------------------------- cuts
+
+
+def find_cuts(traced: Traced, stages: int, split: Sequence[str], costs: Callable[[Traced], list[float]]) -> list[int]:
+    """Return at which units the second and later stages begin.
+
+    Raises:
+        ConfigError: the split points are not one fewer than the stages, are not called, or leave the first stage empty.
+    """
+    if not split:
+        return balanced_cuts(costs(traced), stages)
+    if len(split) != stages - 1:
+        raise ConfigError(
+            f"split names {len(split)} modules, so {len(split) + 1} stages; the mesh has {stages}, name {stages - 1}"
+        )
+    cuts = sorted(_unit_at(traced, name) for name in split)
+    if cuts[0] == 0 or len(set(cuts)) < len(cuts):
+        raise ConfigError(
+            f"split points {', '.join(map(repr, split))} leave a stage empty; each stage needs a module of its own, "
+            f"and the first begins at {traced.names[0]!r} anyway"
+        )
+    return cuts
+
+
+def _unit_at(traced: Traced, name: str) -> int:
+    for index, unit in enumerate(traced.names):
+        if unit == name or unit.startswith(f"{name}."):
+            return index
+    known = ", ".join(map(repr, traced.names[:12]))
+    raise ConfigError(f"split names {name!r}, which the model's forward does not call; it calls {known}")
+
+
+def split_model(
+    model: nn.Module,
+    stages: int,
+    split: Sequence[str] = (),
+    costs: Callable[[Traced], list[float]] = parameter_costs,
+) -> Split:
+    """Cut a model into stages.
+
+    Args:
+        model: the whole model; its modules go on living in the stages.
+        stages: how many.
+        split: full names of the modules that begin the second and later stages; empty balances by `costs`.
+        costs: of the units of a traced model.
+
+    Raises:
+        ConfigError: it cannot be cut so; the text has the sizes and says what to do.
+    """
+    traced = trace_model(model, stages, split)
+    cuts = find_cuts(traced, stages, split, costs)
+    modules = [_segment(traced, begin, end) for begin, end in _ranges(traced, cuts)]
+    canonical = _canonical_names(model)
+    _adopt_orphans(model, modules, canonical)
+    keys = tuple(key for key, value in model.state_dict().items() if isinstance(value, torch.Tensor))
+    named_buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in keys]
+    return Split(
+        modules=tuple(modules),
+        begins=tuple(traced.names[cut] for cut in (0, *cuts)),
+        canonical=canonical,
+        holders=_holders(modules, canonical),
+        buffers={
+            name: tuple(i for i, module in enumerate(modules) if name in _buffer_names(module))
+            for name in named_buffers
+        },
+        keys=keys,
+    )
+
+
+def _buffer_names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _holders(modules: Sequence[nn.Module], canonical: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for index, module in enumerate(modules):
+        for name in dict.fromkeys(canonical[name] for name, _ in module.named_parameters(remove_duplicate=False)):
+            found.setdefault(name, []).append(index)
+    return {name: tuple(found[name]) for name in dict.fromkeys(canonical.values())}
+
+
+def _ranges(traced: Traced, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return [begin, end) of each stage among the working nodes of the graph."""
+    working = _working(traced.graph)
+    begins = [0, *(working.index(traced.units[cut]) for cut in cuts)]
+    return list(zip(begins, [*begins[1:], len(working)], strict=True))
+
+
+def _working(graph: fx.Graph) -> list[fx.Node]:
+    # A parameter that the outer forward names is fetched by each stage that uses it, it never travels.
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+
+
+def _segment(traced: Traced, begin: int, end: int) -> fx.GraphModule:
+    """Make the module of the working nodes [begin, end); what later nodes need passes through every stage between."""
+    working = _working(traced.graph)
+    result = next(node for node in traced.graph.nodes if node.op == "output")
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in _alive(traced.graph, begin):
+        copies[node] = graph.placeholder(node.name)
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "get_attr":
+            copies[node] = graph.get_attr(str(node.target))
+        return copies[node]
+
+    for node in working[begin:end]:
+        copies[node] = graph.node_copy(node, copy_of)
+    if end == len(working):
+        graph.output(fx.node.map_arg(result.args[0], copy_of))
+    else:
+        graph.output(tuple(copy_of(node) for node in _alive(traced.graph, end)))
+    used = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    return fx.GraphModule({name: traced.objects[name] for name in used}, graph, "Stage")
+
+
+def _alive(graph: fx.Graph, cut: int) -> list[fx.Node]:
+    """Return the values that exist before a cut and are needed after it."""
+    working = _working(graph)
+    later = {*working[cut:], *(node for node in graph.nodes if node.op == "output")}
+    before = {*(node for node in graph.nodes if node.op == "placeholder"), *working[:cut]}
+    if cut == 0:
+        return [node for node in graph.nodes if node in before]
+    return [node for node in graph.nodes if node in before and any(user in later for user in node.users)]
+
+
+def _adopt_orphans(model: nn.Module, modules: Sequence[nn.Module], canonical: dict[str, str]) -> None:
+    """Give what no stage uses to the first one: an unused parameter belongs to the checkpoint all the same."""
+    held = {canonical[n] for module in modules for n, _ in module.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters():
+        if name not in held:
+            owner, field = _home(modules[0], name)
+            owner.register_parameter(field, parameter)
+    held = set().union(*(_buffer_names(module) for module in modules))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in held:
+            owner, field = _home(modules[0], name)
+            owner.register_buffer(field, buffer)
+
+
+def _home(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, field = name.split(".")
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    return module, field

@@ -1,0 +1,1 @@
+"""What replicas do together: sums, buffers, batch statistics, ZeRO."""

@@ -1,0 +1,190 @@
+"""ZeRO 2 and 3: torch's FSDP2 over the replicas, with sums instead of means and parameters that need not be used.
+
+`fully_shard` is applied to the repeated blocks and then to the rest as one. Stage 2 keeps a block's parameters between
+forward and backward, stage 3 gathers them a second time. A scalar or an empty parameter cannot be sharded along its
+rows; it stays whole, and whoever sums whole gradients sums it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from guava_nb.errors import ConfigError
+from guava_nb.parallel.blocks import repeated_blocks
+from guava_nb.parallel.replicas.unused_parameters import Touch
+
+__all__ = ["Sharded", "gathered_in", "shard_over_data"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Sharded:
+    """What sharding a model over its replicas needs around each step.
+
+    Attributes:
+        root: the sharded model.
+        touch: which parameters were used.
+        names: full names of the sharded parameters, in order.
+        factor: what a loss must be multiplied with, so that FSDP2's mean is a sum.
+        replicas: the group of the replicas.
+        groups: modules with a group of their own, the model last.
+        began: the model was run, so FSDP2 has made what it needs for that.
+    """
+
+    root: nn.Module
+    touch: Touch
+    names: list[str]
+    factor: float
+    replicas: dist.ProcessGroup
+    groups: list[FSDPModule] = field(default_factory=list)
+    began: bool = False
+
+    def drop_unused(self, named: Mapping[str, nn.Parameter]) -> None:
+        """End a step: a parameter that no replica used has no gradient, as in plain PyTorch."""
+        device = next(iter(named.values())).device
+        flags = torch.tensor([float(name in self.touch.used) for name in self.names], device=device)
+        dist.all_reduce(flags, group=self.replicas)
+        for name, count in zip(self.names, flags.tolist(), strict=True):
+            if not count:
+                named[name].grad = None
+        self.touch.clear()
+
+    def release(self) -> None:
+        """Free gathered parameters."""
+        for group in self.groups:
+            group.reshard()
+
+    def recover(self) -> None:
+        """Let FSDP2 forget an iteration that raised; before torch 2.12 it cannot, and a new group is needed."""
+        for group in self.groups[-1:]:
+            if self.began and hasattr(group, "reset_iter_state"):
+                group.reset_iter_state()
+
+    def begin(self, *_: object) -> None:
+        """The model is about to run; FSDP2's own hook, which comes first, is through."""
+        self.began = True
+
+
+def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: Mapping[str, str]) -> Sharded:
+    """Shard a model's parameters over the ranks of a one-dimensional mesh.
+
+    Args:
+        model: changed in place.
+        stage: 2 or 3.
+        mesh: the replicas.
+        full_names: local parameter name to full name.
+
+    Raises:
+        ConfigError: one layer mixes dtypes, or this torch cannot leave a scalar parameter whole.
+    """
+    whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
+    sharded = Sharded(model, Touch(), [], 1.0, mesh.get_group())
+    taken: set[str] = set()
+    for target, module in _targets(model, whole):
+        parameters = {n: p for n, p in module.named_parameters() if p not in whole and not isinstance(p, DTensor)}
+        # Sharding replaces parameters, so names tell which are taken; a tie has its first name everywhere.
+        local = {n: f"{target}.{n}".lstrip(".") for n in parameters}
+        own = {n: full_names[name] for n, name in local.items() if name not in taken}
+        taken |= set(local.values())
+        if not own and module is not model:
+            continue
+        sharded.touch.watch(module, own)
+        sharded.names += own.values()
+        half = next((p.dtype for n, p in module.named_parameters() if n in own and p.dtype in _HALF), None)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        # The root is needed again at once when backward begins, so gathering it twice would free nothing.
+        again = stage == 3 and module is not model
+        ignored = {"ignored_params": whole} if whole else {}
+        try:
+            fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy, **ignored)  # type: ignore[call-overload]
+        except TypeError as error:
+            shapes = f"{len(whole)} parameters without rows"
+            raise ConfigError(
+                f"ZeRO {stage}: torch {torch.__version__} cannot shard {shapes}; use zero_stage=1 (--zero 1)"
+            ) from error
+        assert isinstance(module, FSDPModule)
+        sharded.groups.append(module)
+    model.register_forward_pre_hook(sharded.begin)
+    sharded.factor = _sum_not_mean(sharded.groups, mesh.size())
+    return sharded
+
+
+def gathered_in(model: nn.Module, stage: int) -> list[tuple[list[nn.Parameter], bool]]:
+    """Return the parameters that are gathered together, group by group, and whether they are gathered again for backward.
+
+    Args:
+        model: whole; it is not changed.
+        stage: 2 or 3.
+    """
+    whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
+    taken: set[int] = set()
+    found = []
+    for _, module in _targets(model, whole):
+        own = [p for p in module.parameters() if p not in whole and id(p) not in taken]
+        taken |= {id(p) for p in own}
+        if own:
+            found.append((own, stage == 3 and module is not model))
+    return found
+
+
+def _sum_not_mean(groups: list[FSDPModule], ranks: int) -> float:
+    for group in groups:
+        if not hasattr(group, "set_force_sum_reduction_for_comms"):
+            return float(ranks)
+        # A plain sum: gloo has no mean, and a mean would have to be undone.
+        group.set_force_sum_reduction_for_comms(True)
+        group.set_gradient_divide_factor(1.0)
+    return 1.0
+
+
+def _targets(model: nn.Module, whole: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
+    """Modules that get a group of their own, inner ones first, the whole model last."""
+    blocks = {name: m for name, m in repeated_blocks(model).items() if _is_closed(model, m)}
+    targets: list[tuple[str, nn.Module]] = []
+    for name, block in [*blocks.items(), ("", model)]:
+        taken = {id(p) for _, target in targets for p in target.parameters()}
+        targets += _of_other_dtype(name, block, taken, whole)
+        targets.append((name, block))
+    return targets
+
+
+def _is_closed(model: nn.Module, block: nn.Module) -> bool:
+    """Whether no parameter of a block is used outside it: FSDP2 knows ties inside one group only."""
+    inside = {id(m) for m in block.modules()}
+    own = {id(p) for p in block.parameters()}
+    outside = (m for m in model.modules() if id(m) not in inside)
+    return not any(id(p) in own for m in outside for p in m._parameters.values() if p is not None)
+
+
+def _of_other_dtype(
+    prefix: str, root: nn.Module, taken: set[int], whole: set[nn.Parameter]
+) -> list[tuple[str, nn.Module]]:
+    """One group holds one dtype: layers that differ from most of their group become groups of their own."""
+    rest = [p for p in root.parameters() if id(p) not in taken and p not in whole]
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in rest:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    if len(sizes) < 2:
+        return []
+    most = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
+    found = []
+    for name, module in root.named_modules():
+        own = {p.dtype for p in module._parameters.values() if p is not None and id(p) not in taken and p not in whole}
+        if own - {most}:
+            full = f"{prefix}.{name}".strip(".")
+            if len(own) > 1 or module is root or any(True for _ in module.children()):
+                kinds = ", ".join(sorted(str(dtype) for dtype in own | {most}))
+                raise ConfigError(
+                    f"ZeRO 2 and 3 need one dtype per layer, {full!r} mixes {kinds}; use zero_stage=1 (--zero 1)"
+                )
+            found.append((full, module))
+    return found

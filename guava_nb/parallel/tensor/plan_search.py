@@ -1,0 +1,298 @@
+"""Finding a tensor plan: from the user's patterns, or from what the model's modules look like.
+
+A column layer followed by a row layer of the same module is the pair that saves most: activations between them are
+split and one sum ends it. Whether a forward bears that is proven by running it (proof.py); where it does not, or cannot
+be run alone, layers that are large are split with whole activations around each, which is right for any forward and
+costs more traffic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from guava_nb.config.modes import PLAN_KINDS, check_plan
+from guava_nb.errors import ConfigError
+from guava_nb.parallel.tensor.module_fingerprint import sameness
+from guava_nb.parallel.tensor.plan_candidates import Proposal
+from guava_nb.parallel.tensor.split_trial import Proof
+from guava_nb.parallel.tensor.tensor_layers import ranges_of
+from guava_nb.parallel.tensor.tensor_plan import Plan, Region, Split, prove_plan
+
+__all__ = ["make_plan"]
+
+#: A layer that is in no pair is split only when it is large: the traffic is the same for a small one.
+_LARGE = 1 << 16
+
+
+def make_plan(model: nn.Module, patterns: Mapping[str, str], ranks: int) -> Plan:
+    """Return the plan for a whole model.
+
+    Args:
+        model: whole; it is not changed.
+        patterns: shell pattern over module names to one of `PLAN_KINDS`, the first that matches counts; empty finds a plan,
+            and nothing but "replicate" finds one for the rest of the model.
+        ranks: how many share each layer.
+
+    Raises:
+        ConfigError: a pattern fits nothing, a size cannot be split, or nothing in the model can be.
+    """
+    search = _Search(model, ranks)
+    only_less = all(kind == "replicate" for kind in patterns.values())
+    plan = search.automatic(search.under(patterns)) if only_less else search.from_patterns(patterns)
+    if not plan.splits:
+        raise ConfigError(
+            f"nothing in this model can be shared by {ranks} workers: no attention with {ranks} heads or more, no pair of "
+            f"Linear layers, no embedding, no Linear of {_LARGE} weights; name layers in tensor_plan (--plan), or use another "
+            "mode"
+        )
+    return _under_all_names(plan, search.aliases)
+
+
+@dataclass(slots=True)
+class _Search:
+    model: nn.Module
+    ranks: int
+    modules: dict[str, nn.Module] = field(init=False)
+    tied: dict[str, set[str]] = field(init=False)
+    aliases: dict[str, list[str]] = field(init=False)
+    places: Counter[nn.Module | None] = field(init=False)
+    proofs: dict[Hashable, tuple[Plan | None, bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = dict(self.model.named_modules())
+        self.tied = _ties(self.modules)
+        self.aliases = _aliases(self.model)
+        self.places = Counter(child for module in self.modules.values() for child in module._modules.values())
+
+    # ------------------------------------------------------------------------------------------------------ automatic
+
+    def under(self, patterns: Mapping[str, str]) -> set[str]:
+        """Return the modules that patterns name, and all inside them."""
+        tops = tuple(f"{name}." for name in self._matched(patterns))
+        return {name for name in self.modules if f"{name}.".startswith(tops)} if tops else set()
+
+    def automatic(self, without: Set[str] = frozenset()) -> Plan:
+        plan, spare = Plan({}), Plan({})
+        for name, module in self.modules.items():
+            if type(module) is nn.MultiheadAttention and self._splits_heads(module) and not self._is_tied(name):
+                plan |= Plan({name: Split("attention")}) if name not in without else Plan({})
+        for name in self.modules:
+            own = self._linears(name)
+            for proposal in self._proposals(name, own):
+                if not (proposal.names & (set(plan.splits) | without)):
+                    found, _ = self.prove(proposal)
+                    plan |= found.under(name) if found else Plan({})
+                    spare |= Plan({}) if found else proposal.joined().under(name)
+        plan |= self._rest(set(plan.splits) | without)
+        # A small layer with whole activations around it costs more traffic than it saves, unless there is nothing else.
+        return plan if plan.splits else spare
+
+    def _rest(self, taken: set[str]) -> Plan:
+        splits: dict[str, Split] = {}
+        for name, module in self.modules.items():
+            if name in taken or name in splits:
+                continue
+            together = self.tied.get(name, {name})
+            if _is_vocab(module) and self._all_vocab(together, taken):
+                splits.update({other: self._vocab(other) for other in sorted(together)})
+            elif self._is_large(name, module):
+                assert isinstance(module, nn.Linear)
+                splits[name] = Split("column", ranges_of(module.out_features, self.ranks))
+        return Plan(splits)
+
+    def _is_large(self, name: str, module: nn.Module) -> bool:
+        if type(module) is not nn.Linear or self._is_tied(name):
+            return False
+        return module.weight.numel() >= _LARGE and module.out_features >= self.ranks
+
+    def _all_vocab(self, names: set[str], taken: set[str]) -> bool:
+        kinds = [self.modules[name] for name in names]
+        fits = all(_is_vocab(m) or type(m) is nn.Linear for m in kinds)
+        return fits and not (names & taken) and min(len(m.weight) for m in kinds) >= self.ranks  # type: ignore[arg-type]
+
+    def _vocab(self, name: str) -> Split:
+        module = self.modules[name]
+        ranges = ranges_of(len(module.weight), self.ranks)  # type: ignore[arg-type]
+        return Split("vocab" if isinstance(module, nn.Embedding) else "head", ranges)
+
+    def _splits_heads(self, module: nn.MultiheadAttention) -> bool:
+        return module.num_heads >= self.ranks and module.bias_k is None and not module.add_zero_attn
+
+    def _is_tied(self, name: str) -> bool:
+        prefix = f"{name}."
+        return name in self.tied or any(other.startswith(prefix) for other in self.tied)
+
+    def _proposals(self, name: str, own: Mapping[str, nn.Linear]) -> list[Proposal]:
+        heads = Proposal.heads_of(self.modules[name], name, own, self.ranks)
+        return [*([heads] if heads else []), *Proposal.pairs_of(name, own, self.ranks)]
+
+    def _linears(self, name: str) -> dict[str, nn.Linear]:
+        return {
+            child: m
+            for child, m in self.modules[name].named_children()
+            if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
+        }
+
+    def prove(self, proposal: Proposal) -> tuple[Plan | None, bool]:
+        module = self.modules[proposal.parent]
+        if any(self.places[self.modules[name]] > 1 for name in proposal.names):
+            # It runs in two places, of which a try sees one.
+            return None, True
+        key = (sameness(module), repr(proposal.plans))
+        if key not in self.proofs:
+            ran = False
+            self.proofs[key] = (None, False)
+            for plan in proposal.plans:
+                proof: Proof = prove_plan(module, proposal.width, self.ranks, plan)
+                ran = ran or proof.ran
+                self.proofs[key] = (None, ran)
+                if proof.equal:
+                    found = Plan(plan.splits, plan.attributes, plan.regions, proof.partial)
+                    self.proofs[key] = (found, True)
+                    break
+                if not proof.ran:
+                    break
+        return self.proofs[key]
+
+    # ------------------------------------------------------------------------------------------------- user's patterns
+
+    def from_patterns(self, patterns: Mapping[str, str]) -> Plan:
+        kinds = self._matched(patterns)
+        plan = Plan({}, partial=tuple(self._partial(kinds)))
+        for name, kind in kinds.items():
+            if kind == "vocab":
+                plan |= self._user_vocab(name, kinds)
+            elif kind in ("colwise", "rowwise") and name not in plan.splits:
+                plan |= self._user_layers(name, kinds)
+        return plan
+
+    def _matched(self, patterns: Mapping[str, str]) -> dict[str, str]:
+        check_plan(patterns)
+        kinds: dict[str, str] = {}
+        for pattern, kind in patterns.items():
+            hits = [name for name in self.modules if name and fnmatchcase(name, pattern)]
+            if not hits:
+                raise ConfigError(
+                    f"tensor_plan (--plan) {pattern!r} matches no module; modules here are {_some(self.modules)}"
+                )
+            fits = [name for name in hits if _fits(self.modules[name], kind)]
+            if not fits:
+                cls = type(self.modules[hits[0]]).__name__
+                raise ConfigError(
+                    f"tensor_plan (--plan) {pattern!r}: {kind!r} does not fit {hits[0]!r}, which is a {cls}"
+                )
+            for name in fits:
+                kinds.setdefault(name, kind)
+        return kinds
+
+    def _partial(self, kinds: Mapping[str, str]) -> Iterator[str]:
+        for name, kind in kinds.items():
+            if kind == "partial":
+                yield from (f"{name}.{parameter}" for parameter, _ in self.modules[name].named_parameters())
+
+    def _user_vocab(self, name: str, kinds: Mapping[str, str]) -> Plan:
+        together = self.tied.get(name, {name})
+        others = sorted(other for other in together if kinds.get(other) != "vocab")
+        if others:
+            raise ConfigError(
+                f"{name!r} shares its weight with {others[0]!r}; tensor_plan (--plan) must give both 'vocab'"
+            )
+        rows = len(self.modules[name].weight)  # type: ignore[arg-type]
+        self._check_size(name, rows, "rows")
+        return Plan({name: self._vocab(name)})
+
+    def _check_size(self, name: str, size: int, what: str) -> None:
+        if size < self.ranks:
+            raise ConfigError(f"{name!r} has {size} {what}, tp {self.ranks} needs {self.ranks} at least")
+
+    def _user_layers(self, name: str, kinds: Mapping[str, str]) -> Plan:
+        module = self.modules[name]
+        if self._is_tied(name):
+            raise ConfigError(
+                f"{name!r} shares a weight with {sorted(self.tied.get(name, {name}))}; only 'vocab' splits both"
+            )
+        if isinstance(module, nn.MultiheadAttention):
+            self._check_size(name, module.num_heads, "heads")
+            if not self._splits_heads(module):
+                raise ConfigError(
+                    f"{name!r} has add_bias_kv or add_zero_attn, which heads cannot share; leave it whole"
+                )
+            return Plan({name: Split("attention")})
+        assert isinstance(module, nn.Linear)
+        size, what = (module.out_features, "outputs") if kinds[name] == "colwise" else (module.in_features, "inputs")
+        self._check_size(name, size, what)
+        parent = name.rpartition(".")[0]
+        own = {
+            c: m for c, m in self._linears(parent).items() if kinds.get(f"{parent}.{c}".strip(".")) in PLAN_KINDS[:2]
+        }
+        chosen = {c: kinds[f"{parent}.{c}".strip(".")] for c in own}
+        for proposal in self._proposals(parent, own):
+            if name.rpartition(".")[2] in proposal.local and proposal.follows(chosen):
+                return self._user_proposal(proposal)
+        kind = "column" if kinds[name] == "colwise" else "row"
+        return Plan({name: Split(kind, ranges_of(size, self.ranks))})
+
+    def _user_proposal(self, proposal: Proposal) -> Plan:
+        found, ran = self.prove(proposal)
+        if found is None and not ran:
+            # It cannot be tried alone, and the user says so; the first step checks that gradients agree.
+            return proposal.plans[0].under(proposal.parent)
+        return (found or proposal.joined()).under(proposal.parent)
+
+
+def _ties(modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
+    """Return, of each module with a shared parameter, the modules that share it."""
+    users: dict[int, set[str]] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(name)
+    found: dict[str, set[str]] = {}
+    for names in users.values():
+        if len(names) > 1:
+            for name in names:
+                found.setdefault(name, set()).update(names)
+    return found
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of each module that has several, by its first one."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def _under_all_names(plan: Plan, aliases: Mapping[str, list[str]]) -> Plan:
+    """A stage of a pipeline may hold a module by its second name only."""
+    splits = {name: plan.splits[first] for first in plan.splits for name in (first, *aliases.get(first, ()))}
+    attributes = {n: plan.attributes[first] for first in plan.attributes for n in (first, *aliases.get(first, ()))}
+    regions = [other for region in plan.regions for other in (region, *_elsewhere(region, aliases))]
+    return Plan(splits, attributes, tuple(regions), plan.partial)
+
+
+def _elsewhere(region: Region, aliases: Mapping[str, list[str]]) -> list[Region]:
+    prefix, _, row = region.row.rpartition(".")
+    columns = [name.rpartition(".")[2] for name in region.columns]
+    return [Region(tuple(f"{other}.{name}" for name in columns), f"{other}.{row}") for other in aliases.get(prefix, ())]
+
+
+def _is_vocab(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+
+
+def _fits(module: nn.Module, kind: str) -> bool:
+    if kind == "vocab":
+        return _is_vocab(module) or type(module) is nn.Linear
+    if kind == "colwise":
+        return type(module) in (nn.Linear, nn.MultiheadAttention)
+    return kind in ("replicate", "partial") or type(module) is nn.Linear
+
+
+def _some(modules: Mapping[str, nn.Module]) -> str:
+    return ", ".join([name for name in modules if name][:8])

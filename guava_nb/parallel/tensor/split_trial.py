@@ -1,0 +1,224 @@
+"""Whether a split of a module gives the same numbers, tried before anything is trained.
+
+No rule about names or classes knows what a user's forward does between two layers. So the split is run: as many
+threads as there will be ranks each get a copy of the module, split for their rank, and random inputs in float64, in
+both modes and of several sizes; outputs, every gradient and all buffers are compared with the whole module's. What
+fails is not split that way. What only other numbers would show is for tensor_check.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from guava_nb.parallel.replicas.unused_parameters import tensors_in
+from guava_nb.parallel.tensor.without_randomness import SteadyRandomness
+
+__all__ = ["Proof", "prove"]
+
+_CLOSE = 1e-8
+_WAIT_S = 60.0
+_MAX_BYTES = 1 << 31
+#: Whether training, and what the random input is multiplied with. Training last, so that its state counts in both.
+_TRIES = ((False, 1.0), (True, 1.0), (True, 0.01), (True, 30.0), (False, 30.0), (False, 0.01), (True, 1.0))
+
+#: Splits a module, in place, for one rank; returns local parameter name to the slice function of its full tensor.
+Split = Callable[[nn.Module, "_ThreadRanks"], Callable[[str, Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the try showed.
+
+    Attributes:
+        ran: the whole module could be run on a random input.
+        equal: the split one gave the same numbers.
+        partial: whole parameters whose gradients are the sum over the ranks.
+    """
+
+    ran: bool
+    equal: bool
+    partial: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Meeting:
+    barrier: threading.Barrier
+    slots: list[Tensor]
+
+
+@dataclass(slots=True)
+class _ThreadRanks:
+    """Ranks that are threads of this process; see `tensor_ops.Ranks`."""
+
+    rank: int
+    size: int
+    meeting: _Meeting
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._meet(tensor)).sum(dim=0)
+
+    def collect(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        return self._meet(tensor)
+
+    def _meet(self, tensor: Tensor) -> list[Tensor]:
+        self.meeting.slots[self.rank] = tensor.detach()
+        self.meeting.barrier.wait()
+        everybody = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return everybody
+
+
+@dataclass(slots=True)
+class _Run:
+    """One forward and backward."""
+
+    output: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+    @property
+    def finite(self) -> bool:
+        tensors = [self.output, *(g for g in self.gradients.values() if g is not None)]
+        return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+@dataclass(slots=True)
+class _Story:
+    """What one rank saw, or the whole module: all runs one after the other, as state may go from one to the next."""
+
+    runs: list[_Run] = field(default_factory=list)
+    problem: Exception | None = None
+    cut: Callable[[str, Tensor], Tensor] | None = None
+
+
+def prove(module: nn.Module, width: int, ranks: int, split: Split) -> Proof:
+    """Try a split, in training and in evaluation mode, on small, usual and large numbers.
+
+    Args:
+        module: whole; it is not changed.
+        width: last dim of its input.
+        ranks: how many will share it.
+        split: how each rank's copy is made from a whole one.
+    """
+    if 8 * sum(p.numel() for p in module.parameters()) * (ranks + 2) > _MAX_BYTES:
+        return Proof(False, False)
+    try:
+        original = copy.deepcopy(module).to("cpu", torch.float64)
+    except Exception:  # A user's attribute that cannot be copied: the module cannot be tried.
+        return Proof(False, False)
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng([]):
+        for shape in ((2, 5, width), (3, width)):
+            for count in (1, 3):
+                given = torch.randn(shape, generator=generator, dtype=torch.float64)
+                whole = _Story()
+                _tell(whole, copy.deepcopy(original), given, count)
+                if whole.problem is None:
+                    return _compare(whole, _split_stories(original, given, count, ranks, split))
+    return Proof(False, False)
+
+
+def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
+    try:
+        for training, scale in _TRIES:
+            story.runs.append(_run(module.train(training), given * scale, count))
+    except Exception as problem:  # Whatever a user's forward raises on a strange input: it cannot be tried.
+        story.problem = problem
+
+
+def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
+    module.zero_grad()
+    leaf = given.clone().requires_grad_()
+    with torch.enable_grad():
+        with SteadyRandomness():
+            outputs = [t for t in tensors_in(module(*[leaf] * count)) if t.is_floating_point()]
+        weights = torch.Generator().manual_seed(1)
+        total = sum((o * torch.randn(o.shape, generator=weights, dtype=o.dtype)).sum() for o in outputs)
+        assert isinstance(total, Tensor)
+        with SteadyRandomness():
+            total.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return _Run(torch.cat([o.detach().reshape(-1) for o in outputs]), {**gradients, "<input>": leaf.grad}, buffers)
+
+
+def _split_stories(original: nn.Module, given: Tensor, count: int, ranks: int, split: Split) -> list[_Story]:
+    meeting = _Meeting(threading.Barrier(ranks, timeout=_WAIT_S), [given] * ranks)
+    stories = [_Story(problem=TimeoutError("did not end")) for _ in range(ranks)]
+
+    def one(rank: int) -> None:
+        story = _Story()
+        try:
+            part = copy.deepcopy(original)
+            story.cut = split(part, _ThreadRanks(rank, ranks, meeting))
+            _tell(story, part, given, count)
+        except Exception as problem:  # The split does not fit this module.
+            story.problem = problem
+        if story.problem is not None:
+            meeting.barrier.abort()  # the others must not wait for it
+        stories[rank] = story
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stories
+
+
+def _compare(whole: _Story, stories: list[_Story]) -> Proof:
+    cuts = [story.cut for story in stories if story.problem is None and story.cut is not None]
+    if len(cuts) < len(stories):
+        return Proof(True, False)
+    partial: set[str] = set()
+    alike: set[str] = set()
+    for number, run in enumerate(whole.runs):
+        if not run.finite and _TRIES[number][1] != 1.0:
+            continue  # too large for this module: nothing to compare
+        parts = [story.runs[number] for story in stories]
+        if not all(_close(part.output, run.output) and _same_buffers(part, run) for part in parts):
+            return Proof(True, False)
+        for name in run.gradients:
+            whole_here, summed = _gradient(name, run, parts, cuts)
+            if not whole_here and not summed:
+                return Proof(True, False)
+            alike |= {name} if not summed else set()
+            partial |= {name} if not whole_here else set()
+    # Zero is both; but what is a sum on one input and whole on another is nothing that could be relied on.
+    return Proof(True, not alike & partial, tuple(name for name in whole.runs[0].gradients if name in partial))
+
+
+def _gradient(
+    name: str, whole: _Run, runs: list[_Run], cuts: Sequence[Callable[[str, Tensor], Tensor]]
+) -> tuple[bool, bool]:
+    """Return whether every rank has the true gradient of its part; and whether the ranks' gradients add up to it."""
+    wanted = whole.gradients[name]
+    parts = [run.gradients[name] for run in runs]
+    have = [part for part in parts if part is not None]
+    if wanted is None or len(have) < len(parts):
+        nobody = wanted is None and not have
+        return nobody, nobody
+    if name == "<input>":
+        return all(_close(part, wanted) for part in have), False
+    alike = all(_close(part, cut(name, wanted)) for part, cut in zip(have, cuts, strict=True))
+    return alike, all(part.shape == wanted.shape for part in have) and _close(torch.stack(have).sum(0), wanted)
+
+
+def _same_buffers(part: _Run, whole: _Run) -> bool:
+    return part.buffers.keys() == whole.buffers.keys() and all(
+        _close(part.buffers[name], buffer) for name, buffer in whole.buffers.items()
+    )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not (b.is_floating_point() or b.is_complex()):
+        return torch.equal(a, b)
+    return bool(((a - b).abs() <= _CLOSE * (1 + b.abs().max() if b.numel() else 1)).all())

@@ -1,0 +1,165 @@
+"""Whether layers that share split activations do so rightly on real numbers: looked at on the first batch.
+
+A plan is proven on random numbers (proof.py), and a forward may do something else on those that come: clip a large
+norm, choose an expert. So the first forward of training, and the first of evaluation, first runs each module that
+holds such layers twice: as it is, and with whole activations around each layer, which is right for any forward. Only
+activations travel for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guava_nb.errors import TrainingError
+from guava_nb.parallel.replicas.unused_parameters import tensors_in
+from guava_nb.parallel.tensor.tensor_layers import ColumnLinear, RowLinear
+from guava_nb.parallel.tensor.without_randomness import SteadyRandomness, untouched
+
+__all__ = ["SplitLayers", "check_on_first_batch"]
+
+#: Relative difference of outputs that the order of sums may explain, by dtype; and for halves and under autocast.
+_SLACK = {torch.float64: 1e-8, torch.float32: 1e-3}
+_HALF_SLACK = 0.1
+_PLAIN = (Tensor, int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(slots=True)
+class SplitLayers:
+    """Layers between which activations are split.
+
+    Attributes:
+        layers: by full name.
+        attributes: modules whose attributes hold this rank's value, and the values that are right for whole activations.
+    """
+
+    layers: dict[str, ColumnLinear | RowLinear]
+    attributes: dict[nn.Module, Mapping[str, Any]] = field(default_factory=dict)
+
+    def join(self) -> None:
+        """Let activations be whole around each layer."""
+        for layer in self.layers.values():
+            if isinstance(layer, ColumnLinear):
+                layer.gathers = True
+            else:
+                layer.scatters = True
+        for module, values in self.attributes.items():
+            for name, value in values.items():
+                setattr(module, name, value)
+
+
+def check_on_first_batch(root: nn.Module, regions: Sequence[SplitLayers]) -> None:
+    """Watch the modules that hold split layers; the first batch raises a TrainingError where numbers differ.
+
+    Args:
+        root: the model or a stage, split already.
+        regions: all layers of each are in `root`.
+    """
+    found: dict[nn.Module, tuple[str, SplitLayers]] = {}
+    for region in regions:
+        name, module = _home(root, next(iter(region.layers)))
+        _, here = found.setdefault(module, (name, SplitLayers({})))
+        here.layers.update(region.layers)
+        here.attributes.update(region.attributes)
+    for module, (name, here) in found.items():
+        module.register_forward_pre_hook(_Check(name, here), with_kwargs=True)
+
+
+def _home(root: nn.Module, layer: str) -> tuple[str, nn.Module]:
+    """Return the innermost module around a layer that has a forward: a stage opens containers, which have none then."""
+    name = layer
+    while name:
+        name = name.rpartition(".")[0]
+        module = root.get_submodule(name)
+        if type(module).forward is not nn.Module.forward:
+            return name, module
+    return "", root
+
+
+class _Check:
+    def __init__(self, name: str, here: SplitLayers) -> None:
+        self._name, self._here = name, here
+        self._seen: set[bool] = set()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training in self._seen:
+            return
+        self._seen.add(module.training)
+        # A user's object, a cache for instance, cannot be handed over twice.
+        if not _is_plain((args, kwargs)):
+            return
+        split, whole = self._run(module, args, kwargs, False), self._run(module, args, kwargs, True)
+        difference = _difference(split, whole)
+        # All ranks must come to the same end; and where two equal runs differ as much, nothing can be said.
+        if self._anywhere(difference > _slack(whole)):
+            again = _difference(self._run(module, args, kwargs, True), whole)
+            if not self._anywhere(again > _slack(whole)):
+                raise TrainingError(self._text(module, difference))
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any, whole: bool) -> list[Tensor]:
+        device = next(iter(self._here.layers.values())).weight.device
+        with torch.no_grad(), untouched(module, device), SteadyRandomness():
+            if whole:
+                self._here.join()
+            output = module.forward(*_copied(args), **_copied(kwargs))
+            return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+
+    def _anywhere(self, bad: bool) -> bool:
+        layer = next(iter(self._here.layers.values()))
+        flag = torch.full((1,), float(bad), device=layer.weight.device)
+        return bool(layer.ranks.sum(flag).item())
+
+    def _text(self, module: nn.Module, difference: float) -> str:
+        kind = f"{self._name!r} ({type(module).__name__})" if self._name else f"the model ({type(module).__name__})"
+        names = list(self._here.layers)
+        pattern = f"{self._name}.*" if self._name else names[0]
+        ranks = next(iter(self._here.layers.values())).ranks.size
+        return (
+            f"{kind} computes something else on this batch when {ranks} workers share its layers {', '.join(names)} (its "
+            f"outputs differ by {difference:.2g} of their size): between these layers its forward looks at whole rows, "
+            "and did not on the numbers on which the plan was tried. Nothing was trained with it. Leave it out: "
+            f'tensor_plan={{"{pattern}": "replicate"}}, or --plan \'{{"{pattern}": "replicate"}}\''
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
+
+
+def _copied(value: Any) -> Any:
+    """Return a nested value with tensors of its own, which a forward may change in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(child) for key, child in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        children = [_copied(child) for child in value]
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    return value
+
+
+def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Return the largest relative difference of two runs' outputs; 0 where the second has no finite size."""
+    if [t.shape for t in a] != [t.shape for t in b]:
+        return float("inf")
+    return max(_differences(a, b), default=0.0)
+
+
+def _differences(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[float]:
+    for one, other in zip(a, b, strict=True):
+        size = float(torch.linalg.vector_norm(other.double()))
+        apart = float(torch.linalg.vector_norm(one.double() - other.double()))
+        if size < float("inf"):
+            yield apart / max(size, 1e-12) if apart == apart else float("inf")
+
+
+def _slack(outputs: Sequence[Tensor]) -> float:
+    if outputs and torch.is_autocast_enabled(outputs[0].device.type):
+        return _HALF_SLACK
+    return max((_SLACK.get(output.dtype, _HALF_SLACK) for output in outputs), default=0.0)

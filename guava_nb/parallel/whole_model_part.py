@@ -1,0 +1,196 @@
+"""Modes without stages: every rank runs the whole forward, on whole layers or on its part of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.errors import TrainingError
+from guava_nb.parallel.loss_interface import Forward, Look, Measured, Objective, Predicted, measured
+from guava_nb.parallel.module_state import evaluating
+from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
+from guava_nb.parallel.replicas.buffer_sync import kept_buffers
+from guava_nb.parallel.replicas.data_axis import DataAxis
+from guava_nb.parallel.state import gradient_norm as norm
+from guava_nb.parallel.state.full_state import Piece
+from guava_nb.parallel.state.local_tensors import Holding
+from guava_nb.parallel.tensor.tensor_sums import TensorSums
+from guava_nb.parallel.tensor.vocab_loss import whole_logits
+
+__all__ = ["WholePart"]
+
+_NOTHING = Measured(0.0, 0.0, None, 0)
+
+
+def _whole(look: Look) -> Look:
+    """Let a user's metric see whole logits: not everything it may do with them works on a part."""
+    return lambda outputs, targets, rows: look(whole_logits(outputs), targets, rows)
+
+
+class WholePart:
+    """A `Part` (see part.py) that runs the whole model's forward.
+
+    Attributes:
+        takes_inputs: always.
+        takes_targets: always.
+        reports: one rank of those that share each layer does.
+        model: the local module.
+        named: full name to local parameter.
+        optimizer: of these parameters.
+        layout: how the whole model is spread, in words.
+    """
+
+    takes_inputs = True
+    takes_targets = True
+    layout = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        holding: Holding,
+        objective: Objective,
+        optimizer: Optimizer,
+        data: DataAxis,
+        tensor: TensorSums,
+        members: list[list[str]],
+        owned: bool = False,
+    ) -> None:
+        """Join what `parallelize` made.
+
+        Args:
+            model: spread already.
+            holding: what this rank holds.
+            objective: runs the model and measures it.
+            optimizer: of `holding.named`, or of a share of them.
+            data: what replicas do together.
+            tensor: what ranks that share each layer do together.
+            members: full names of each group of `optimizer`.
+            owned: ZeRO 1: `optimizer` was cut to what this replica owns.
+        """
+        self.model = model
+        self.named = holding.named
+        self.optimizer = optimizer
+        self.reports = holding.axes.tp == 0
+        self._holding = holding
+        self._objective = objective
+        self._data = data
+        self._tensor = tensor
+        self._members = members
+        self._owned = owned
+        self._rows = 0
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def train_batch(
+        self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False
+    ) -> Measured:
+        """Do forward and backward of one batch.
+
+        Raises:
+            TrainingError: the loss depends on no trainable parameter.
+        """
+        if not stand_in:
+            return self._train(batch, rows, factor, last)
+        if self._data.runs_stand_ins:
+            with self._data.standing_in(), kept_buffers(self.model):
+                self._train(batch, rows, 0.0, last)
+            self._rows -= rows
+        return _NOTHING
+
+    def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
+        try:
+            with explaining_few_rows(self.model):
+                loss = self._objective(self.model, batch, rows, False)
+            if not loss.value.requires_grad:
+                raise TrainingError(
+                    "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
+                    "from the model's outputs without detach(), item() or no_grad()"
+                )
+            self._data.begin(last)
+            (loss.value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._data.recover()
+            raise
+        self._data.end()
+        self._rows += rows
+        return measured(loss, rows)
+
+    def finish_gradients(self) -> None:
+        """Complete the step's sums."""
+        self._data.finish(self.named, self._rows)
+        self._tensor.finish(self.named)
+        self._rows = 0
+
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+        """Do a forward only, in evaluation mode."""
+        if stand_in and not self._data.runs_stand_ins:
+            return _NOTHING
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
+            loss = self._objective(self.model, batch, rows, True, None if stand_in or look is None else _whole(look))
+        # What FSDP2 gathered for this forward would be stale after the next load.
+        self._data.release()
+        return _NOTHING if stand_in else measured(loss, rows)
+
+    def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
+        """Return the outputs, in evaluation mode; none for a stand-in."""
+        if stand_in and not self._data.runs_stand_ins:
+            return []
+        standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), standing:
+            outputs = whole_logits(forward(self.model, batch))  # all ranks that share the layers gather alike
+        self._data.release()
+        return [] if stand_in else [(outputs, rows)]
+
+    # ------------------------------------------------------------------------------------------------------- gradients
+
+    def gradient_square(self) -> float:
+        """Return this rank's share of the squared norm of the full gradient."""
+        axes = self._holding.axes
+        return float(norm.gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        norm.scale_gradients(self.named, factor)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self._data.drop()
+        self._rows = 0
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def culprit(self) -> str:
+        """Return the first full name whose local gradient is not finite, or ""."""
+        return norm.culprit(self.named)
+
+    def apply(self) -> None:
+        """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
+        self.optimizer.step()
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def model_pieces(self) -> list[Piece]:
+        """Return this rank's share of the full model's state."""
+        return self._holding.pieces()
+
+    def optimizer_pieces(self) -> dict[str, Any]:
+        """Return this rank's share of the full optimizer's state."""
+        return self._holding.optimizer_pieces(self.optimizer, self._members, self._owned)
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None) -> None:
+        """Take this rank's part of a full state.
+
+        Raises:
+            CheckpointError: it is another model's.
+        """
+        self._data.release()
+        self._holding.load(model)
+        self._data.loaded()
+        if optimizer is not None:
+            self._holding.load_optimizer(self.optimizer, self._members, optimizer)

@@ -1,0 +1,320 @@
+"""Starts worker processes and watches them.
+
+One spawned process per device, never forked from a kernel and never inside it: memory is freed by ending it, CUDA state in
+the notebook does not matter. It has a process session of its own, because an interrupted cell sends SIGINT to the kernel's
+whole process group. The join code goes through a pipe, so no process list shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from guava_nb.cluster.worker_output import ending_text
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import GuavaError, JoinCodeError
+from guava_nb.link.dialler import visit
+from guava_nb.link.options import LinkOptions
+from guava_nb.protocol.joincode import JoinCode, check_same_session
+from guava_nb.protocol.messages import CrashReport
+from guava_nb.status import OwnFigures
+from guava_nb.worker.process import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
+from guava_nb.worker.stdout_tee import MAX_LINE_CHARS
+
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch"]
+
+#: Enough for the traceback of a crash below Python together with what was printed before it.
+TAIL_LINES = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAt:
+    """Where a worker listens; port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What a worker process last said of itself.
+
+    Attributes:
+        state: "starting", "listening", "joining", "ready", "preparing", "working", "validating", "reconnecting", "left",
+            "failed" or "crashed".
+        step: optimizer steps applied so far in the present run.
+        lines: its last printed lines.
+        joined: it was in the session once.
+        error: name of the error that it failed with.
+        figures: what it measured of itself, at most some two seconds ago.
+    """
+
+    state: str
+    name: str
+    step: int
+    device: str
+    address: str
+    detail: str = ""
+    lines: tuple[str, ...] = ()
+    exit_status: int | None = None
+    joined: bool = False
+    error: str = ""
+    figures: OwnFigures = OwnFigures()
+
+
+class WorkerHandle:
+    """A worker process that this process started. Thread-safe."""
+
+    def __init__(
+        self,
+        code: JoinCode | ListenAt,
+        device: str,
+        name: str,
+        threads: int | None,
+        log_path: Path | None,
+        config: DistributedConfig | None = None,
+    ) -> None:
+        """Start the process."""
+        self._config = config or DistributedConfig()
+        self._listens = code if isinstance(code, ListenAt) else None
+        self._code = code if isinstance(code, JoinCode) else None
+        self._device, self._wanted = device, name
+        self._identity = secrets.token_bytes(32)
+        self._log_path = log_path
+        self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
+        self._name, self._joined, self._figures = name, False, OwnFigures()
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._partial = ""
+        self._ended = threading.Event()
+        self._killed = False
+        self._process = self._spawn(threads)
+        threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
+
+    def _spawn(self, threads: int | None) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "guava_nb.worker.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            start_new_session=os.name != "nt",
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )
+        order = {
+            "code": None if self._code is None else self._code.encode(),
+            "listen": None if self._listens is None else [self._listens.host, self._listens.port],
+            "device": self._device,
+            "name": self._wanted,
+            "identity": self._identity.hex(),
+            "threads": threads,
+            "config": self._config.to_dict(),
+        }
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it died at once: `_watch` reports it with its last lines
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        return process
+
+    # --------------------------------------------------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        log = self._open_log()
+        assert self._process.stdout is not None
+        with log or contextlib.nullcontext():
+            for line in self._process.stdout:
+                self._on_line(line.rstrip("\n"), log)
+            if self._partial:
+                self._on_line("", log)
+        status = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST):
+            self._on_crash(status)
+        self._ended.set()
+
+    def _open_log(self) -> IO[str] | None:
+        if self._log_path is None:
+            return None
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return self._log_path.open("a", encoding="utf-8")
+        except OSError as error:  # its output must be read all the same, or it would wait for us when the pipe is full
+            self._lines.append(f"what this worker prints is not kept on disk: {error}")
+            return None
+
+    def _on_line(self, line: str, log: IO[str] | None) -> None:
+        text, mark, record = line.partition(MARK)
+        line, self._partial = self._partial + text, ""
+        if mark:
+            self._partial = line  # the user's code had not ended its line when the state came in between
+            self._on_state(record)
+            return
+        self._lines.append(line[:MAX_LINE_CHARS])
+        if log is not None:
+            log.write(line + "\n")
+            log.flush()
+
+    def _on_state(self, record: str) -> None:
+        try:
+            last = json.loads(record)
+            if "figures" in last:
+                self._figures = msgspec.convert(last["figures"], OwnFigures)
+                return
+            if self._listens is not None and last.get("code"):
+                self._code = JoinCode.decode(last["code"])
+            last = {
+                "state": str(last["state"]), "step": int(last["step"]), "detail": str(last["detail"]),
+                "error": str(last.get("error", "")),
+            }  # fmt: skip
+        except (AttributeError, ValueError, TypeError, KeyError, JoinCodeError, msgspec.ValidationError):
+            return  # something wrote into the middle of it, or printed the mark; the next one will do
+        if last["state"] in ("left", "failed", "ready") and last["step"] < 0:  # of the run that is over
+            last["step"] = self._last["step"]
+        self._last = last
+        self._joined = self._joined or last["state"] == "ready"
+        if last["state"] in ("ready", "working") and last["detail"]:
+            self._name = last["detail"]
+
+    def _on_crash(self, status: int) -> None:
+        lines = tuple(self._lines)
+        if self._killed:
+            self._last = {"state": "left", "step": self._last["step"], "detail": "ended on request"}
+        else:
+            self._last = {"state": "crashed", "step": self._last["step"], "detail": ending_text(status, lines)}
+        if self._code is None or self._listens is not None:
+            return  # whoever dials it notices by itself; there is nobody to tell
+        report = CrashReport(self._name, status, lines)
+        with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
+            visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))
+
+    # --------------------------------------------------------------------------------------------------- for the user
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def code(self) -> JoinCode | None:
+        """Where it joined; of one that listens, what to dial it with, None until it does."""
+        return self._code
+
+    def status(self) -> WorkerState:
+        """Return what it last said of itself."""
+        last = self._last
+        return WorkerState(
+            state=str(last["state"]),
+            name=self._name or self._wanted,
+            step=int(last["step"]) + 1,
+            device=self._device,
+            address="" if self._code is None else self._code.address,
+            detail="" if last["detail"] == self._name else str(last["detail"]),
+            lines=tuple(self._lines),
+            exit_status=self._process.poll(),
+            joined=self._joined,
+            error=str(self._last.get("error", "")),
+            figures=self._figures,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end; returns whether it has ended."""
+        return self._ended.wait(timeout_s)
+
+    def leave(self) -> None:
+        """Ask it to leave after the step in work."""
+        self._order("leave")
+
+    def redirect(self, code: JoinCode | str) -> None:
+        """Let it dial the same session by another code from now on, as when a tunnel got another address.
+
+        Raises:
+            JoinCodeError: the code is damaged, belongs to another session, or this worker does not dial; nothing has changed.
+        """
+        new = code if isinstance(code, JoinCode) else JoinCode.decode(code)
+        if self._code is None or self._listens is not None:
+            raise JoinCodeError("this worker listens: the other side dials it, and the new code is for that side")
+        check_same_session(self._code, new)
+        self._code = new
+        self._order(f"dial {new.encode()}")
+
+    def _order(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended already
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ask it to leave, and end it if it does not within `timeout_s`."""
+        close_all([self], timeout_s)
+
+    def __repr__(self) -> str:
+        """One line without secrets."""
+        state = self.status()
+        return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address or 'no address'}, pid {self.pid})"
+
+
+def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:
+    """Ask all to leave, then end those that have not within `timeout_s` together."""
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        if worker.alive:
+            worker.leave()
+    for worker in workers:
+        if not worker.wait(max(0.0, deadline - time.monotonic())):
+            worker.kill()
+            worker.wait(timeout_s)
+
+
+def launch(
+    code: JoinCode | ListenAt,
+    device: str = "auto",
+    name: str = "",
+    threads: int | None = None,
+    log_folder: Path | None = None,
+    config: DistributedConfig | None = None,
+) -> WorkerHandle:
+    """Start one worker process for one device.
+
+    Args:
+        code: the session to join, or where to listen for orchestrators.
+        threads: torch's threads in it; None leaves torch's choice.
+        log_folder: where a file with everything it prints goes.
+        config: how patient its link is; None takes the defaults.
+    """
+    path = None
+    if log_folder is not None:
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name or device)
+        path = log_folder / f"worker-{safe}-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    return WorkerHandle(code, device, name, threads, path, config)

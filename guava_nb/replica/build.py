@@ -1,0 +1,86 @@
+"""From a run's record to a model in its place, with every setting that cannot work refused first.
+
+Knows the record and devices; knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import RunSpec
+from guava_nb.replica.rng import seeded
+from guava_nb.spec.factories import Resolve, build, find
+
+__all__ = ["autocast_dtype", "build_model", "check_spec", "place_model"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Refuse settings that cannot work.
+
+    Raises:
+        ConfigError: which one, and what to choose instead.
+    """
+    if spec.sync_batchnorm and spec.parallel is None:
+        raise ConfigError(
+            "sync_batchnorm needs the workers to exchange statistics inside the forward, through a process group, and whole "
+            "replicas that meet at the orchestrator have none"
+        )
+    if spec.precision not in _PRECISIONS:
+        raise ConfigError(f"precision is {spec.precision!r}; choose one of {', '.join(_PRECISIONS)}")
+    if spec.optimizer_site not in ("workers", "orchestrator"):
+        raise ConfigError(f'optimizer_site is {spec.optimizer_site!r}; choose "workers" or "orchestrator"')
+    if spec.max_grad_norm is not None and not spec.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm is {spec.max_grad_norm}; give a positive number, or None for no clipping")
+
+
+def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
+    """Call the model factory on the CPU, its random numbers drawn as after `torch.manual_seed(spec.seed)`.
+
+    Raises:
+        ConfigError: there is none, its name or arguments are wrong, or it makes no module.
+        PreparationError: it raised.
+    """
+    if spec.model is None:
+        raise ConfigError("no model: give a model factory, or bring a model object with the worker")
+    factory = find("model", spec.model.name, {}, "", resolve)
+    if isinstance(factory, nn.Module):
+        raise ConfigError(f"model {spec.model.name!r} is a model already; name its class, or a function that makes it")
+    with seeded(spec.seed, torch.device("cpu")):
+        model = build("model", spec.model.name, factory, from_torch=False, args=spec.model.args)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model {spec.model.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    return model
+
+
+def place_model(model: nn.Module, spec: RunSpec, device: torch.device) -> nn.Module:
+    """Move a model to its device, and to float64 where the run asks for it, keeping tied parameters tied."""
+    return model.to(device=device, dtype=torch.float64) if spec.precision == "fp64" else model.to(device)
+
+
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast, None when the precision needs none.
+
+    Raises:
+        ConfigError: this device or this torch cannot do it.
+    """
+    dtype = _AUTOCAST.get(precision)
+    if dtype is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch only warns, and then computes in float32
+            torch.autocast(device.type, dtype=dtype)
+    except (RuntimeError, UserWarning) as error:
+        raise ConfigError(
+            f"precision {precision} does not work on {device} with torch {torch.__version__}: {error}"
+        ) from error
+    return dtype

@@ -1,0 +1,334 @@
+"""What is minimised: from a model and a batch to a loss whose parts add up to the mean over the whole global batch.
+
+Knows torch's criteria and the user's loss or step function; knows nothing of gradients, steps or workers.
+
+A mean of means is wrong as soon as the parts have unequal denominators (ignored labels, class weights, padding), and
+nothing shows it. So every loss is a sum with its true denominator, `Loss.count`; the mean over a global batch is the
+sum of sums over the sum of counts, however the batch was cut. Torch's criteria run with reduction="sum" and the
+denominator that reduction="mean" would have used. A user's function that returns a mean counts the samples of its
+batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.spec.factories import Resolve, build, check_arguments, find
+
+__all__ = ["Criterion", "Look", "Loss", "Objective", "build_criterion", "build_objective", "judged", "user_function"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss in parts.
+
+    Attributes:
+        value: scalar with the graph; the sum over the batch is `value * weight`.
+        weight: 1 for a sum, the number of samples for a mean.
+        count: denominator of this batch; None: the user wants the plain sum over the global batch (reduction="sum").
+        correct: right predictions as a tensor, where outputs are [N, C] and targets [N] integers.
+    """
+
+    value: Tensor
+    weight: float
+    count: float | Tensor | None
+    correct: Tensor | None = None
+
+
+class Objective(Protocol):
+    """Runs the model on a batch and measures it."""
+
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        """Return the loss of a batch of `rows` samples.
+
+        Args:
+            model: to be called.
+            batch: its samples.
+            rows: how many.
+            judge: count right predictions too.
+            look: called with outputs, targets and rows, for whoever measures something else.
+        """
+
+
+Criterion = Callable[[Any, Any, int], Loss]
+#: Sees outputs, targets and rows.
+Look = Callable[[Any, Any, int], None]
+
+
+def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Objective:
+    """Return the objective that a run's record describes.
+
+    Raises:
+        ConfigError: not exactly one of criterion and step is given, a name is unknown, an argument does not fit, or a
+            torch criterion needs more than outputs and targets.
+    """
+    if (spec.criterion is None) == (spec.step is None):
+        raise ConfigError(
+            "give exactly one of criterion= (a loss of outputs and targets) and step= (a function of model and batch)"
+        )
+    if spec.step is not None:
+        return _StepObjective(user_function("step", spec.step, resolve, 2))
+    return _CriterionObjective(build_criterion(spec, resolve, device))
+
+
+def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Criterion:
+    """Return the criterion that a run's record describes, for a pipeline's last stage, which sees outputs only.
+
+    Raises:
+        ConfigError: a name is unknown, an argument does not fit, or a torch criterion needs more than outputs and targets.
+    """
+    assert spec.criterion is not None
+    dtype = torch.float64 if spec.precision == "fp64" else None
+    return _build_criterion(spec.criterion, resolve, device, dtype)
+
+
+def judged(criterion: Criterion) -> Criterion:
+    """Return a criterion that also counts right predictions."""
+
+    def measure(outputs: Any, targets: Any, rows: int) -> Loss:
+        loss = criterion(outputs, targets, rows)
+        return Loss(loss.value, loss.weight, loss.count, _correct(outputs, targets))
+
+    return measure
+
+
+class _StepObjective:
+    """The user's `step(model, batch)`: batches of any form."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        if look is not None:
+            raise ConfigError(
+                "metrics need outputs and targets, and a step gives only a loss: train with a criterion (--loss, criterion=)"
+            )
+        return _read_outcome("step", self._step(model, batch), rows)
+
+
+class _CriterionObjective:
+    """A criterion over batches of the form (inputs, targets)."""
+
+    def __init__(self, criterion: Criterion) -> None:
+        self._criterion = criterion
+
+    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            shape = (
+                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
+            )
+            raise ConfigError(
+                f"a criterion needs batches of the form (inputs, targets), this one is a {shape}; "
+                "give a step instead (--step, step=): a shared function of (model, batch) that returns the mean loss, or "
+                "(loss_sum, count)"
+            )
+        inputs, targets = batch
+        outputs = model(inputs)
+        loss = (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
+        if look is not None:  # last: a metric may write into outputs
+            look(outputs, targets, rows)
+        return loss
+
+
+def _correct(outputs: Any, targets: Any) -> Tensor | None:
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return None
+    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    if outputs.ndim != 2 or targets.ndim != 1 or not whole or len(outputs) != len(targets) or outputs.shape[1] == 0:
+        return None
+    return (outputs.argmax(dim=1) == targets).sum()
+
+
+# ------------------------------------------------------------------------------------------------------ user functions
+
+
+def user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> Callable[..., Any]:
+    """Return a shared or importable function, with its arguments put in.
+
+    Args:
+        role: what it is for, in the user's words.
+        factory: its name and arguments.
+        resolve: finds it.
+        given: positional arguments that it will be called with.
+
+    Raises:
+        ConfigError: nobody knows the name, or it cannot be called so.
+    """
+    function = find(role, factory.name, {}, "", resolve)
+    check_arguments(role, factory.name, function, given, factory.args)
+    return functools.partial(function, **factory.args) if factory.args else function
+
+
+def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
+    """Take a mean, or (loss_sum, count), as a user's function returned it."""
+    if isinstance(outcome, Tensor) and outcome.numel() == 1:
+        return Loss(outcome.reshape(()), float(rows), float(rows))
+    if isinstance(outcome, list | tuple) and len(outcome) == 2:
+        loss_sum, count = outcome
+        if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and _is_count(count):
+            return Loss(loss_sum.reshape(()), 1.0, count.detach() if isinstance(count, Tensor) else float(count))
+    shape = f" of shape {tuple(outcome.shape)}" if isinstance(outcome, Tensor) else ""
+    raise ConfigError(
+        f"the {role} function returned a {type(outcome).__name__}{shape}; return a scalar tensor, the mean over the "
+        "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator"
+    )
+
+
+def _is_count(count: Any) -> bool:
+    if isinstance(count, Tensor):
+        return count.numel() == 1
+    return isinstance(count, int | float) and not isinstance(count, bool)
+
+
+# ----------------------------------------------------------------------------------------------------- torch's criteria
+
+
+def _per_element(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    # The mean of an element-wise loss divides by the elements of the broadcast result.
+    shape: torch.Size = torch.broadcast_shapes(outputs.shape, targets.shape)  # type: ignore[no-untyped-call]
+    return float(shape.numel())
+
+
+def _per_row(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    return float(outputs.shape[0]) if outputs.ndim > 1 else 1.0
+
+
+def _per_class(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    """Sum of the class weights of the labels that are not ignored; for class probabilities, the number of positions."""
+    if targets.is_floating_point():
+        return float(outputs.numel() // max(1, outputs.shape[1 if outputs.ndim > 1 else 0]))
+    valid = targets != module.ignore_index
+    weight = module.weight
+    if weight is None:
+        return valid.sum()
+    assert isinstance(weight, Tensor)
+    return weight[targets[valid]].sum()
+
+
+_DENOMINATORS: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], float | Tensor]] = {
+    nn.CrossEntropyLoss: _per_class,
+    nn.NLLLoss: _per_class,
+    nn.MSELoss: _per_element,
+    nn.L1Loss: _per_element,
+    nn.SmoothL1Loss: _per_element,
+    nn.HuberLoss: _per_element,
+    nn.BCELoss: _per_element,
+    nn.BCEWithLogitsLoss: _per_element,
+    nn.SoftMarginLoss: _per_element,
+    nn.PoissonNLLLoss: _per_element,
+    nn.KLDivLoss: _per_element,
+    nn.HingeEmbeddingLoss: _per_element,
+    nn.MultiMarginLoss: _per_row,
+    nn.MultiLabelMarginLoss: _per_row,
+    nn.MultiLabelSoftMarginLoss: _per_row,
+}
+
+#: Functions of torch.nn.functional and the class that does the same.
+_FUNCTIONS: dict[str, type[nn.Module]] = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    "nll_loss": nn.NLLLoss,
+    "mse_loss": nn.MSELoss,
+    "l1_loss": nn.L1Loss,
+    "smooth_l1_loss": nn.SmoothL1Loss,
+    "huber_loss": nn.HuberLoss,
+    "binary_cross_entropy": nn.BCELoss,
+    "binary_cross_entropy_with_logits": nn.BCEWithLogitsLoss,
+    "soft_margin_loss": nn.SoftMarginLoss,
+    "poisson_nll_loss": nn.PoissonNLLLoss,
+    "kl_div": nn.KLDivLoss,
+    "hinge_embedding_loss": nn.HingeEmbeddingLoss,
+    "multi_margin_loss": nn.MultiMarginLoss,
+    "multilabel_margin_loss": nn.MultiLabelMarginLoss,
+    "multilabel_soft_margin_loss": nn.MultiLabelSoftMarginLoss,
+}
+_BY_FUNCTION = {getattr(functional, name): cls for name, cls in _FUNCTIONS.items()}
+_NAMES: dict[str, type[nn.Module]] = {**{cls.__name__: cls for cls in _DENOMINATORS}, **_FUNCTIONS}
+#: Criteria of torch that take more than outputs and targets.
+_OTHERS = {n for n in dir(nn) if n.endswith("Loss") and n not in _NAMES} | {
+    n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_") and n not in _NAMES
+}
+
+
+def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, dtype: torch.dtype | None) -> Criterion:
+    name = factory.name
+    found: Any = _find_criterion(name, resolve)
+    if isinstance(found, nn.Module) and factory.args:
+        raise ConfigError(f"criterion {name!r} is an object, made already; arguments go to a class or a function")
+    found = _BY_FUNCTION.get(found, found)
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        from_torch = found in _DENOMINATORS
+        args = _criterion_args(name, factory.args, from_torch, dtype)
+        found = build("criterion", name, found, from_torch=from_torch, args=args)
+    if isinstance(found, nn.Module):
+        return _adapt_module(name, found.to(device=device, dtype=dtype))
+    check_arguments("criterion", name, found, 2, factory.args)
+    loss = functools.partial(found, **factory.args) if factory.args else found
+    return lambda outputs, targets, rows: _read_outcome("criterion", loss(outputs, targets), rows)
+
+
+def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
+    try:
+        return find("criterion", name, _NAMES, "torch.nn", resolve)
+    except ConfigError as error:
+        if name not in _OTHERS:
+            raise
+        raise ConfigError(
+            f"criterion {name} of torch needs more than outputs and targets; share a function that returns "
+            "(loss_sum, count), or give a step (--step, step=)"
+        ) from error
+
+
+def _criterion_args(name: str, args: dict[str, Any], from_torch: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Class weights travel as plain lists; torch wants tensors."""
+    if from_torch and (old := {"size_average", "reduce"} & set(args)):
+        raise ConfigError(f"criterion {name}: {min(old)!r} is torch's old spelling; leave it out, or use reduction=")
+    tensors = {"weight", "pos_weight"} if from_torch else set()
+    dtype = dtype or torch.get_default_dtype()
+    return {
+        key: torch.tensor(value, dtype=dtype) if key in tensors and isinstance(value, list | tuple) else value
+        for key, value in args.items()
+    }
+
+
+def _adapt_module(name: str, module: nn.Module) -> Criterion:
+    if any(p.requires_grad for p in module.parameters()):
+        raise ConfigError(
+            f"criterion {name!r} has parameters of its own, which no optimizer would train; make it a part of the "
+            "model and use step="
+        )
+    count = _DENOMINATORS.get(type(module))
+    if count is None:
+        return lambda outputs, targets, rows: _read_outcome("criterion", module(outputs, targets), rows)
+    return _adapt_torch_module(name, copy.copy(module), count)
+
+
+def _adapt_torch_module(
+    name: str, module: nn.Module, count: Callable[[nn.Module, Tensor, Tensor], float | Tensor]
+) -> Criterion:
+    reduction = module.reduction
+    if reduction == "batchmean":
+        count = _per_row
+    elif reduction not in ("mean", "sum"):
+        raise ConfigError(f"criterion {name}: reduction={reduction!r} gives no scalar loss; use 'mean' or 'sum'")
+    module.reduction = "sum"  # type: ignore[assignment]
+
+    def criterion(outputs: Any, targets: Any, rows: int) -> Loss:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            raise ConfigError(
+                f"criterion {name} needs tensors, the model returned a {type(outputs).__name__} for targets of type "
+                f"{type(targets).__name__}; share a loss function that takes them apart"
+            )
+        value = module(outputs, targets)
+        return Loss(value, 1.0, None if reduction == "sum" else count(module, outputs, targets))
+
+    return criterion

@@ -1,0 +1,204 @@
+"""Optimizer, learning-rate schedule and loss scale of one replica.
+
+Knows torch.optim; knows nothing of buckets or workers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import Factory
+from guava_nb.spec.factories import Resolve, build, find
+
+__all__ = ["INTERVALS", "LossScale", "Schedule", "build_optimizer", "build_scheduler"]
+
+INTERVALS = ("step", "epoch", "validation")
+
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name: cls
+    for name, cls in vars(optim).items()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+}
+_SCHEDULERS: dict[str, type[LRScheduler]] = {
+    name: cls
+    for name, cls in vars(lr_scheduler).items()
+    if isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler and not name.startswith("_")
+}
+#: Arguments of schedulers that are functions: given as the name of a shared one.
+_FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
+
+
+def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:
+    """Return the optimizer of a model's parameters, as `model.named_parameters()` gives them.
+
+    A class gets the parameters, frozen ones too, so that its state dict fits the same class in a plain program. A
+    shared function gets a list of (name, parameter), and makes groups as it likes.
+
+    Raises:
+        ConfigError: unknown name, arguments that do not fit, or an optimizer that cannot work on exchanged gradients.
+        PreparationError: the user's function raised.
+    """
+    name = factory.name
+    found = find("optimizer", name, _OPTIMIZERS, "torch.optim", resolve)
+    is_class = isinstance(found, type) and issubclass(found, Optimizer)
+    if is_class:
+        _refuse_unfit(name, found)
+    pairs = list(named)
+    given: Any = [parameter for _, parameter in pairs] if is_class else pairs
+    if not given:
+        raise ConfigError("the model has no parameters: there is nothing to train")
+    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=factory.args)
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
+        )
+    _refuse_unfit(name, type(made))
+    _check_owned(name, made, pairs)
+    return made
+
+
+def _refuse_unfit(name: str, cls: Callable[..., Any]) -> None:
+    if issubclass(cls, optim.SparseAdam):  # type: ignore[arg-type]
+        raise ConfigError(f"optimizer {name} needs sparse gradients, and exchanged gradients are dense; use Adam")
+    closure = inspect.signature(cls.step).parameters.get("closure")  # type: ignore[attr-defined]
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"optimizer {name} evaluates the loss several times in one step, which the exchange of gradients cannot do;"
+            " use one that steps once per gradient, such as AdamW"
+        )
+
+
+def _check_owned(name: str, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    own = {id(p) for _, p in named}
+    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise ConfigError(
+            f"optimizer {name!r} holds {strangers} tensors that are not parameters of the model; use those it was given"
+        )
+
+
+@dataclass(slots=True)
+class Schedule:
+    """A learning-rate scheduler and what drives it.
+
+    Attributes:
+        scheduler: torch's, or one with the same methods.
+        interval: "step", "epoch" or "validation".
+    """
+
+    scheduler: LRScheduler
+    interval: str
+
+    def on_step(self) -> None:
+        """One optimizer step was applied."""
+        if self.interval == "step":
+            self.scheduler.step()
+
+    def on_tick(self, metric: float | None) -> None:
+        """One epoch or validation is over.
+
+        Raises:
+            ConfigError: the scheduler follows a metric and there is none.
+        """
+        if self.interval == "step":
+            return
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+            return
+        if metric is None:
+            raise ConfigError("ReduceLROnPlateau follows the validation loss, and there is none; give val_loader=")
+        self.scheduler.step(metric)
+
+
+def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Resolve, interval: str) -> Schedule | None:
+    """Return the schedule, None when the learning rate stays.
+
+    Raises:
+        ConfigError: unknown name or interval, arguments that do not fit, or a metric-driven scheduler on every step.
+        PreparationError: the user's function raised.
+    """
+    if interval not in INTERVALS:
+        raise ConfigError(f"scheduler_interval is {interval!r}; choose one of {', '.join(INTERVALS)}")
+    if factory is None:
+        return None
+    name = factory.name
+    found = find("scheduler", name, _SCHEDULERS, "torch.optim.lr_scheduler", resolve)
+    from_torch = name in _SCHEDULERS
+    args = _with_functions(factory.args, resolve) if from_torch else factory.args
+    made = build("scheduler", name, found, optimizer, from_torch=from_torch, args=args)
+    if not all(hasattr(made, method) for method in ("step", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"scheduler {name!r} returned a {type(made).__name__}; it must return a torch learning-rate scheduler"
+        )
+    if isinstance(made, ReduceLROnPlateau) and interval == "step":
+        raise ConfigError('ReduceLROnPlateau follows a metric: use scheduler_interval="validation"')
+    return Schedule(made, interval)
+
+
+def _with_functions(args: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        return find("schedule function", value, {}, "", resolve) if isinstance(value, str) else value
+
+    return {
+        key: ([one(v) for v in value] if isinstance(value, list) else one(value))
+        if key in _FUNCTION_ARGUMENTS
+        else value
+        for key, value in args.items()
+    }
+
+
+@dataclass(slots=True)
+class LossScale:
+    """The factor that keeps fp16 gradients from vanishing, as plain data.
+
+    The rule of torch.amp.GradScaler with its defaults. Plain numbers and a skip that is decided for all replicas at
+    once keep the scale equal everywhere, bit for bit. All factors are powers of two, so scaling rounds nothing.
+    """
+
+    scale: float = 65536.0
+    growth_tracker: int = 0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def update(self, skipped: bool) -> None:
+        """Learn from one step: smaller after a skipped one, larger after `growth_interval` applied ones in a row."""
+        if skipped:
+            self.scale *= self.backoff_factor
+            self.growth_tracker = 0
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker >= self.growth_interval:
+            self.growth_tracker = 0
+            if self.scale * self.growth_factor <= _FLOAT32_MAX:
+                self.scale *= self.growth_factor
+
+    def state(self) -> dict[str, float | int]:
+        """Return it as plain data, with the names of GradScaler's state."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.growth_tracker,
+        }
+
+    def load(self, state: dict[str, float | int]) -> None:
+        """Take over what `state` returned, here or from a GradScaler."""
+        self.scale = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self.growth_tracker = int(state["_growth_tracker"])
+
+
+_FLOAT32_MAX = math.ldexp(2.0 - 2.0**-23, 127)

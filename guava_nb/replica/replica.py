@@ -1,0 +1,438 @@
+"""One replica of the model: the local part of a training step.
+
+Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Whoever drives it calls,
+per optimizer step: `run_shard` for each shard it was given, then `apply` with the means over all shards, or `restore`.
+
+The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order;
+`Commit.scale` is global_rows / total count. Together that is the gradient of the mean over the global batch, whatever
+the denominators are and however the batch was cut, and no worker needs to know them before its backward.
+"""
+
+# over budget: the local part of a step is one story; what it is told with (buckets, buffers, losses) has files of its own.
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
+from guava_nb.protocol.messages import Commit, RunSpec
+from guava_nb.replica.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
+from guava_nb.replica.buffers import BufferBook
+from guava_nb.replica.build import autocast_dtype, build_model, check_spec, place_model
+from guava_nb.replica.gradient_buckets import GradientExchange, OnBucket
+from guava_nb.replica.objective import Look, Loss, build_objective
+from guava_nb.replica.optimizer import LossScale, build_optimizer, build_scheduler
+from guava_nb.replica.preprocess import Treatment
+from guava_nb.replica.rng import seeded, shard_seed
+from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
+from guava_nb.replica.state_dict import copied, like, load_model, parameter_hash, plain
+from guava_nb.replica.timer import Clock
+from guava_nb.spec.factories import Resolve
+
+__all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
+
+#: Calls a model with a batch and returns its outputs.
+Forward = Callable[[nn.Module, Any], Any]
+#: What came for a bucket: its presence bits and its flat tensor.
+Means = Mapping[int, tuple[bytes, Tensor]]
+
+
+class Replica:
+    """A model with all it needs to train.
+
+    Attributes:
+        model: the module; a given one is trained in place.
+        layout: its buckets.
+        optimizer: torch's optimizer over all parameters of the model.
+        device: where it lives.
+    """
+
+    def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> None:
+        """Build everything a run's record describes.
+
+        Args:
+            spec: the record.
+            resolve: finds shared and importable objects by name.
+            device: where to compute.
+            model: the user's own object; it is moved to `device` and trained in place. None builds `spec.model` on the
+                CPU, its random numbers drawn from `spec.seed` as after `torch.manual_seed`.
+
+        Raises:
+            ConfigError: a name, an argument or a setting is wrong.
+            PreparationError: the user's own factory raised.
+            ImportError: a module that the user's code imports is missing here.
+        """
+        check_spec(spec)
+        self.device = device
+        self._spec = spec
+        self._objective = build_objective(spec, resolve, device)
+        self._treatment = Treatment(spec, resolve, device)
+        self._autocast_dtype = autocast_dtype(spec.precision, device)
+        self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
+        self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
+        self.optimizer = build_optimizer(spec.optimizer, self.model.named_parameters(), resolve)
+        self._schedule = build_scheduler(spec.scheduler, self.optimizer, resolve, spec.scheduler_interval)
+        self._scaler = LossScale() if spec.precision == "fp16" else None
+        self._named = dict(self.model.named_parameters())
+        self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
+        self._exchange = GradientExchange(self.layout, self._named, device)
+        self._buffers = BufferBook(self.model, self.layout.buffers)
+        self._drop_gradients()
+        self._check_state()
+
+    @property
+    def kind(self) -> str:
+        """Names the replicas that must hold the same parameters: all."""
+        return ""
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler, None when there is none."""
+        return self._schedule.scheduler if self._schedule else None
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss before backward; 1 without fp16."""
+        return self._scaler.scale if self._scaler else 1.0
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # -------------------------------------------------------------------------------------------------------- a shard
+
+    def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
+        """Do forward and backward of one shard.
+
+        Args:
+            work: the shard. One without rows hands over empty buckets.
+            on_bucket: takes every bucket of `layout.numbers` once, the gradients as soon as backward has filled them;
+                its tensor is not touched again before `apply`, `take_parameters` or `restore`. None: a lone worker,
+                the gradients stay in the parameters.
+
+        Raises:
+            TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
+            ConfigError: batch, loss or outputs have a form that cannot be trained on.
+        """
+        clock, counts = Clock(self.device), list[Any]()
+        if on_bucket is None:
+            self._exchange.remove_hooks()
+        try:
+            self._train_mode()
+            self._buffers.begin_shard()
+            with seeded(shard_seed(self._spec.seed, work.step, work.shard), self.device, restore_all=False):
+                losses = self._run_parts(work, on_bucket, clock, counts)
+            if on_bucket is not None and self.layout.buffers is not None:
+                on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
+            return self._result(work, losses, clock, counts, solo=on_bucket is None)
+        except BaseException:
+            # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
+            self._exchange.cancel()
+            self._drop_gradients()
+            raise
+
+    def _run_parts(
+        self, work: ShardWork, on_bucket: OnBucket | None, clock: Clock, counts: list[Any]
+    ) -> list[tuple[Loss, int]]:
+        parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
+        losses = []
+        for number, (part, rows) in enumerate(parts):
+            with clock.forward():
+                batch = self._treatment.train(part)
+                counts.append(self._treatment.tokens(batch))
+                with self._autocast(), explaining_few_rows(self.model):
+                    loss = self._objective(self.model, batch, rows)
+            if not loss.value.requires_grad:
+                raise TrainingError(
+                    "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
+                    "from the model's outputs without detach(), item() or no_grad()"
+                )
+            with clock.backward():
+                last = number == len(parts) - 1
+                if on_bucket is not None and last:
+                    self._exchange.begin(on_bucket)
+                _backward(loss.value, loss.weight * self.loss_scale / work.global_rows)
+                if on_bucket is not None and last:
+                    self._exchange.finish()
+            losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
+        if on_bucket is not None and not parts:
+            self._exchange.begin(on_bucket)
+            self._exchange.finish()
+        return losses
+
+    def _result(
+        self, work: ShardWork, losses: list[tuple[Loss, int]], clock: Clock, counts: list[Any], solo: bool
+    ) -> ShardResult:
+        # Read only now: on a GPU every value waits for the device.
+        loss_sum = sum(float(loss.value) * loss.weight for loss, _ in losses)
+        count = sum(rows / work.global_rows if loss.count is None else float(loss.count) for loss, rows in losses)
+        if count < 0:
+            raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
+        finite = math.isfinite(loss_sum) and math.isfinite(count)
+        culprit = self._culprit() if solo and finite else ""
+        forward_s, backward_s = clock.read()
+        tokens = self._treatment.total(counts)
+        return ShardResult(
+            loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit, tokens=tokens
+        )
+
+    def _culprit(self) -> str:
+        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
+            gradients = [_values(gradient) for gradient in gradients]
+        # One pass without temporaries; only when the norms overflow is every element looked at.
+        if gradients and not math.isfinite(sum(torch.stack(torch._foreach_norm(gradients)).tolist())):
+            for name, parameter in self._named.items():
+                if parameter.grad is not None and not bool(torch.isfinite(_values(parameter.grad)).all()):
+                    return name
+        return self._buffers.first_not_finite()
+
+    # -------------------------------------------------------------------------------------------------- commit or abort
+
+    def apply(self, means: Means | None, commit: Commit) -> None:
+        """Apply the step.
+
+        Args:
+            means: the sum over all shards of every bucket in `layout.numbers`. They are used up: scaled in place, they
+                become the parameters' gradients. None: a lone worker applies its own gradients.
+            commit: `scale` is the factor to the true mean. With `skip` nothing changes but the loss scale.
+                `epoch_end` is for whoever calls `tick`.
+
+        Raises:
+            LocalProtocolError: a bucket is missing or has another size.
+        """
+        if commit.skip:
+            self.restore()
+            if self._scaler:
+                self._scaler.update(skipped=True)
+            return
+        factor = commit.scale / self.loss_scale
+        if means is None:
+            self._scale_own(factor)
+        else:
+            self._take_means(means, factor)
+        if self._spec.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
+        self.optimizer.step()
+        self._finish_step(means)
+        if self._schedule:
+            self._schedule.on_step()
+
+    def take_parameters(self, buckets: Means) -> None:
+        """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
+
+        Args:
+            buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 the mean of the
+                buffers if the model has any.
+
+        Raises:
+            LocalProtocolError: a bucket is missing or has another size.
+        """
+        with torch.no_grad():
+            for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
+                _, flat = _pick(buckets, bucket.index)
+                for parameter, view in zip(parameters, bucket.views(flat), strict=True):
+                    parameter.copy_(view)
+        self._finish_step(buckets)
+
+    def parameter_buckets(self) -> Iterator[tuple[int, bytes, Tensor]]:
+        """Give the parameters' values bucket by bucket, in new flat CPU tensors."""
+        for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
+            flat = torch.cat([p.detach().reshape(-1).to(bucket.dtype) for p in parameters]).cpu()
+            yield bucket.index, pack_present([True] * len(parameters)), flat
+
+    def restore(self) -> None:
+        """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
+        self._exchange.cancel()
+        self._exchange.recycle()
+        self._drop_gradients()
+        self._buffers.restore()
+
+    def tick(self, metric: float | None = None) -> None:
+        """Advance a schedule of epochs or validations once; one of steps advances in `apply` and ignores this."""
+        if self._schedule:
+            self._schedule.on_tick(metric)
+
+    def _finish_step(self, means: Means | None) -> None:
+        self._drop_gradients()
+        self._exchange.recycle()
+        if self._scaler:
+            self._scaler.update(skipped=False)
+        if means is None:
+            self._buffers.commit()
+        elif self.layout.buffers is not None:
+            self._buffers.adopt(*_pick(means, BUFFERS))
+
+    def _scale_own(self, factor: float) -> None:
+        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def _take_means(self, means: Means, factor: float) -> None:
+        for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
+            present, flat = _pick(means, bucket.index)
+            flat = flat.to(self.device, non_blocking=True)
+            if factor != 1.0:
+                flat.mul_(factor)
+            bits = present_at(present, len(parameters))
+            for parameter, view, is_present in zip(parameters, bucket.views(flat), bits, strict=True):
+                parameter.grad = view.to(parameter.dtype) if is_present else None
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    # ------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
+        """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
+
+        Args:
+            batch: as in training.
+            rows: its samples; None counts them.
+            look: sees outputs, targets and rows.
+        """
+        rows = rows_of_batch(batch) if rows is None else rows
+        with self._only_looking():
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                loss = self._objective(self.model, treated, rows, judge=True, look=look)
+        count = float(rows) if loss.count is None else float(loss.count)
+        correct = None if loss.correct is None else int(loss.correct)
+        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]:
+        """Return the outputs on a batch and its rows, at the committed state and in evaluation mode.
+
+        Args:
+            batch: in the form that `forward` takes.
+            rows: its samples.
+            forward: calls the model with the batch.
+        """
+        with self._only_looking():
+            treated = self._treatment.judge(batch)
+            with self._autocast():
+                return [(forward(self.model, treated), rows)]
+
+    @contextlib.contextmanager
+    def _only_looking(self) -> Iterator[None]:
+        self._buffers.restore()
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
+                yield
+        finally:
+            # One by one: train() would wake layers that the user keeps in evaluation mode.
+            for module, training in modes:
+                module.training = training
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
+        """Return the state as of the last commit: plain data and CPU copies.
+
+        Args:
+            model: include "model" and "buffers" (moving ones that the state dict leaves out).
+            optimizer: include "optimizer", "scheduler" and "scaler"; the latter two are None where there is none.
+
+        Raises:
+            CheckpointError: an optimizer or scheduler keeps something that is not plain data.
+        """
+        state: dict[str, Any] = {}
+        if model:
+            own = self.model.state_dict()
+            if self._buffers.touched:
+                own.update({name: value for name, value in self._buffers.committed().items() if name in own})
+            state |= {"model": plain(own, "model"), "buffers": plain(self._buffers.hidden(), "buffers")}
+        if optimizer:
+            scheduler = self.scheduler.state_dict() if self.scheduler else None
+            state["optimizer"] = plain(self.optimizer.state_dict(), "optimizer")
+            state["scheduler"] = plain(scheduler, "scheduler")
+            state["scaler"] = self._scaler.state() if self._scaler else None
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Become a state that `state` returned; parts that it leaves out stay as they are. Nothing of it is kept.
+
+        Raises:
+            CheckpointError: it belongs to another model, optimizer or scheduler.
+        """
+        self.restore()
+        if "model" in state:
+            load_model(self.model, state["model"])
+            self._buffers.load_hidden(state.get("buffers") or {})
+            self._buffers.save_all()
+        if state.get("optimizer") is not None:
+            with _explained("optimizer"):
+                self.optimizer.load_state_dict(copied(state["optimizer"]))
+        if state.get("scheduler") is not None and self.scheduler:
+            with _explained("scheduler"):
+                self.scheduler.load_state_dict(like(self.scheduler.state_dict(), copied(state["scheduler"])))
+        if state.get("scaler") and self._scaler:
+            self._scaler.load(state["scaler"])
+
+    def parameter_hash(self) -> str:
+        """Return SHA-256 over names and raw bytes of all parameters, in order."""
+        return parameter_hash(self._named.items())
+
+    def close(self) -> None:
+        """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
+        self.restore()
+        self._exchange.remove_hooks()
+
+    # ---------------------------------------------------------------------------------------------------------- helpers
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    def _train_mode(self) -> None:
+        # Only where the whole model was put into evaluation mode: a layer that the factory froze stays frozen.
+        if not self.model.training:
+            self.model.train()
+
+    def _check_state(self) -> None:
+        """Find out now, not at the first checkpoint, that a state cannot be saved."""
+        try:
+            plain(self.optimizer.state_dict()["param_groups"], "optimizer.param_groups")
+            plain(self.scheduler.state_dict() if self.scheduler else None, "scheduler")
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def _backward(value: Tensor, factor: float) -> None:
+    """Run backward of `value * factor` without an operation more than a plain loop has."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        value = value.float()  # the factor would be rounded
+    torch.autograd.backward(value, torch.full_like(value, factor))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+def _pick(means: Means, number: int) -> tuple[bytes, Tensor]:
+    if number not in means:
+        raise LocalProtocolError(f"bucket {number} is missing; {sorted(means)} came")
+    return means[number]
+
+
+@contextlib.contextmanager
+def _explained(part: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the {part} state does not fit this run's {part}: {error}") from error

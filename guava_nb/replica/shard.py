@@ -1,0 +1,98 @@
+"""One shard of one step: what is asked, what it came to.
+
+Plain records; knows nothing of how it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from guava_nb.errors import ConfigError
+from guava_nb.replica.batch import count_rows
+
+__all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWork:
+    """One shard of one step.
+
+    Attributes:
+        step: optimizer step, counted from 0.
+        shard: index in summation order.
+        parts: loader batches, or pieces of them; their gradients accumulate.
+        rows: samples over all parts.
+        global_rows: samples of the whole step.
+        part_rows: samples of each part; None: counted from the first tensor of each.
+    """
+
+    step: int
+    shard: int
+    parts: Sequence[Any]
+    rows: int
+    global_rows: int
+    part_rows: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What a shard came to.
+
+    Attributes:
+        loss_sum: sum of the losses, to be divided by the sum of all counts.
+        count: true denominator of this shard.
+        rows: samples.
+        finite: the loss is finite; for a lone worker, whose gradients nobody else checks, they and the buffers too.
+        forward_s: seconds of forward.
+        backward_s: seconds of backward, with handing over.
+        culprit: for a lone worker or a group, the first parameter or buffer that is not finite.
+        gradient_square: for a group, this rank's share of the squared norm of the gradient.
+        tokens: as the user's function counted them; None where it is not asked.
+    """
+
+    loss_sum: float
+    count: float
+    rows: int
+    finite: bool
+    forward_s: float
+    backward_s: float
+    culprit: str = ""
+    gradient_square: float | None = None
+    tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSums:
+    """Sums over one batch; `correct` is None where accuracy has no meaning."""
+
+    loss_sum: float
+    count: float
+    correct: int | None
+    rows: int
+
+
+def rows_of_parts(work: ShardWork) -> Sequence[int]:
+    """Return the samples of each part.
+
+    Raises:
+        ConfigError: they are not given and cannot be counted.
+    """
+    if work.part_rows is not None:
+        return work.part_rows
+    return [work.rows] if len(work.parts) == 1 else [rows_of_batch(part) for part in work.parts]
+
+
+def rows_of_batch(batch: Any) -> int:
+    """Return the samples of a batch.
+
+    Raises:
+        ConfigError: there is no tensor or array to count by.
+    """
+    rows = count_rows(batch)
+    if rows is None:
+        raise ConfigError(
+            "cannot count the samples of a batch without tensors or arrays; put one with a row per sample into it"
+        )
+    return rows

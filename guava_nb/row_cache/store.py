@@ -1,0 +1,286 @@
+"""Where a worker keeps rows: in memory, or in a file that outlives its process.
+
+Both hold entries by key and keep within the budget even if nobody else counts. Knows no batch and no message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from filelock import FileLock, Timeout
+
+from guava_nb.data.rows import key_of
+from guava_nb.row_cache.policy import cost_function
+
+__all__ = ["DiskRows", "MemoryRows", "RowStore", "open_store"]
+
+_MAX_SLOTS = 64
+_FILE = "rows.sqlite"
+_LOCK_NAME = "in-use.lock"
+_LAYOUT = 1
+_disk_cost = cost_function("disk")
+
+
+class RowStore(Protocol):
+    """Entries by key."""
+
+    budget_bytes: int
+
+    def get(self, key: bytes) -> bytes | None:
+        """The entry; None when it is not here, or is damaged and was dropped."""
+        ...
+
+    def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
+        """Keep entries; returns the keys of those for which there was no room."""
+        ...
+
+    def drop(self, keys: list[bytes]) -> None:
+        """Forget rows; unknown ones do not matter."""
+        ...
+
+    def sizes(self) -> dict[bytes, int]:
+        """Bytes of every entry."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything that is not kept beyond this process."""
+        ...
+
+
+class MemoryRows:
+    """Entries in a dictionary."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Start empty."""
+        self.budget_bytes = budget_bytes
+        self._cost = cost_function("memory")
+        self._entries: dict[bytes, bytes] = {}
+        self._used_bytes = 0
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `RowStore`."""
+        return self._entries.get(key)
+
+    def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
+        """See `RowStore`."""
+        refused = []
+        for key, entry in entries.items():
+            cost = self._cost(len(entry))
+            if key in self._entries:
+                continue
+            if self._used_bytes + cost > self.budget_bytes:
+                refused.append(key)
+                continue
+            self._entries[key] = entry
+            self._used_bytes += cost
+        return refused
+
+    def drop(self, keys: list[bytes]) -> None:
+        """See `RowStore`."""
+        for key in keys:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._used_bytes -= self._cost(len(entry))
+
+    def sizes(self) -> dict[bytes, int]:
+        """See `RowStore`."""
+        return {key: len(entry) for key, entry in self._entries.items()}
+
+    def close(self) -> None:
+        """See `RowStore`."""
+        self._entries.clear()
+        self._used_bytes = 0
+
+
+class DiskRows:
+    """Entries in one SQLite file. Only keys and sizes are in memory.
+
+    A worker takes the first folder of `directory` that no other process holds, so several share a machine, and one that
+    starts anew finds what its predecessor left. Every entry is checked against its key when it is read. A file that is
+    damaged as a whole is deleted; anything else in the worker's own folder, too.
+
+    Args:
+        directory: where the folders of all workers are; made if missing.
+        budget_bytes: what the file may take.
+
+    Raises:
+        OSError: the folder cannot be made or written, or all its places are taken.
+    """
+
+    def __init__(self, directory: Path, budget_bytes: int) -> None:
+        """Open or make the file."""
+        self.budget_bytes = budget_bytes
+        self._folder, self._lock = _take_slot(directory)
+        self._path = self._folder / _FILE
+        self._sizes: dict[bytes, int] = {}
+        self._used_bytes = 0
+        try:
+            self._tidy()
+            self._database = self._open()
+        except sqlite3.Error as error:
+            self._lock.release()
+            raise OSError(f"{self._path}: {error}") from error
+        except OSError:
+            self._lock.release()
+            raise
+        self._trim()
+
+    def _tidy(self) -> None:
+        """This folder is ours alone: what is in it and not ours was left by a version that is no more."""
+        for path in self._folder.iterdir():
+            if path.is_file() and not path.name.startswith(_FILE) and path.name != _LOCK_NAME:
+                path.unlink()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except sqlite3.DatabaseError:  # no database, or a damaged one
+            self._delete()
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, isolation_level=None)
+        try:
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=OFF")  # what a crash of the machine spoils is found by its hash
+            if database.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
+                database.execute("DROP TABLE IF EXISTS rows")
+                database.execute("CREATE TABLE rows (key BLOB PRIMARY KEY, entry BLOB NOT NULL)")
+                database.execute(f"PRAGMA user_version={_LAYOUT}")
+            self._sizes = dict(database.execute("SELECT key, length(entry) FROM rows"))
+            if any(type(key) is not bytes or len(key) != 16 for key in self._sizes):
+                raise sqlite3.DatabaseError("a key is none of ours")
+        except BaseException:
+            database.close()
+            raise
+        self._used_bytes = sum(map(_disk_cost, self._sizes.values()))
+        return database
+
+    def _delete(self) -> None:
+        for path in self._folder.glob(f"{_FILE}*"):
+            path.unlink()
+        self._sizes, self._used_bytes = {}, 0
+
+    def _start_anew(self) -> None:
+        """The file is damaged: what was in it is lost, and whoever asks for a row learns that."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+        self._delete()
+        self._database = self._connect()
+
+    def _trim(self) -> None:
+        surplus = []
+        used = self._used_bytes
+        for key, size in self._sizes.items():
+            if used <= self.budget_bytes:
+                break
+            surplus.append(key)
+            used -= _disk_cost(size)
+        self.drop(surplus)
+
+    def get(self, key: bytes) -> bytes | None:
+        """See `RowStore`."""
+        if key not in self._sizes:
+            return None
+        try:
+            found = self._database.execute("SELECT entry FROM rows WHERE key=?", (key,)).fetchone()
+        except sqlite3.Error:
+            self._start_anew()
+            return None
+        if found is None or type(found[0]) is not bytes or key_of(found[0]) != key:
+            self.drop([key])
+            return None
+        return bytes(found[0])
+
+    def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
+        """See `RowStore`."""
+        fresh: dict[bytes, bytes] = {}
+        refused = []
+        used = self._used_bytes
+        for key, entry in entries.items():
+            if key in self._sizes:
+                continue
+            used += (cost := _disk_cost(len(entry)))
+            if used > self.budget_bytes:
+                used -= cost
+                refused.append(key)
+            else:
+                fresh[key] = entry
+        try:
+            with _transaction(self._database):
+                self._database.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?)", fresh.items())
+        except sqlite3.DatabaseError as error:
+            if not isinstance(error, sqlite3.OperationalError):  # damaged; a full disk leaves the file as it was
+                self._start_anew()
+            return [*refused, *fresh]
+        self._sizes.update({key: len(entry) for key, entry in fresh.items()})
+        self._used_bytes = used
+        return refused
+
+    def drop(self, keys: list[bytes]) -> None:
+        """See `RowStore`."""
+        known = [key for key in keys if key in self._sizes]
+        if not known:
+            return
+        for key in known:
+            self._used_bytes -= _disk_cost(self._sizes.pop(key))
+        try:
+            with _transaction(self._database):
+                self._database.executemany("DELETE FROM rows WHERE key=?", [(key,) for key in known])
+        except sqlite3.Error:
+            self._start_anew()
+
+    def sizes(self) -> dict[bytes, int]:
+        """See `RowStore`."""
+        return dict(self._sizes)
+
+    def close(self) -> None:
+        """See `RowStore`."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
+
+
+def _take_slot(directory: Path) -> tuple[Path, FileLock]:
+    for number in range(_MAX_SLOTS):
+        folder = directory / f"worker-{number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / _LOCK_NAME)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        return folder, lock
+    raise OSError(f"all {_MAX_SLOTS} places in {directory} are in use")
+
+
+def default_directory() -> Path:
+    """Where rows are kept on a worker's machine unless the orchestrator says otherwise."""
+    return Path.home() / ".cache" / "guava_nb" / "rows"
+
+
+def open_store(mode: str, budget_bytes: int, directory: str) -> RowStore:
+    """Open what a run asks for.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+    if mode == "memory":
+        return MemoryRows(budget_bytes)
+    return DiskRows(Path(directory).expanduser() if directory else default_directory(), budget_bytes)

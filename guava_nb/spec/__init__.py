@@ -1,0 +1,1 @@
+"""From what a user says to records that any machine can build from, and back."""

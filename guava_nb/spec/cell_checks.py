@@ -1,0 +1,211 @@
+"""What can be said about shared cells without running them.
+
+Knows Python's grammar and pyflakes; runs nothing. `guava_nb.spec.cells` keeps the cells and builds the module.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, TypeGuard
+
+from pyflakes import messages as flake_messages
+from pyflakes.checker import Checker
+
+from guava_nb.errors import SourceError
+from guava_nb.protocol.messages import Cell
+
+__all__ = ["check_syntax", "file_name", "needed_modules", "source_lines", "undefined_names"]
+
+_ASSIGNED_MAGIC = re.compile(r"^[\w.,\s]+=\s*[%!]")
+_INSTALL = re.compile(r"\b(pip|conda|mamba|uv)\b.*\binstall\b")
+# What a kernel adds to the built-in names. `display` exists on a worker too, the others do not.
+_KERNEL_ONLY = ("get_ipython", "__IPYTHON__")
+
+
+def file_name(cell: str) -> str:
+    """What stands for a file name in tracebacks of a cell."""
+    return f"<cell {cell!r}>"
+
+
+def source_lines(text: str) -> list[str]:
+    """The lines of a text as Python counts them, each with its line end."""
+    return io.StringIO(text if text.endswith("\n") else text + "\n", newline=None).readlines()
+
+
+def check_syntax(name: str, text: str) -> None:
+    """Compile without running.
+
+    Raises:
+        SourceError: the text is not plain Python; cell, line and reason are told, notebook syntax in one sentence.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the notebook showed them when the cell ran there
+            compile(text, file_name(name), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = error.lineno or 0
+        lines = source_lines(text)
+        source = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        if _is_notebook_syntax(source):
+            raise SourceError(
+                f"cell {name!r}, line {line}: {source!r} is notebook syntax, which exists only in this notebook; "
+                "move it into a cell without %%guava_share" + _install_hint(source)
+            ) from None
+        raise SourceError(f"cell {name!r}, line {line}: {error.msg}: {source!r}") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nesting beyond the parser's limit
+        raise SourceError(f"cell {name!r} cannot be compiled: {error}") from None
+
+
+def _is_notebook_syntax(line: str) -> bool:
+    return line.startswith(("%", "!", "?")) or line.endswith("?") or _ASSIGNED_MAGIC.match(line) is not None
+
+
+def _install_hint(line: str) -> str:
+    return " (and install on each worker's machine)" if _INSTALL.search(line) else ""
+
+
+def undefined_names(cells: Sequence[Cell]) -> Iterator[str]:
+    """One sentence per use of a name that no cell has defined by then."""
+    ends = list(accumulate(len(source_lines(cell.text)) for cell in cells))
+    body = [statement for cell in _offset_trees(cells) for statement in cell.body]
+    # pyflakes takes the built-in names of this process, which may be a kernel; a del in line 0 takes them out again.
+    prelude = ast.increment_lineno(ast.parse(f"del {', '.join(_KERNEL_ONLY)}"), -1).body
+    checker = Checker(ast.Module(body=prelude + body, type_ignores=[]), builtins={"display"})
+    for message in sorted(checker.messages, key=lambda message: (message.lineno, message.col)):
+        name = message.message_args[0] if message.message_args else ""
+        if isinstance(message, flake_messages.ImportStarUsage):
+            if _star_may_define(name, message.message_args[1]):
+                continue
+        elif not isinstance(message, flake_messages.UndefinedName) or message.lineno == 0:
+            continue
+        index = next(index for index, end in enumerate(ends) if message.lineno <= end)
+        line = message.lineno - (ends[index - 1] if index else 0)
+        yield _undefined_sentence(name, cells, index, line)
+
+
+def _undefined_sentence(name: str, cells: Sequence[Cell], index: int, line: int) -> str:
+    used = f"name {name!r} is used in cell {cells[index].name!r} (line {line})"
+    if name in _KERNEL_ONLY:
+        return f"{used} but exists only in a notebook's kernel; leave it out of %%guava_share cells"
+    later = [cell.name for cell in cells[index:] if name in _bound_names(cell.text)]
+    if later[:1] == [cells[index].name]:
+        return f"{used} before that cell defines it; move the definition up"
+    if later:
+        return (
+            f"{used} before cell {later[0]!r} defines it; cells run in the order in which they were first shared: "
+            f"put the definition into cell {cells[index].name!r} or an earlier one"
+        )
+    return (
+        f"{used} but no %%guava_share cell defines it; put its definition into a %%guava_share cell (sharing another text under "
+        "the same --name replaces a cell)"
+    )
+
+
+def _bound_names(text: str) -> set[str]:
+    """Names that a cell defines for the others."""
+    names: set[str] = set()
+    for statement in ast.parse(text).body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(statement.name)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        else:
+            names.update(
+                node.id
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            )
+    return names
+
+
+def _star_may_define(name: str, from_list: str) -> bool:
+    """Whether one of the star imports gives this name, or may give it because its module is not loaded here."""
+    modules = [sys.modules.get(module.strip()) for module in from_list.split(",")]
+    return any(module is None or name in getattr(module, "__all__", vars(module)) for module in modules)
+
+
+def _offset_trees(cells: Sequence[Cell]) -> Iterator[ast.Module]:
+    """The cells' syntax trees with line numbers as if they were one text, without annotations that never run."""
+    offset = 0
+    for cell in cells:
+        tree = ast.parse(cell.text)
+        future = [statement for statement in tree.body if _is_future(statement)]
+        lazy = any(alias.name == "annotations" for statement in future for alias in statement.names)
+        # A __future__ line counts for its own cell only, but pyflakes would see it at work in those after it.
+        tree.body = [statement for statement in tree.body if not _is_future(statement)]
+        _DropAnnotations(everything=lazy).visit(tree)
+        ast.increment_lineno(tree, offset)
+        offset += len(source_lines(cell.text))
+        yield tree
+
+
+def _is_future(statement: ast.stmt) -> TypeGuard[ast.ImportFrom]:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+
+
+class _DropAnnotations(ast.NodeTransformer):
+    """Takes out strings in annotations, or whole annotations: pyflakes reads both as code, a running cell does not."""
+
+    def __init__(self, everything: bool) -> None:
+        self.everything = everything
+        self.inside = False
+
+    def visit(self, node: ast.AST) -> Any:
+        """Visit a node, and its annotation in its own way."""
+        for field in ("annotation", "returns"):
+            annotation = getattr(node, field, None)
+            if annotation is not None:
+                nothing = ast.copy_location(ast.Constant(None), annotation)
+                setattr(node, field, nothing if self.everything else self._without_strings(annotation))
+        return super().visit(node)
+
+    def _without_strings(self, annotation: ast.AST) -> Any:
+        self.inside, outer = True, self.inside
+        try:
+            return super().visit(annotation)
+        finally:
+            self.inside = outer
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:  # noqa: N802  the name is ast's
+        """Blank a string that stands in an annotation."""
+        if self.inside and isinstance(node.value, str):
+            return ast.copy_location(ast.Constant(None), node)
+        return node
+
+
+def needed_modules(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Top-level names of the modules that must be there; imports that may fail by design are left out."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            if not statement.level and statement.module and statement.module != "__future__":
+                yield statement.module.partition(".")[0]
+        elif not _may_fail(statement):
+            for _, children in ast.iter_fields(statement):
+                if isinstance(children, list):
+                    yield from needed_modules(_statements_of(children))
+
+
+def _statements_of(children: list[Any]) -> Iterator[ast.stmt]:
+    for child in children:
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+            yield from child.body
+
+
+def _may_fail(statement: ast.stmt) -> bool:
+    """Whether a statement is there to try an import, or for type checkers only."""
+    if isinstance(statement, ast.Try):
+        return any(
+            handler.type is None or re.search(r"ImportError|ModuleNotFoundError|Exception", ast.unparse(handler.type))
+            for handler in statement.handlers
+        )
+    return isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)

@@ -1,0 +1,1 @@
+"""Keeping the replicas of a run in step: their state, and the exchange of one step."""

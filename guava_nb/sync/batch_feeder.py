@@ -1,0 +1,152 @@
+"""Loads batches ahead of need on a thread of its own, bounded in steps and in bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.sizes import size_of
+
+__all__ = ["Feeder"]
+
+#: Bytes held ready where nobody says otherwise.
+_BUDGET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    batches: list[LoadedBatch]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+class Feeder:
+    """Groups of `group` batches (an optimizer step with accumulation), the last group possibly smaller.
+
+    The next group is loaded only when it has room, reckoned by the size of the one before: so what is held is at most
+    `depth` groups and `budget_bytes`, or one group that is larger, and the one that is being loaded.
+
+    Args:
+        batches: the epoch's batches; iterated on the feeder's thread.
+        group: loader batches per optimizer step.
+        depth: most groups held ready.
+        wake: called after each change, so that a waiting job looks again.
+        budget_bytes: most bytes held ready.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[LoadedBatch],
+        group: int,
+        depth: int,
+        wake: Callable[[], None],
+        budget_bytes: int = _BUDGET_BYTES,
+    ) -> None:
+        """Start loading."""
+        self._items: deque[_Group | _Failed | None] = deque()
+        self._changed = threading.Condition()
+        self._depth, self._budget, self._loaded = max(1, depth), budget_bytes, 0
+        self._wake = wake
+        self._stopped = False
+        self._batches = batches
+        self._group = group
+        self._waiting_since: float | None = None
+        self._waited_s = 0.0
+        self._thread = threading.Thread(target=self._load, name="guava-feeder", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------- on the feeder's thread
+
+    def _load(self) -> None:
+        try:
+            last = 0
+            while self._wait_for_room(last):
+                group = self._next_group()
+                if group:
+                    last = sum(size_of(batch.batch) for batch in group)
+                    self._put(_Group(group, last))
+                if len(group) < self._group:
+                    self._put(None)
+                    return
+        except BaseException as error:  # whatever the user's data set raises belongs into the user's cell
+            self._put(_Failed(error))
+        finally:
+            close = getattr(self._batches, "close", None)
+            if close is not None:
+                close()
+
+    def _next_group(self) -> list[LoadedBatch]:
+        group: list[LoadedBatch] = []
+        while len(group) < self._group and not self._stopped and (batch := next(self._batches, None)) is not None:
+            group.append(batch)
+        return group
+
+    def _wait_for_room(self, coming: int) -> bool:
+        """Wait until a group of about this size has room; False when the feeder was closed."""
+        with self._changed:
+            started = time.monotonic()
+            while not (self._stopped or self._has_room(coming)):
+                self._waiting_since = started
+                self._changed.wait()
+            if self._waiting_since is not None:
+                self._waited_s += time.monotonic() - started
+                self._waiting_since = None
+            return not self._stopped
+
+    def _has_room(self, coming: int) -> bool:
+        return not self._items or (len(self._items) < self._depth and self._loaded + coming <= self._budget)
+
+    def _put(self, item: _Group | _Failed | None) -> None:
+        with self._changed:
+            if self._stopped:
+                return
+            self._items.append(item)
+            self._loaded += item.nbytes if isinstance(item, _Group) else 0
+        self._wake()
+
+    # -------------------------------------------------------------------------------------------------- for its owner
+
+    def available(self) -> bool:
+        """Whether `take` would return at once."""
+        return bool(self._items)
+
+    def next_bytes(self) -> int | None:
+        """About how many bytes the next group has; None when there is no further one, or loading it failed."""
+        item = self._items[0]
+        return item.nbytes if isinstance(item, _Group) else None
+
+    def take(self) -> list[LoadedBatch] | None:
+        """Return the next group, or None at the end of the epoch; raises what the loader raised."""
+        with self._changed:
+            item = self._items.popleft()
+            self._loaded -= item.nbytes if isinstance(item, _Group) else 0
+            self._changed.notify()
+        if isinstance(item, _Failed):
+            raise item.error
+        return None if item is None else item.batches
+
+    def held(self) -> tuple[int, int]:
+        """Return how many groups wait here, and their bytes."""
+        with self._changed:
+            return sum(isinstance(item, _Group) for item in self._items), self._loaded
+
+    def waited_s(self) -> float:
+        """Seconds in which loading stood still because nobody took what was loaded."""
+        with self._changed:
+            since = self._waiting_since
+            return self._waited_s + (0.0 if since is None else time.monotonic() - since)
+
+    def close(self) -> None:
+        """Stop loading; returns when the thread has ended or after five seconds."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(5.0)

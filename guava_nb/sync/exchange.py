@@ -1,0 +1,72 @@
+"""What both exchanges have in common at the orchestrator: the steps in flight, and their shards on the way out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from guava_nb.cluster.job import Job
+from guava_nb.cluster.report_checks import without_odd
+from guava_nb.protocol.messages import Commit, Committed, Ready
+from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.step_in_flight import Flight
+
+__all__ = ["Exchange", "OnApplied", "OnCommit"]
+
+OnCommit = Callable[[Flight, Commit, float, float], None]
+OnApplied = Callable[[int, Committed], None]
+
+
+class Exchange:
+    """All steps in flight of one run.
+
+    Args:
+        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
+        on_applied: called when a worker reports that it applied a step.
+        credit: is told what is sent and what is worked on.
+
+    Attributes:
+        flights: issued and not committed, by step.
+        next_step: number of the next step to issue.
+    """
+
+    def __init__(
+        self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+    ) -> None:
+        """No step is in flight."""
+        self.flights: dict[int, Flight] = {}
+        self.next_step = ensemble.step + 1
+        self._job = job
+        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
+        self._writer = ensemble.writer
+        self._writer.on_shard_wanted = self._send_again
+
+    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
+        message, parcel = flight.shards[shard]
+        self._credit.sent(message.step, shard, rank, parcel.nbytes)
+        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
+
+    def _send_again(self, rank: int, step: int, shard: int) -> None:
+        """A worker lacks rows of its shard that it was thought to hold."""
+        flight = self.flights.get(step)
+        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
+            self._send_shard(flight, shard, rank)
+
+    def _sound(self, rank: int, message: Ready) -> Ready:
+        """The report without figures that cannot be; they are told once."""
+        message, odd = without_odd(message)
+        if odd:
+            self._job.cluster.tell_odd(rank, "steps", odd)
+        return message
+
+    def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:
+        member = self._job.cluster.roster.members[rank]
+        member.samples += samples
+        if tokens is not None:
+            member.tokens = (member.tokens or 0.0) + tokens
+
+    def _note_times(self, rank: int, message: Ready) -> None:
+        member = self._job.cluster.roster.members[rank]
+        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)

@@ -1,0 +1,34 @@
+"""A worker leaves between two runs: what only it has is brought here before it goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import GuavaError
+from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+
+__all__ = ["take_over"]
+
+log = logging.getLogger(__name__)
+
+
+def take_over(ensemble: Ensemble | None, cluster: Cluster, rank: int) -> None:
+    """Let a member go that leaves between two runs, with a last run's state fetched first if only workers have that.
+
+    Returns at once: the rest happens on a thread.
+    """
+    if ensemble is None or rank not in ensemble.at or ensemble.master_step == ensemble.step:
+        cluster.release(rank)
+        return
+
+    def work() -> None:
+        try:
+            fetch_between_runs(ensemble, cluster, None)
+        except GuavaError as error:
+            log.warning("%s left, and its state could not be fetched: %s", cluster.name(rank), error)
+        finally:
+            cluster.release(rank)
+
+    threading.Thread(target=work, name="guava-handover", daemon=True).start()

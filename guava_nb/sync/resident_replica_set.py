@@ -1,0 +1,131 @@
+"""A run whose model lives at the workers: what they hold is step 0, and the orchestrator keeps a likeness of it.
+
+The first of them is the *origin*: its weights are where the run begins, and others are brought to them. A lone origin is
+sent nothing back, so a service that validates or predicts moves no weights at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job import Job
+from guava_nb.errors import ClusterError, ConfigError, PreparationError
+from guava_nb.protocol.messages import Cell, Message, Prepare, Prepared, RunSpec
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.resident import OWN_MODEL, held, likeness
+from guava_nb.spec import cells as source
+from guava_nb.sync.replica_set import Ensemble, preparation_text
+
+__all__ = ["OwnEnsemble", "adopt", "common_parts", "is_own"]
+
+_NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
+
+
+class OwnEnsemble(Ensemble):
+    """Replicas that were there before the run. Made by `adopt`."""
+
+    def __init__(
+        self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica, origin: int, answer: Prepared
+    ) -> None:
+        """Take over a worker that has prepared the run."""
+        super().__init__(run_id, spec, cells, master)
+        self.master_step = _NOT_HERE
+        self._prepared[origin] = answer
+        self.at[origin] = self.step
+        self._origin: int | None = origin
+
+    def _alone(self, ranks: Iterable[int]) -> bool:
+        """Whether the only one who is asked is the origin, which holds the state already."""
+        return self._origin is not None and set(ranks) == {self._origin} and self.at.get(self._origin) == self.step
+
+    def require(self, job: Job, ranks: Iterable[int]) -> None:
+        """Have workers build the run; the origin has."""
+        ranks = set(ranks)
+        if not self._alone(ranks):
+            super().require(job, ranks)
+
+    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+        """Bring workers to a state; from then on the run knows it, and the origin is one of them."""
+        ranks = set(ranks)
+        if not (step == self.step and self._alone(ranks)):
+            super().load(job, ranks, state, step)
+        self._origin = None
+
+    def is_gone(self, cluster: Cluster) -> bool:
+        """Whether nobody has this state any more: its workers have left, and it was not fetched."""
+        return self.master_step != self.step and not set(self.at) & set(cluster.roster.alive())
+
+
+def is_own(spec: RunSpec) -> bool:
+    """Whether a run's model lives at the workers."""
+    return spec.model is not None and spec.model.name == OWN_MODEL
+
+
+def common_parts(cluster: Cluster) -> set[str]:
+    """Return what every connected worker has in its own process; empty when none is connected."""
+    found = [set(cluster.roster.members[rank].hello.own) for rank in cluster.roster.ready()]
+    return set.intersection(*found) if found else set()
+
+
+def adopt(
+    run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
+) -> OwnEnsemble:
+    """Return an ensemble that begins with what the first worker with a model of its own holds.
+
+    Raises:
+        ClusterError: no such worker is here.
+        ConfigError: the run asks for what such a worker cannot do.
+        PreparationError: it cannot build the run.
+    """
+    if spec.parallel is not None or spec.optimizer_site == "orchestrator":
+        raise ConfigError(
+            "a model that lives in the worker's own process is trained in data mode with optimizer_site 'workers': its class "
+            "is not known here, and it is whole there"
+        )
+    ranks = [rank for rank in cluster.roster.ready() if "model" in cluster.roster.members[rank].hello.own]
+    if not ranks:
+        raise ClusterError(
+            "no worker with a model of its own is here: run GPUTrainer there, or register_model(Net) here"
+        )
+    origin = ranks[0]
+    answer = _prepare(run_id, spec, cells, cluster, origin)
+    master = Replica(
+        spec,
+        lambda name: held(name) if name.startswith("@") else source.resolve(name, shared),
+        torch.device("cpu"),
+        model=likeness(answer.model),
+    )
+    if master.layout.digest() != answer.layout:
+        raise PreparationError(
+            f"{cluster.name(origin)} described its model in a way that does not fit its own layout: install the same "
+            "guava-nb on both sides"
+        )
+    return OwnEnsemble(run_id, spec, cells, master, origin, answer)
+
+
+def _prepare(run_id: str, spec: RunSpec, cells: Sequence[Cell], cluster: Cluster, rank: int) -> Prepared:
+    answers: list[Prepared] = []
+
+    def on_prepared(sender: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, Prepared)
+        if message.run_id == run_id and sender == rank:
+            answers.append(message)
+
+    job = Job(cluster)
+    job.run_id = run_id
+    job.on(Prepared, on_prepared)
+    with job.attached():
+        cluster.send(rank, Prepare(run_id, tuple(cells), spec))
+        job.pump(lambda: bool(answers) or rank not in job.ready | job.suspects)
+    if not answers:
+        raise ClusterError(
+            f"{cluster.name(rank)} was lost while it prepared the run: {cluster.roster.members[rank].detail}"
+        )
+    if not answers[0].ok:
+        raise PreparationError(preparation_text(cluster.name(rank), answers[0]))
+    return answers[0]

@@ -1,0 +1,390 @@
+"""The parts of one model that is spread over a process group: who is which rank, and how the whole state goes to and fro.
+
+A group is good for one generation. Whoever is lost ends it; a new one is formed of whoever is there and gets the state anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from guava_nb.cluster.group_path import Route
+from guava_nb.cluster.job import Job
+from guava_nb.cluster.path_probe import Routes
+from guava_nb.config.mesh import Mesh
+from guava_nb.data.codec import pack, unpack
+from guava_nb.data.loader_feed import Feed
+from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
+from guava_nb.hub.relay import Relay
+from guava_nb.protocol.messages import (
+    Abort,
+    Cell,
+    GroupFormed,
+    LoadState,
+    Message,
+    RunSpec,
+    State,
+)
+from guava_nb.replica.replica import Replica
+from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, Formation, machines_for, side_by_side
+from guava_nb.sync.replica_set import Ensemble
+
+__all__ = ["GroupEnsemble", "GroupLost"]
+
+#: How long a member may be away before its group is given up: the others are blocked meanwhile.
+SUSPECT_S = 8.0
+#: Direct groups that broke while all members stayed, after which a run keeps to the relay.
+MOST_DIRECT_BREAKS = 2
+#: Groups in a row that broke without a step between them while all members stayed: then it is not the weather.
+MOST_BREAKS = 3
+
+
+class GroupLost(Exception):  # noqa: N818 - not an error yet: a new group can be formed
+    """A member of the group is gone; unwinds a job to where a new group can be formed."""
+
+
+class GroupEnsemble(Ensemble):
+    """All parts of one run.
+
+    Attributes:
+        team: worker of each rank of the group that stands; empty when none does.
+        generation: of that group.
+        route: the way of that group, and why.
+    """
+
+    def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
+        """Start with no group."""
+        super().__init__(run_id, spec, cells, master)
+        assert spec.parallel is not None
+        self._shape = spec.parallel
+        self._example: Any = None
+        self._retired = False
+        self.team: tuple[int, ...] = ()
+        self.generation = -1
+        self.route = Route("relay", "guava", "no group was formed yet")
+        self._relay_only = ""  # why this run keeps to the relay from now on
+        self._routes: Routes | None = None
+        self._formed: dict[int, GroupFormed] = {}
+        self._away: dict[int, float] = {}
+        self._broken: str = ""
+        self._broken_at = 0.0
+        self._breaks = self._direct_breaks = 0
+        self._broke_after = -1
+        self._relay: Relay | None = None
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group of this generation at the relay."""
+        return f"{self.run_id}/{self.generation}/"
+
+    @property
+    def layout_text(self) -> str:
+        """How the model is spread, in words."""
+        return next((answer.layout for answer in self._formed.values() if answer.layout), "")
+
+    def look_at(self, feed: Feed) -> None:
+        """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
+
+        Raises:
+            ConfigError: stages shall be balanced by time and the loader has no samples that can be taken out of turn.
+        """
+        if self._shape.balance == "time" and self._example is None:
+            batch = feed.example(self._shape.dp * self._shape.micro_batches)
+            self._example = batch[0] if self.spec.preprocess is None else batch  # a function wants to see all of it
+
+    # -------------------------------------------------------------------------------------------------------- who takes part
+
+    @property
+    def elastic(self) -> bool:  # type: ignore[override]
+        """Whether every replica is whole, so that any number of them can go on."""
+        return self._shape.pp * self._shape.tp == 1 and not self._shape.zero_stage and self._shape.mode == "data"
+
+    @property
+    def least(self) -> int:  # type: ignore[override]
+        """How many workers a group needs."""
+        return 1 if self.elastic else self._shape.dp * self._shape.pp * self._shape.tp
+
+    @property
+    def mesh(self) -> Mesh:
+        """Sizes of the group that stands."""
+        return self._mesh_of(len(self.team))
+
+    def _mesh_of(self, ranks: int) -> Mesh:
+        return Mesh(ranks // (self._shape.pp * self._shape.tp), self._shape.pp, self._shape.tp)
+
+    def pick(self, ranks: Iterable[int]) -> set[int]:
+        """Choose the members of a group among those that are there.
+
+        Raises:
+            ConfigError: too few are.
+        """
+        here = sorted(ranks)
+        if len(here) < self.least:
+            mesh = Mesh(self._shape.dp, self._shape.pp, self._shape.tp)
+            raise ConfigError(
+                f"{self._shape.mode} mode: {mesh} needs {self.least} workers, {len(here)} {'is' if len(here) == 1 else 'are'} "
+                "here: let more join, or ask for a smaller mesh with %guava_mode"
+            )
+        return set(here if self.elastic else here[: self.least])
+
+    def complete(self, job: Job) -> bool:
+        """Whether every member of the group is connected and stands at the last committed step."""
+        return bool(self.team) and all(r in job.ready and self.at.get(r) == self.step for r in self.team)
+
+    def connected(self, available: Sequence[int]) -> bool:
+        """Whether a step can be issued: every member is connected."""
+        return bool(self.team) and sorted(available) == sorted(self.team)
+
+    def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
+        """Return who would make the group larger; a mesh of a fixed size takes nobody in."""
+        return sorted(fit - set(self.team)) if self.elastic and self.team else []
+
+    def check(self, job: Job) -> None:
+        """Unwind when the group cannot go on.
+
+        Raises:
+            GroupLost: a member is lost, or away for too long, or reported that the group broke.
+        """
+        now = time.monotonic()
+        # All are away, so nobody waits for another; or a tunnel broke: whoever is away comes back with its part of the state.
+        outage = all(rank in job.suspects for rank in self.team)
+        for rank in self.team:
+            if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
+                self._away.pop(rank, None)
+            elif rank not in job.suspects:
+                self._broken = ""  # that is why others report a break
+                raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
+            elif now - self._away.setdefault(rank, now) > SUSPECT_S:
+                self._broken = ""
+                raise GroupLost(f"{job.cluster.name(rank)} is away for more than {SUSPECT_S:g} s")
+        if self._broken and now > self._broken_at + SUSPECT_S:
+            raise GroupLost(self._broken)
+
+    def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
+        """A member says that its group broke; whose loss it was is known in a moment."""
+        if torn:
+            self.drop(rank)
+        if not self._broken and not self._retired:  # that a group which was given up is broken is no news
+            self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {text}", time.monotonic()
+
+    def retire(self) -> None:
+        """The group was woken and is of no use any more; its members hold the state until another one is formed."""
+        self._retired, self._broken = True, ""
+
+    def disband(self) -> None:
+        """The group is given up.
+
+        Raises:
+            ClusterError: too many broke in a row without a step between them.
+        """
+        again = self._broken and self.step == self._broke_after
+        self._breaks, self._broke_after = (self._breaks + 1 if again else int(bool(self._broken))), self.step
+        reason, team, self.team, self._broken = self._broken, self.team, (), ""
+        if self._relay is not None:
+            self._relay.forget(self.group_name)
+        if self.route.path == "direct":
+            self._note_direct_break(team, reason)
+        self._away.clear()
+        if self._breaks >= MOST_BREAKS:
+            raise ClusterError(
+                f"{self._breaks} process groups in a row broke while all workers stayed ({reason}); the path is "
+                f"{self.route.path}. {'Try --path relay (path=relay), and look' if self.route.path == 'direct' else 'Look'} "
+                "at %guava_log"
+            )
+
+    def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
+        """Probe again before the next group; a network that lets probes pass and breaks groups is not tried for ever."""
+        if self._routes is not None:
+            self._routes.forget(team)
+        self._direct_breaks += 1 if reason else 0
+        if self._direct_breaks >= MOST_DIRECT_BREAKS:
+            self._relay_only = f"{self._direct_breaks} direct groups broke while all workers stayed ({reason})"
+
+    # ------------------------------------------------------------------------------------------------------------ messages
+
+    def attach(self, job: Job) -> None:
+        """Handle this ensemble's messages in that job."""
+        super().attach(job)
+        self._relay, self._routes = job.cluster.relay, job.cluster.routes
+        job.on(GroupFormed, self._on_formed)
+        job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
+
+    def _on_formed(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, GroupFormed)
+        if message.run_id == self.run_id and message.generation == self.generation:
+            self._formed[rank] = message
+
+    def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
+        assert isinstance(message, State)
+        if message.run_id == self.run_id and message.request_id in self._awaited:
+            self._states[message.request_id] = (message.step, unpack(message.state, payload, _piece))
+
+    # ------------------------------------------------------------------------------------------------------------ the group
+
+    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+        """Form a group of these workers, and of those in the present one, and bring it to a state.
+
+        Raises:
+            GroupLost: a member was lost meanwhile.
+            PreparationError: the model cannot be spread like this.
+            TrainingError: ranks that must hold the same parameters do not.
+        """
+        members = side_by_side(job.cluster.roster.members, self.pick(set(ranks) | (set(self.team) & job.ready)))
+        self._form(job, members)
+        tree, buffers = pack(dict(state))
+        for rank in members:
+            self._loaded.pop(rank, None)
+        job.cluster.send_all(members, LoadState(self.run_id, self.generation, step, tree), buffers)
+        self._pump(job, lambda: all(rank in self._loaded for rank in members))
+        self._compare_hashes(job, members)
+
+    def _form(self, job: Job, members: Sequence[int]) -> None:
+        """Form a group on the best way there is; where a direct one fails, on the relay."""
+        first = self.generation < 0
+        self.route = self._choose(job, members, first)
+        failed = self._try_to_form(job, members)
+        if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
+            self._fall_back(job, members, failed)
+            failed = self._try_to_form(job, members)
+        if failed:
+            self._refuse(job, failed)
+        self._retired = False
+        if first and self.layout_text:
+            job.cluster.notice(self.layout_text)
+
+    def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
+        if self._relay_only:
+            return Route("relay", "guava", self._relay_only)
+        return job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
+
+    def _try_to_form(self, job: Job, members: Sequence[int]) -> dict[int, GroupFormed]:
+        """Give everybody an order and wait for the answers; returns those that say no."""
+        roster, route = job.cluster.roster, self.route
+        roster.generation += 1
+        self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
+        for rank in members:
+            self.at.pop(rank, None)
+        direct = route.path == "direct"
+        machines, phrase = machines_for(roster.members, members, self._mesh_of(len(members)), route)
+        if phrase and phrase not in route.reason:
+            self.route = route = replace(route, reason=route.reason + phrase)
+        formation = Formation(self.run_id, self.generation, self.group_name, members, route, machines)
+        for rank, order, buffers in formation.orders(roster.members, self._example):
+            job.cluster.send(rank, order, buffers)
+        answered = self._pump(
+            job,
+            lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members),
+            FORM_TIMEOUT_S if direct else None,
+        )
+        failed = {rank: answer for rank, answer in self._formed.items() if not answer.ok}
+        if not answered:
+            late = next(rank for rank in members if rank not in self._formed)
+            text = f"it did not take its place within {FORM_TIMEOUT_S:g} s"
+            failed[late] = GroupFormed(self.run_id, self.generation, False, text, broken=True)
+        return failed
+
+    def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
+        """Keep to the relay, and wake whoever still waits for the direct group."""
+        rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
+        job.cluster.routes.forget(members)
+        self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
+        job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
+        job.cluster.roster.generation += 1
+        reason = "the direct group is given up"
+        abort = Abort(self.run_id, job.cluster.roster.generation, self.step, reason)
+        job.cluster.send_all(members, abort)
+        job.cluster.relay.forget(self.group_name)
+        self.route = Route("relay", "guava", self._relay_only)
+
+    def _refuse(self, job: Job, failed: Mapping[int, GroupFormed]) -> None:
+        rank, answer = next(iter(failed.items()))
+        if answer.broken:
+            raise GroupLost(f"{job.cluster.name(rank)} reports: {answer.problem}")
+        raise PreparationError(f"{job.cluster.name(rank)} cannot take its part of the model: {answer.problem}")
+
+    def _pump(self, job: Job, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        def condition() -> bool:
+            self.check(job)
+            return until()
+
+        return job.pump(condition, timeout_s)
+
+    def bring_up(self, job: Job) -> None:
+        """Have a group that stands at the last committed step, by what is there or by forming a new one.
+
+        Raises:
+            ConfigError: too few workers are here.
+        """
+        if self.complete(job) and not self._retired:
+            return
+        state = self.fetch(job)
+        members = self.pick(job.ready)
+        self.require(job, members)
+        self.team = ()
+        self.load(job, members, state, self.step)
+
+    # ------------------------------------------------------------------------------------------------------------ the state
+
+    def in_step(self, job: Job) -> list[int]:
+        """Return the members when all of them are connected and in step, else nobody: only together they are the model."""
+        return sorted(self.team) if self.complete(job) else []
+
+    def _may_have(self, job: Job) -> bool:
+        known = self.team or tuple(self.at)
+        return bool(known) and all(rank in job.ready | job.suspects and rank in self.at for rank in known)
+
+    def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
+        """Ask every member for its part and put them together; whole replicas need one only."""
+        asked = [rank] if self.elastic else self.team
+        answers = self._answers(job, asked, optimizer, timeout_s)
+        for member, (step, _) in zip(asked, answers, strict=True):
+            if step is not None and step != self.at.get(
+                member
+            ):  # its report was lost with a connection between two runs
+                self.at[member] = step
+        self._adopt_highest(job)
+        if any(part is None or step != self.step for step, part in answers):
+            self.at.clear() if any(part is None for _, part in answers) else None
+            return None
+        state = _together([part for _, part in answers if part is not None])
+        self.master.load_state(state)
+        if optimizer:
+            self.master_step = self.step
+        return self.master.state()
+
+    def rescue(self, job: Job) -> bool:
+        """Before a new group: take the state of the last committed step from whoever is left, if all of it is there."""
+        here = [rank for rank in self.team if rank in job.ready and self.at.get(rank) == self.step]
+        if self.master_step == self.step:
+            return True
+        if not here or (len(here) < len(self.team) and not self.elastic):
+            return False
+        team, self.team = self.team, tuple(here)
+        try:
+            return self._fetch_from(job, here[0], True, SUSPECT_S) is not None
+        except WorkerLost:
+            return False
+        finally:
+            self.team = team
+
+
+def _piece(name: str) -> type:
+    """The one class that may come in a state; a worker cannot choose another."""
+    from guava_nb.parallel.state.full_state import Piece
+
+    if name != f"{Piece.__module__}:{Piece.__qualname__}":
+        raise ConfigError(f"a worker sent a {name} inside its part of the state; only pieces of tensors belong there")
+    return Piece
+
+
+def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    from guava_nb.parallel.state.full_state import assemble, assemble_optimizer
+
+    state: dict[str, Any] = {"model": assemble([part["model"] for part in parts]), "buffers": {}}
+    if "optimizer" in parts[0]:
+        state["optimizer"] = assemble_optimizer([part["optimizer"] for part in parts])
+        state["scheduler"] = next((part["scheduler"] for part in parts if part["scheduler"] is not None), None)
+        state["scaler"] = parts[0]["scaler"]
+    return state

@@ -1,0 +1,162 @@
+"""The energy of a run as a record for people, JSON and tables: what each worker used, and what it bought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from guava_nb.errors import ConfigError
+from guava_nb.telemetry.peak_flops import peak_flops
+
+__all__ = ["EnergyRecord", "energy_record"]
+
+_J_PER_KWH = 3.6e6
+#: What is told of a worker's machine.
+_MACHINE = (
+    "cpu_busy", "host_memory_used_bytes", "disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s",
+    "network_in_bytes_s",
+)  # fmt: skip
+
+
+class EnergyRecord(Mapping[str, Any]):
+    """A read-only mapping; its lists of rows make tables: `pandas.DataFrame(record["workers"])`, or `["tasks"]`.
+
+    Keys: `run_id, joules, seconds, samples, steps, tokens, j_per_sample, j_per_step, j_per_token, watt_hours, co2e_g, cost,
+    epochs, workers, tasks`. What was not measured is None, and so are tokens that nobody asked for. `workers` has one row
+    per worker, phases in columns of their own (what its machine was busy with is the mean over the run); `tasks` one per
+    worker and name that its code gave with `energy_task`. Tasks overlap phases and each other: another view of the same time.
+    """
+
+    def __init__(self, values: dict[str, Any], curves: dict[str, list[tuple[float, float]]]) -> None:
+        """Keep finished figures.
+
+        Args:
+            values: by key.
+            curves: (seconds since its run was prepared, watts) per worker, thinned.
+        """
+        self._values = values
+        self.curves = curves
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict per worker, as `record["workers"]`."""
+        return [dict(row) for row in self._values["workers"]]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        """One line."""
+        joules = self["joules"]
+        total = "not measured" if joules is None else f"{joules:.4g} J"
+        count = len(self["workers"])
+        workers = f"{count} worker{'' if count == 1 else 's'}"
+        return f"EnergyRecord({self['run_id']}: {total}, {workers}, {self['samples']} samples)"
+
+
+def energy_record(
+    report: Mapping[str, Any],
+    curves: dict[str, list[tuple[float, float]]],
+    precision: str,
+    grams_per_kwh: float | None = None,
+    price_per_kwh: float | None = None,
+) -> EnergyRecord:
+    """Make the record of a run.
+
+    Args:
+        report: what `Run.report` gives.
+        curves: watts over time per worker.
+        precision: of the run, for the peak of its devices.
+        grams_per_kwh: CO2 equivalent of a kilowatt hour where the machines stand; nothing is assumed without it.
+        price_per_kwh: in any currency.
+
+    Raises:
+        ConfigError: a factor is negative.
+    """
+    for name, factor in (("grams_per_kwh", grams_per_kwh), ("price_per_kwh", price_per_kwh)):
+        if factor is not None and not factor >= 0:
+            raise ConfigError(f"{name} {factor!r}: a factor of at least 0")
+    joules, samples, steps = report["energy_j"], report["samples"], report["steps"]
+    tokens = report["tokens"]
+    kwh = None if joules is None else joules / _J_PER_KWH
+    values = {
+        "run_id": report["run_id"],
+        "joules": joules,
+        "seconds": report["wall_s"],
+        "samples": samples,
+        "steps": steps,
+        "tokens": tokens,
+        "j_per_sample": _per(joules, samples),
+        "j_per_step": _per(joules, steps),
+        "j_per_token": _per(joules, tokens),
+        "watt_hours": None if kwh is None else kwh * 1000,
+        "co2e_g": None if kwh is None or grams_per_kwh is None else kwh * grams_per_kwh,
+        "cost": None if kwh is None or price_per_kwh is None else kwh * price_per_kwh,
+        "epochs": _epochs([one.get("epochs", []) for one in report["energy"]]),
+        "workers": [_row(one, precision) for one in report["energy"]],
+        "tasks": [
+            {"worker": one["worker"], "task": name, **figures}
+            for one in report["energy"]
+            for name, figures in one.get("tasks", {}).items()
+        ],
+    }
+    return EnergyRecord(values, curves)
+
+
+def _row(one: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    joules, seconds, flops = one["joules"], one.get("seconds"), one.get("flops_per_sample")
+    samples, tokens, machine = one["samples"], one["tokens"], one.get("machine", {})
+    phases = one.get("phases", {})
+    computing = sum(phases.get(phase, {}).get("seconds", 0.0) for phase in ("forward", "backward"))
+    flops_s = None if not flops or not computing else flops * samples / computing
+    peak = peak_flops(one["device"], precision)
+    return {
+        "worker": one["worker"],
+        "device": one["device"],
+        "method": one["method"],
+        "joules": joules,
+        "watts": _per(joules, seconds),
+        "seconds": seconds,
+        "samples": samples,
+        "tokens": tokens,
+        "j_per_sample": _per(joules, samples),
+        "j_per_token": _per(joules, tokens),
+        **_reach(one),
+        **{f"{phase}_s": part["seconds"] for phase, part in phases.items()},
+        **{f"{phase}_j": part["joules"] for phase, part in phases.items()},
+        "flops_per_s": flops_s,
+        "share_of_peak": None if flops_s is None or peak is None else flops_s / peak,
+        "flops_per_joule": None if not flops or not joules else flops * samples / joules,
+        **{name: machine.get(name) for name in _MACHINE},
+        "why": one.get("why", ""),
+    }
+
+
+def _reach(one: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the figure goes: seconds of it that no reading covers, a stretch too short to say much, the last fault."""
+    measured = [board for board in one.get("boards", ()) if board["joules"] is not None]
+    return {
+        "uncovered_s": max((board["uncovered_s"] for board in measured), default=None),
+        "too_short": any(board["too_short"] for board in measured) if measured else None,
+        "problem": next((board["problem"] for board in one.get("boards", ()) if board["problem"]), ""),
+    }
+
+
+def _epochs(of_workers: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Joules of each epoch over all workers that were measured in it; None where nobody was."""
+    longest = max((len(epochs) for epochs in of_workers), default=0)
+    found: list[float | None] = []
+    for k in range(longest):
+        known = [epochs[k] for epochs in of_workers if k < len(epochs) and epochs[k] is not None]
+        found.append(sum(joules for joules in known if joules is not None) if known else None)
+    return found
+
+
+def _per(joules: float | None, count: float | None) -> float | None:
+    return None if joules is None or not count else joules / count

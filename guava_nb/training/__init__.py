@@ -1,0 +1,1 @@
+"""A training run at the orchestrator: its plan, its job, its handle."""

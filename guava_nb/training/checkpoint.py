@@ -1,0 +1,175 @@
+"""Checkpoints: one file that plain PyTorch reads with `torch.load(path, weights_only=True)`.
+
+Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model, whatever the mode and the number of
+workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from guava_nb.errors import CheckpointError
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.training.plan import Position
+
+__all__ = ["check_model", "differences", "made_with", "model_text", "read", "write"]
+
+FORMAT = "guava_nb checkpoint 1"
+
+
+def write(path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec) -> None:
+    """Write a checkpoint; a crash while writing leaves the old file as it was.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    content = {
+        "format": FORMAT,
+        **state,
+        "step": step,
+        "position": {
+            "epoch": position.epoch,
+            "batches": position.batches,
+            "samples": position.samples,
+            "feed": position.feed,
+        },
+        "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
+    }
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)"
+        ) from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint, never running code from it.
+
+    Raises:
+        CheckpointError: no such file, not a checkpoint of guava_nb, or damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}; {_nearby(path)}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file raises whatever the damage happens to hit
+        if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
+            raise CheckpointError(
+                f"{path} is not a checkpoint of guava_nb: it is no PyTorch file, or holds more than tensors and plain data"
+            ) from error
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({first}). Was it written to its end?") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of guava_nb. To start from plain weights, load them into the model and use "
+            "register_model(model)"
+        )
+    if damaged := _damaged(content):
+        raise CheckpointError(f"{path} is a damaged checkpoint: {damaged} is missing or is not what was written there")
+    return content
+
+
+def _damaged(content: Mapping[str, Any]) -> str:
+    """Return the first part that cannot be gone on from, "" when all is there."""
+    model, place, spec, step = (content.get(key) for key in ("model", "position", "spec", "step"))
+    if not isinstance(model, dict) or not all(isinstance(k, str) for k in model):
+        return "model"
+    if not isinstance(spec, dict):
+        return "spec"
+    if type(step) is not int or step < -1:
+        return "step"
+    if not isinstance(place, dict) or place.keys() != {"epoch", "batches", "samples", "feed"}:
+        return "position"
+    counts = [place[key] for key in ("epoch", "batches", "samples")]
+    fine = all(type(count) is int and count >= 0 for count in counts) and (
+        place["feed"] is None or isinstance(place["feed"], dict)
+    )
+    return "" if fine else "position"
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    made = (folder / "checkpoints", Path("checkpoints"))  # where those go that nobody gave a name
+    found = [(place, _held(place)) for place in dict.fromkeys((folder, *made)) if place.is_dir()]
+    told = [f"in {place} there are: {', '.join(names[:8])}" for place, names in found if names]
+    return "; ".join(told) or f"{folder} holds no checkpoint"
+
+
+def _held(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt"))
+
+
+def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:
+    """Compare a checkpoint's model with the one that a call names.
+
+    Args:
+        path: where the checkpoint lies.
+        content: what `read` returned.
+        current: the model's own state dict.
+        model: which model that is; None where it was given as an object.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message lists the first few, and names both models.
+    """
+    if problems := differences(content["model"], current):
+        made = model_text(content)
+        raise CheckpointError(
+            f"{path} belongs to another model than {_said(model)}, the one asked for now ({problems}). To go on from it, ask "
+            f"for the model it was made with{f', {made}' if made else ''} (--model, --model-args, and its shared cell as it "
+            "was); to leave it aside, train with fresh=True (--fresh)"
+        )
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str = "in the file") -> str:
+    """Return what two state dicts have not in common, the first few of each kind; "" when they fit.
+
+    Args:
+        where: in what `saved` lies.
+    """
+    missing = [name for name in current if name not in saved]
+    extra = [name for name in saved if name not in current]
+    shapes = [
+        f"{name}: {tuple(saved[name].shape)} {where}, {tuple(current[name].shape)} in the model"
+        for name in current
+        if name in saved and tuple(saved[name].shape) != tuple(current[name].shape)
+    ]
+    problems = [
+        *([f"not {where}: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
+        *([f"not in the model: {', '.join(extra[:3])}{_more(extra)}"] if extra else []),
+        *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
+    ]
+    return ". ".join(problems)
+
+
+def made_with(content: Mapping[str, Any]) -> Factory | None:
+    """Return the model's name and arguments as far as the file tells, else None."""
+    try:
+        return msgspec.convert(content["spec"].get("model"), Factory)
+    except msgspec.ValidationError:
+        return None
+
+
+def model_text(content: Mapping[str, Any]) -> str:
+    """Return the model in words, "" where the file does not tell it."""
+    return "" if (made := made_with(content)) is None else _said(made)
+
+
+def _said(model: Factory | None) -> str:
+    if model is None:
+        return "that of the calling process"
+    name = model.name.rpartition(":")[2]
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in model.args.items())})"
+
+
+def _more(items: list[str]) -> str:
+    return f" and {len(items) - 3} more" if len(items) > 3 else ""

@@ -1,0 +1,156 @@
+"""Where a run's first state comes from: the factory, registered weights, the last run, a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import torch
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.replica.replica import Replica
+from guava_nb.spec import cells as source
+from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+from guava_nb.sync.sharded_replica_set import GroupEnsemble
+from guava_nb.training import checkpoint
+from guava_nb.training.plan import Position, TrainingPlan
+
+__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on"]
+
+_STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
+
+
+def build_ensemble(
+    run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
+) -> Ensemble:
+    """Return an ensemble whose master was built from the factory, with the weights of a registered model if there is one.
+
+    Raises:
+        CheckpointError: the registered model is not what the factory builds.
+        GuavaError: model, loss, optimizer or scheduler cannot be built.
+    """
+    master = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
+    if weights is not None:
+        problems = checkpoint.differences(weights.state_dict(), master.model.state_dict(), "in the registered one")
+        if problems:
+            raise CheckpointError(
+                f"the registered model is not what its class builds at the workers ({problems}). Give "
+                "register_model the arguments it was built with, or register a factory that builds it"
+            )
+        master.load_state({"model": weights.state_dict()})
+    if spec.parallel is None:
+        return Ensemble(run_id, spec, cells, master)
+    return GroupEnsemble(run_id, spec, cells, master)
+
+
+def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> str:
+    """Go on from the last run's weights where model and cells are the same, and from its optimizer where that is too.
+
+    Returns:
+        What the run begins with, in a sentence.
+
+    Raises:
+        WorkerLost: the workers that hold those weights are gone.
+    """
+    if not _is_same_model(ensemble, last):
+        return (
+            f"begins with new weights: {_difference(ensemble, last)} since the last run. To keep them, save before the change "
+            "and resume after it: %guava_save, %guava_resume"
+        )
+    state = fetch_between_runs(last, cluster, timeout_s)
+    same = _has_same_optimizer(ensemble, last)
+    ensemble.master.load_state(state if same else {"model": state["model"]})
+    optimizer = "" if same else " with a new optimizer"
+    return f"goes on from the weights of the last run{optimizer}; --fresh (fresh=True) starts anew"
+
+
+def goes_on(ensemble: Ensemble, last: Ensemble) -> bool:
+    """Whether a run would go on from the last one's optimizer, too."""
+    return _is_same_model(ensemble, last) and _has_same_optimizer(ensemble, last)
+
+
+def _difference(ensemble: Ensemble, last: Ensemble) -> str:
+    """Why the weights of the last run are not those of this one."""
+    if last.spec.model != ensemble.spec.model:
+        return "another model was chosen"
+    before, now = ({cell.name: cell.text for cell in cells} for cells in (last.cells, ensemble.cells))
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return f"shared cell {' and '.join(names)} changed" if names else "the order of the shared cells changed"
+
+
+def _is_same_model(ensemble: Ensemble, last: Ensemble) -> bool:
+    return last.spec.model == ensemble.spec.model and last.cells == ensemble.cells
+
+
+def _has_same_optimizer(ensemble: Ensemble, last: Ensemble) -> bool:
+    return all(getattr(last.spec, n) == getattr(ensemble.spec, n) for n in ("optimizer", "scheduler", "precision"))
+
+
+def from_checkpoint(
+    ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any], rewind: bool = True
+) -> list[str]:
+    """Go on from a checkpoint: state, step and place in the data.
+
+    Args:
+        rewind: bring the loader there; without, only the plan says where the run would begin.
+
+    Returns:
+        Sentences on what the checkpoint decides instead of this call.
+
+    Raises:
+        CheckpointError: it belongs to another model, optimizer or scheduler.
+        ConfigError: all its epochs are done.
+    """
+    checkpoint.check_model(path, content, ensemble.master.model.state_dict(), ensemble.spec.model)
+    spec = ensemble.spec
+    notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
+    notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
+    try:
+        ensemble.master.load_state({key: content[key] for key in _STATES if key in content})
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
+        ) from error
+    ensemble.step = ensemble.master_step = int(content["step"])
+    plan.start = Position(**content["position"])
+    if rewind:
+        plan.start.rewind(plan.feed)
+    if plan.start.epoch >= plan.num_epochs:
+        raise ConfigError(
+            f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "
+            "beginning: nothing is left to do. Ask for more epochs (--epochs)"
+        )
+    return notes + _only_its_end(path, plan)
+
+
+def _only_its_end(path: Path, plan: TrainingPlan) -> list[str]:
+    """The sentence on an epoch of which all steps are done, and nothing that follows them."""
+    start, epoch = plan.start, plan.start.epoch + 1
+    if not start.batches or start.batches != plan.feed.batches_per_epoch:
+        return []
+    more = "" if plan.num_epochs > epoch else f", and nothing else: to train on, ask for more than {epoch} (--epochs)"
+    return [f"{path} has all steps of epoch {epoch}; what ends it, its validation, is done now{more}"]
+
+
+def _compare(path: Path, part: str, saved: Any, asked: Factory | None) -> list[str]:
+    """Torch loads the state of one optimizer into another without a word, and fails at the first step."""
+    try:
+        made = msgspec.convert(saved, Factory | None)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path} does not say with which {part} it was made ({error})") from error
+    theirs = made.name.rpartition(":")[2] if made else "none"
+    ours = asked.name.rpartition(":")[2] if asked else "none"
+    if theirs != ours:
+        raise CheckpointError(
+            f"{path} was made with {part} {theirs}, this run asks for {ours}: use {theirs}, or train anew with fresh=True "
+            "(--fresh)"
+        )
+    if made is None or asked is None or made.args == asked.args:
+        return []
+    settings = ", ".join(f"{name}={value!r}" for name, value in made.args.items()) or "its defaults"
+    return [f"the {part} goes on with the settings of {path} ({settings}), not with those given now"]

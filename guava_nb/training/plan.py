@@ -1,0 +1,146 @@
+"""What a run is asked to do, beyond what its workers need to know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from guava_nb.data.loader_feed import Feed
+from guava_nb.errors import ConfigError
+from guava_nb.evaluation.validation import Validation
+from guava_nb.training.byte_budget import Budget
+
+if TYPE_CHECKING:
+    from guava_nb.training.run import Run
+
+__all__ = ["Callback", "Position", "Snapshot", "TrainingPlan"]
+
+
+class Callback:
+    """Base of callbacks: override what you need; return True to stop the run after the current step.
+
+    Plain objects that have some of these methods serve as well. They run on the run's own thread, between steps.
+    """
+
+    def on_step(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each committed step with its history record."""
+
+    def on_epoch(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each epoch with `{"epoch", "loss", "samples"}`."""
+
+    def on_validation(self, run: Run, record: dict[str, Any]) -> bool | None:
+        """Called after each validation with `{"step", "loss", "accuracy", "samples"}` and the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the data has been committed.
+
+    Attributes:
+        epoch: the epoch in work; one that has ended counts as the next one's beginning.
+        batches: loader batches of it that are committed.
+        samples: samples of it that are committed.
+        feed: where the loader has to go on, see `guava_nb.data.loader_feed.Feed.position`; None at the very beginning.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    samples: int = 0
+    feed: dict[str, Any] | None = None
+
+    def rewind(self, feed: Feed) -> None:
+        """Let the feed's next epoch go on from here.
+
+        Raises:
+            CheckpointError: `feed` is of another version or damaged.
+        """
+        if self.feed is None:
+            return
+        feed.restore(self.feed)
+        if self.feed["epoch"] < self.epoch:  # taken at an epoch's end: walk over it, so that the next one follows
+            for _ in feed.epoch():
+                break
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state to go back to when no worker holds a newer one."""
+
+    step: int
+    position: Position
+    state: dict[str, Any]
+
+
+@dataclass(slots=True)
+class TrainingPlan:
+    """Everything the training job follows.
+
+    Attributes:
+        val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
+        accumulation_steps: loader batches per optimizer step.
+        shares: relative share of each worker in order of rank; None shares equally.
+        prefetch_steps: steps that are issued ahead of the one in work at least; more as `engine.credit` allows.
+        prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
+        snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
+        cache_static: samples do not change between epochs: those that workers hold are not loaded again.
+        save_every_steps: 0 saves no checkpoint by itself.
+        start: where the data begins; from a checkpoint.
+        save_folder: where a checkpoint goes that the user gave no path for.
+        budget: most bytes that the run may take; None sets no limit.
+        validation: makes what each validation asks: loss, accuracy and the user's metrics.
+    """
+
+    feed: Feed
+    val_feed: Feed | None
+    num_epochs: int
+    val_interval: int | None = None
+    accumulation_steps: int = 1
+    shares: Sequence[float] | None = None
+    callbacks: Sequence[Any] = ()
+    split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = None
+    prefetch_steps: int = 1
+    prefetch_bytes: int = 64 << 20
+    interrupt_grace_s: float = 5.0
+    rejoin_timeout_s: float = 300.0
+    snapshot_every_steps: int | None = None
+    save_every_steps: int = 0
+    save_path: Path | None = None
+    cache_static: bool = False
+    start: Position = field(default_factory=Position)
+    save_folder: Path = Path("checkpoints")
+    budget: Budget | None = None
+    validation: Callable[[], Validation] = Validation
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail, or be ignored, in the middle of the run.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        for name in ("num_epochs", "val_interval", "accumulation_steps"):
+            value = getattr(self, name)
+            if not (name == "val_interval" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
+        if self.shares is not None and not _are_shares(self.shares):
+            raise ConfigError(f"shares is {self.shares!r}; give one number per worker, at least 0, one above")
+        if self.split_fn is not None and not callable(self.split_fn):
+            raise ConfigError(
+                f"split_fn is a {type(self.split_fn).__name__}; give a function of a batch and row ranges"
+            )
+        if not isinstance(self.callbacks, Sequence):
+            raise ConfigError(f"callbacks is a {type(self.callbacks).__name__}; give a list of objects")
+
+    def weights(self, team: Sequence[int]) -> list[float]:
+        """Return what part of the work each of these ranks gets, relative to the others."""
+        shares = (1.0,) if self.shares is None else self.shares
+        weights = [float(shares[rank % len(shares)]) for rank in team]
+        return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
+
+
+def _are_shares(shares: Any) -> bool:
+    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
+        return False
+    return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)

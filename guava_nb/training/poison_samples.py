@@ -1,0 +1,67 @@
+"""Samples that end the process of whoever computes them, as a pure count.
+
+A shard whose code kills its process would go from worker to worker until nobody is left. One loss says nothing, workers
+come and go; the third worker that is lost over the same samples does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from guava_nb.cluster.roster import Member
+from guava_nb.errors import SamplesKill
+
+__all__ = ["MOST_LOSSES", "Blame", "Blamed", "Samples"]
+
+MOST_LOSSES = 3
+
+Samples = tuple[int, int, int]  # epoch, first and last sample id
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """Samples over which too many workers were lost."""
+
+    samples: Samples
+    victims: tuple[int, ...]
+
+    def error(self, members: Sequence[Member]) -> SamplesKill:
+        """Return the error that says so; `members` are the victims."""
+        epoch, first, last = self.samples
+        names = ", ".join(member.name for member in members)
+        return SamplesKill(
+            f"{len(members)} workers were lost while they worked on samples {first} to {last} of epoch {epoch + 1} ({names}; the "
+            f"last one: {members[-1].detail}). The step was not applied. Look at what your code does with these samples, and at "
+            "the memory they need; %guava_log shows the last lines of each worker"
+        )
+
+
+class Blame:
+    """Who was lost over which samples."""
+
+    def __init__(self) -> None:
+        """Nobody yet."""
+        self._at_work: dict[int, Samples] = {}
+        self._lost: dict[Samples, list[int]] = {}
+
+    def hold(self, rank: int, samples: Samples) -> None:
+        """A member vanished while it worked on these samples; it may come back."""
+        self._at_work.setdefault(rank, samples)
+
+    def back(self, rank: int) -> None:
+        """It came back: nothing was wrong with the samples."""
+        self._at_work.pop(rank, None)
+
+    def lost(self, rank: int) -> Blamed | None:
+        """It is lost for good; returns the samples if `MOST_LOSSES` workers were lost over them by now."""
+        samples = self._at_work.pop(rank, None)
+        if samples is None:
+            return None
+        victims = self._lost.setdefault(samples, [])
+        victims.append(rank)
+        return Blamed(samples, tuple(victims)) if len(victims) >= MOST_LOSSES else None
+
+    def done(self, samples: Samples) -> None:
+        """They were computed after all."""
+        self._lost.pop(samples, None)

@@ -1,0 +1,344 @@
+"""A run as its user sees it: a handle with state, history and figures, filled by the job, read from any thread."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from guava_nb.cluster.group_path import Route
+from guava_nb.errors import ClusterError
+from guava_nb.status import RunStatus, WireBytes
+from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
+from guava_nb.telemetry.run_energy import RunEnergy
+from guava_nb.telemetry.waits import Feeding
+from guava_nb.training.byte_budget import Budget
+
+__all__ = ["Run", "thin"]
+
+#: Points of the loss curve in a status; enough for any screen.
+CURVE_POINTS = 500
+
+
+class Run:
+    """Handle of one training run.
+
+    Attributes:
+        run_id: short name, unique in the session.
+        history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
+            seconds.
+        validations: one dict per validation: step, loss, accuracy, samples.
+        wire: bytes by kind so far.
+        budget: most bytes that it may take; None without.
+    """
+
+    def __init__(self, run_id: str, mode: str, num_epochs: int, total_steps: int | None) -> None:
+        """Start in state "preparing"; the job drives it."""
+        self.run_id = run_id
+        self.mode = mode
+        self.num_epochs = num_epochs
+        self.total_steps = total_steps
+        self.history: list[dict[str, Any]] = []
+        self.validations: list[dict[str, Any]] = []
+        self.generations = 1
+        self.lost_samples = 0
+        self.duplicated_samples = 0
+        self.workers: list[dict[str, Any]] = []
+        self.parity: dict[str, float] | None = None
+        self.budget: Budget | None = None
+        self._route: Callable[[], Route | None] = lambda: None
+        self._feeding: Callable[[], Feeding] = _nothing_fed
+        self._waits: Callable[[], list[dict[str, Any]]] = list
+        self._layout: Callable[[], str] = lambda: ""
+        self._energy: RunEnergy | None = None
+        self.precision = "fp32"
+        self._epoch = 0
+        self._state = "preparing"
+        self._message = ""
+        self._waits_until: float | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._wall_s: float | None = None
+        self._wire: Callable[[], WireBytes] = WireBytes
+        self._interrupt: Callable[[], None] = lambda: None
+        self._model: Callable[[], torch.nn.Module] | None = None
+        self._thread: int | None = None
+
+    # ------------------------------------------------------------------------------------------------ for the user
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self._ended.is_set()
+
+    @property
+    def state(self) -> str:
+        """See `RunStatus.state`."""
+        return self._state
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the run, if it failed."""
+        return self._error
+
+    @property
+    def wire(self) -> WireBytes:
+        """Bytes by kind since the run began; None for those that the workers exchange directly."""
+        wire, route = self._wire(), self._route()
+        direct = route is not None and route.path == "direct"
+        return replace(wire, gradient_bytes=None, activation_bytes=None) if direct else wire
+
+    @property
+    def energy(self) -> list[dict[str, Any]]:
+        """One dict per worker: worker, device, joules (None: not measured), method, boards, phases, joules of epochs."""
+        return [] if self._energy is None else self._energy.records()
+
+    @property
+    def joules(self) -> float | None:
+        """Of all workers so far, each board counted once; None when nothing was measured."""
+        return None if self._energy is None else self._energy.joules()
+
+    def energy_record(self, grams_per_kwh: float | None = None, price_per_kwh: float | None = None) -> EnergyRecord:
+        """Return joules per worker, sample, step, token, epoch, phase and task, so far; see `EnergyRecord`.
+
+        Args:
+            grams_per_kwh: CO2 equivalent where the machines stand; without it none is told.
+            price_per_kwh: in any currency.
+
+        Raises:
+            ConfigError: a factor is negative.
+        """
+        curves = {} if self._energy is None else self._energy.curves()
+        return energy_record(self.report(), curves, self.precision, grams_per_kwh, price_per_kwh)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
+
+        Raises:
+            ClusterError: a callback of this very run would wait for itself.
+        """
+        self._refuse_own_thread()
+        return self._ended.wait(timeout_s)
+
+    def interrupt(self) -> None:
+        """Stop: the first time after the current step, the second time at once."""
+        self._interrupt()
+
+    def stop(self, timeout_s: float = 60.0) -> bool:
+        """Stop after the current step and wait until the run has ended; a callback of the run returns before that."""
+        if not self.done:
+            self.interrupt()
+        return self.done if self._on_own_thread() else self.wait(timeout_s)
+
+    def result(self) -> Run:
+        """Wait for the end, raise the run's error if it failed, else return the run."""
+        self._refuse_own_thread()
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _on_own_thread(self) -> bool:
+        return not self.done and self._thread == threading.get_ident()
+
+    def _refuse_own_thread(self) -> None:
+        if self._on_own_thread():
+            raise ClusterError(
+                f"a callback of run {self.run_id} cannot wait for the run's end, which comes after it; to stop the run, "
+                "return True or call run.stop()"
+            )
+
+    def model(self) -> torch.nn.Module:
+        """Return the model with the weights of the last committed step, on the CPU.
+
+        Raises:
+            WorkerLost: the workers that hold these weights are gone.
+        """
+        assert self._model is not None, "a run is made by Orchestrator.start_training"
+        return self._model()
+
+    def status(self) -> RunStatus:
+        """Return a snapshot for display."""
+        with self._lock:
+            history, elapsed = self.history, self._elapsed_s()
+            samples = sum(record["samples"] for record in history)
+            recent = history[-20:]
+            span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
+            last = history[-1] if history else None
+            loaded = self._feeding().loaded
+            return RunStatus(
+                run_id=self.run_id,
+                state=self._state,
+                mode=self.mode,
+                epoch=self._epoch,
+                num_epochs=self.num_epochs,
+                step=len(history),
+                total_steps=self.total_steps,
+                samples=samples,
+                elapsed_s=elapsed,
+                samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
+                loss=last["loss"] if last else None,
+                losses=tuple((r["step"], r["loss"]) for r in thin(history)),
+                val=tuple((v["step"], v["loss"], v["accuracy"]) for v in self.validations),
+                learning_rate=next(
+                    (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
+                ),
+                message=self._message,
+                waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
+                wire=self.wire,
+                path=_path_text(self._route()),
+                loaded_batches=loaded[0],
+                loaded_bytes=loaded[1],
+                joules=self.joules,
+                steps_before=history[0]["step"] - 1 if history else 0,
+                budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Return the figures of the run as one JSON-ready object."""
+        wire = self.wire
+        step_s, route = _step_seconds(self.history), self._route()
+        return {
+            "run_id": self.run_id,
+            "mode": self.mode,
+            "sync": "step",
+            "path": None if route is None else route.record(),
+            "layout": self._layout(),
+            "state": self._state,
+            "workers": self.workers,
+            "steps": len(self.history),
+            "epochs": self._epoch,
+            "samples": sum(record["samples"] for record in self.history),
+            "tokens": _tokens(self.history),
+            "train_loss": [record["loss"] for record in self.history],
+            "val": {k: v for k, v in self.validations[-1].items() if k != "step"} if self.validations else None,
+            "wall_s": self._elapsed_s(),
+            "step_s": step_s,
+            "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
+            "budget": None if self.budget is None else self.budget.record(),
+            "energy": self.energy,
+            "energy_j": self.joules,
+            "waits": self._waits(),
+            "parity": self.parity,
+            "lost_samples": self.lost_samples,
+            "duplicated_samples": self.duplicated_samples,
+            "generations": self.generations,
+        }
+
+    def _elapsed_s(self) -> float:
+        return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
+
+    def __repr__(self) -> str:
+        """One line: what and how far."""
+        last = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        return (
+            f"Run({self.run_id}: {self._state}, epoch {self._epoch}/{self.num_epochs}, step {len(self.history)}{last})"
+        )
+
+    # ------------------------------------------------------------------------------------------------- for the job
+
+    def connect(
+        self, wire: Callable[[], WireBytes], interrupt: Callable[[], None], model: Callable[[], torch.nn.Module]
+    ) -> None:
+        """Tell where figures, the model and the brake are; called once by the orchestrator."""
+        self._wire, self._interrupt, self._model = wire, interrupt, model
+
+    def goes_by(self, route: Callable[[], Route], layout: Callable[[], str]) -> None:
+        """Tell how to ask for the way of the run's workers and for the model's layout; called once by its job."""
+        self._route, self._layout = route, layout
+
+    def fed_by(self, feeding: Callable[[], Feeding], waits: Callable[[], list[dict[str, Any]]]) -> None:
+        """Tell how to ask what is on its way and who waits for whom; called once by its job."""
+        self._feeding, self._waits = feeding, waits
+
+    def powered_by(self, energy: RunEnergy, precision: str) -> None:
+        """Tell who knows of its energy, and in which arithmetic it computes; called once by its job."""
+        self._energy, self.precision = energy, precision
+
+    def feeding(self) -> Feeding:
+        """Return what is on its way to the workers at this moment."""
+        return self._feeding()
+
+    def begin(self) -> None:
+        """Begin to prepare, on the run's own thread, which calls its callbacks."""
+        self._thread = threading.get_ident()
+        self.move("preparing")
+
+    def move(self, state: str, message: str = "", for_s: float | None = None) -> None:
+        """Enter a state, which takes `for_s` at most."""
+        with self._lock:
+            self._state, self._message = state, message
+            self._waits_until = None if for_s is None else time.monotonic() + for_s
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Count epochs from 1 for people."""
+        self._epoch = epoch + 1
+
+    def add_step(self, record: dict[str, Any]) -> None:
+        """Append a committed step."""
+        with self._lock:
+            self.history.append({**record, "seconds": time.monotonic() - self._started})
+
+    def add_validation(self, record: dict[str, Any]) -> None:
+        """Append a validation."""
+        with self._lock:
+            self.validations.append(record)
+
+    def rewind(self, steps: int) -> None:
+        """Forget the history after `steps` steps: they will be done again."""
+        with self._lock:
+            del self.history[steps:]
+            last = self.history[-1]["step"] if self.history else -1
+            self.validations = [v for v in self.validations if v["step"] <= last]
+
+    def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
+        """End the run and wake everyone who waits."""
+        wire, route, layout, waits = self._wire(), self._route(), self._layout(), self._waits()
+        with self._lock:
+            self._state, self._error, self._message = state, error, message or (str(error) if error else "")
+            self._waits_until = None
+            self._wall_s = time.monotonic() - self._started
+            self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
+            self._feeding, self._waits = _nothing_fed, (lambda: waits)
+            if self.budget is not None:
+                self.budget.end(wire.out_bytes + wire.in_bytes)
+        self._ended.set()
+
+
+def _nothing_fed() -> Feeding:
+    return Feeding((0, 0), {})
+
+
+def _tokens(history: list[dict[str, Any]]) -> float | None:
+    """Tokens of all committed steps; None when they are not counted."""
+    known = [record["tokens"] for record in history if record.get("tokens") is not None]
+    return sum(known) if known else None
+
+
+def _path_text(route: Route | None) -> str:
+    return "" if route is None else f"{route.path} ({route.backend}): {route.reason}"
+
+
+def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[str, Any]]:
+    """Return at most about `most` records, evenly spaced, the last one always among them."""
+    if len(records) <= most:
+        return list(records)
+    stride = -(-len(records) // most)
+    kept = records[::stride]
+    return kept if kept[-1] is records[-1] else [*kept, records[-1]]
+
+
+def _step_seconds(history: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Median and 95th percentile of the time between commits; None with fewer than two steps."""
+    times = [record["seconds"] for record in history]
+    gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    if not gaps:
+        return {"p50": None, "p95": None}
+    return {"p50": statistics.median(gaps), "p95": gaps[min(len(gaps) - 1, int(0.95 * len(gaps)))]}

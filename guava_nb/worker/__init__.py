@@ -1,0 +1,1 @@
+"""The worker: its session, its loop, its process."""

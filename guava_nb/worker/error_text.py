@@ -1,0 +1,34 @@
+"""Text on its way to the orchestrator: whatever a user's code printed or raised becomes a message that can be sent.
+
+A report that cannot be sent would end the worker, and then every other one that is given the same work.
+"""
+
+from __future__ import annotations
+
+from guava_nb.worker.user_traceback import user_traceback
+
+__all__ = ["error_text", "sendable", "trace_text"]
+
+#: Longest sentence and longest traceback that are sent; of a traceback the end tells most.
+MAX_TEXT_CHARS = 10_000
+MAX_TRACE_CHARS = 100_000
+
+
+def sendable(text: str) -> str:
+    """Return the text with lone surrogates, which UTF-8 does not have, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def error_text(error: BaseException) -> str:
+    """Return what an error says of itself, even when asking it raises."""
+    try:
+        text = str(error)
+    except Exception as failed:  # the user's class; its name and the traceback go along
+        return f"(it cannot be shown: its __str__ raised {type(failed).__name__})"
+    return sendable(text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (cut)")
+
+
+def trace_text(error: BaseException) -> str:
+    """Return an error's traceback, from the user's code on where it runs through a shared cell."""
+    text = user_traceback(error)
+    return sendable(text if len(text) <= MAX_TRACE_CHARS else "(cut) ... " + text[-MAX_TRACE_CHARS:])

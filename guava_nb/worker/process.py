@@ -1,0 +1,204 @@
+"""Entry of a worker process: `python -m guava_nb.worker.process`, started by `guava_nb.processes.launcher` and by nothing else.
+
+Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
+"leave", or "dial CODE" when the session has a new join code. End of input means that whoever started this process is gone.
+Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, or about once
+a second with its figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:  # torch is loaded when the order is read
+    from guava_nb.config import DistributedConfig
+    from guava_nb.protocol.joincode import JoinCode
+    from guava_nb.protocol.messages import Message
+    from guava_nb.status import OwnFigures
+    from guava_nb.worker.worker_session import Membership
+
+    Tell = Callable[[dict[str, Any]], None]
+
+__all__ = ["MARK", "main"]
+
+MARK = "\x1eguava "
+#: Seconds between two reports of figures: what a person follows, and no load on the pipe.
+FIGURES_S = 1.0
+
+#: Exit statuses: the launcher tells them apart from a crash.
+EXIT_OK, EXIT_REFUSED, EXIT_LOST = 0, 3, 4
+
+
+def main() -> int:
+    """Run one worker until its session ends; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the notebook; it reaches us as "leave"
+    order = json.loads(sys.stdin.readline())
+    if order.get("threads"):
+        os.environ.setdefault("OMP_NUM_THREADS", str(order["threads"]))
+    return _work(order)
+
+
+def _work(order: dict[str, Any]) -> int:
+    import torch
+
+    from guava_nb.config import DistributedConfig
+    from guava_nb.errors import GuavaError
+    from guava_nb.link.link_options import link_options
+    from guava_nb.protocol.joincode import JoinCode
+    from guava_nb.telemetry.hardware import pick_device
+    from guava_nb.worker.worker_session import Membership
+
+    _print_stacks_when_asked()
+    tell = _teller()
+
+    def report(state: str, step: int, detail: str, **more: str) -> None:
+        tell({"state": state, "step": step, "detail": detail, **more})
+
+    try:
+        if order.get("threads"):
+            torch.set_num_threads(int(order["threads"]))
+        config = DistributedConfig.from_dict(order["config"])
+        code = None if order["code"] is None else JoinCode.decode(order["code"])
+
+        def new_member() -> Membership:
+            return Membership(
+                code, pick_device(order["device"]), order["name"], identity=bytes.fromhex(order["identity"]),
+                report=report, options=link_options(config),
+            )  # fmt: skip
+
+        listen = order["listen"]
+        reason = _dial(new_member(), tell) if code is not None else _be_dialled(new_member, config, listen, tell)
+    except GuavaError as error:
+        report("failed", -1, str(error), error=type(error).__name__)
+        return EXIT_REFUSED
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            finish = getattr(stream, "finish", None)
+            if finish is not None:
+                finish()
+    report("left", -1, reason)
+    return EXIT_OK
+
+
+def _teller() -> Tell:
+    """Return what writes records to this process's own output, whatever takes the place of `sys.stdout` later."""
+    stdout, lock = sys.stdout, threading.Lock()
+
+    def tell(record: dict[str, Any]) -> None:
+        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
+            stdout.write(f"{MARK}{json.dumps(record)}\n")
+            stdout.flush()
+
+    return tell
+
+
+def _dial(member: Membership, tell: Tell) -> str:
+    _tee(member.send)
+    _obey(member.loop.leave, member.redirect)
+    with _figures_told(member.figures, tell):
+        return member.run()
+
+
+def _be_dialled(new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], tell: Tell) -> str:
+    from guava_nb.link.link_options import link_options
+    from guava_nb.worker.listening import Reception
+
+    host, port = listen
+    reception = Reception(new_member, link_options(config), host, port, config.tls)
+    code = reception.open()
+    _tee(reception.send)
+    _obey(lambda reason: reception.leave())
+    try:
+        with _figures_told(reception.figures, tell):
+            # The code goes to whoever started this process, through the pipe, and into no log.
+            shown = {"state": "listening", "step": -1, "detail": code.address, "code": code.encode()}
+            return reception.serve(once=False, on_wait=lambda: tell(shown))
+    finally:
+        reception.close()
+
+
+@contextlib.contextmanager
+def _figures_told(figures: Callable[[], OwnFigures], tell: Tell) -> Iterator[None]:
+    """Tell the figures inside the block whenever they changed, from a thread of its own; at its end once more."""
+    told: list[OwnFigures] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(Exception):  # a figure that cannot be had must not end the work
+            now = figures()
+            if told != [now]:
+                told[:] = [now]
+                tell({"figures": dataclasses.asdict(now)})
+
+    def main() -> None:
+        while not ended.wait(FIGURES_S):
+            look()
+
+    thread = threading.Thread(target=main, name="guava-figures", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        look()
+
+
+def _print_stacks_when_asked() -> None:
+    import faulthandler
+
+    faulthandler.enable(all_threads=False)  # after a crash; our own threads would bury the one that crashed
+    if hasattr(faulthandler, "register"):  # kill -USR1: where does it hang?
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _tee(send: Callable[[Message], None]) -> None:
+    from guava_nb.protocol.messages import Log
+    from guava_nb.worker.stdout_tee import LineTee
+
+    def emit(stream: str, lines: tuple[str, ...], dropped: int) -> None:
+        send(Log(stream, lines, dropped))
+
+    sys.stdout = LineTee(sys.stdout, "stdout", emit)
+    sys.stderr = LineTee(sys.stderr, "stderr", emit)
+
+
+def _obey(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None = None) -> None:
+    threading.Thread(target=_listen, args=(leave, redirect, sys.stdin), name="guava-orders", daemon=True).start()
+
+
+def _listen(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None, orders: TextIO) -> None:
+    from guava_nb.errors import JoinCodeError
+    from guava_nb.protocol.joincode import JoinCode
+
+    for line in orders:
+        word, _, rest = line.strip().partition(" ")
+        if word == "leave":
+            leave("asked to leave")
+        elif word == "dial" and redirect is not None:
+            with contextlib.suppress(JoinCodeError):  # whoever sends it has read it before
+                redirect(JoinCode.decode(rest))
+    # The parent is gone. Leave properly if that is possible soon; a step that never ends must not keep this process.
+    leave("the process that started this worker ended")
+    threading.Timer(10.0, os._exit, (EXIT_LOST,)).start()
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except BaseException:
+        traceback.print_exc()  # the last words, which the launcher reports
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips the interpreter's teardown: with CUDA or a user's threads it can hang, and everything is closed already.
+    os._exit(status)

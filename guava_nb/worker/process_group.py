@@ -1,0 +1,147 @@
+"""A worker's place in a process group: takes it, gives it up, and wakes whoever is blocked in it.
+
+The loop's thread sits in the group's operations; an abort comes on another thread and must reach it there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from guava_nb.backend import Endpoint, end_group, init_group, store_for
+from guava_nb.errors import CollectiveTimeout, GroupBroken
+from guava_nb.protocol.messages import FormGroup
+from guava_nb.worker.direct_group import DirectGroup, abort_nccl, let_nccl_fail_softly, let_operations_take_long
+
+__all__ = ["GroupSeat"]
+
+
+class GroupSeat:
+    """At most one group at a time, torch's default one.
+
+    Args:
+        endpoint: this process's way to the hub's relay and store.
+        device: where tensors live.
+    """
+
+    def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
+        """No group yet."""
+        self._endpoint, self._device = endpoint, device
+        self._lock = threading.Lock()
+        self._formed: FormGroup | None = None
+        self._direct: DirectGroup | None = None
+        self._broken = ""  # why the present group is given up; "" while it stands
+        self._applying = False
+        self._generation = -1  # an abort up to here came
+
+    def form(self, order: FormGroup) -> None:
+        """Leave the present group and take a place in a new one; returns when all members have met.
+
+        Raises:
+            GroupBroken: it was given up meanwhile.
+            GuavaError, RuntimeError: a member did not come, or could not be reached.
+        """
+        self.leave()
+        with self._lock:
+            if order.generation <= self._generation:
+                raise GroupBroken("the group was given up before it was formed")
+            self._formed, self._broken = order, ""
+        if order.backend == "guava":
+            if order.machines:
+                let_nccl_fail_softly()
+            init_group(
+                self._endpoint, order.name, order.rank, len(order.members), order.members, timeout_s=order.timeout_s
+            )
+            let_operations_take_long()
+            return
+        direct = DirectGroup(order, store_for(self._endpoint, order.name), self._device)
+        with self._lock:
+            self._direct = direct
+        direct.join()
+
+    def complete(self) -> None:
+        """The model is spread over the group: no more groups are made of it.
+
+        Raises:
+            GroupBroken: it was given up meanwhile.
+        """
+        if self._direct is not None:
+            self._direct.complete()
+        if self._broken:  # an abort that came before may have missed the newest connections
+            raise GroupBroken(self._broken)
+
+    def leave(self) -> None:
+        """Give the present group up, if there is one; never waits for the others."""
+        with self._lock:
+            formed, self._formed = self._formed, None
+            direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.leave()
+        elif formed is not None:
+            if formed.machines:  # taking a group down waits for what is blocked in it
+                abort_nccl(self._device)
+            end_group()
+        if not dist.is_initialized():
+            c10d._world.group_count = (
+                0  # a failed init has counted, and torch names subgroups by number: all must agree
+            )
+
+    def abort(self, generation: int, reason: str) -> None:
+        """Wake whoever is blocked in the group; called from any thread, and does not wait.
+
+        While a committed step is being applied it waits for that to end: half of ZeRO 1's exchange would tear the parameters.
+        A member that is gone breaks the exchange by itself.
+        """
+        with self._lock:
+            self._generation = max(self._generation, generation)
+            if self._formed is None or generation < self._formed.generation:
+                return
+            self._broken = self._broken or reason
+            applying = self._applying
+        if not applying:
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            formed, direct = self._formed, self._direct
+        if formed is None:
+            return
+        self._endpoint.break_groups(self._broken)  # the store too, where members of a direct group meet
+        if direct is not None:
+            direct.wake()
+        elif formed.machines:
+            abort_nccl(self._device)
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """A committed step is applied in the block: an abort waits for its end."""
+        with self._lock:
+            self._applying = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._applying, wake = False, bool(self._broken)
+            if wake:
+                self._wake()
+
+    def broken_by(self, error: BaseException) -> bool:
+        """Whether an error of the step comes from the group, not from the user's code."""
+        if self._formed is None:
+            return False
+        if self._broken or isinstance(error, GroupBroken | CollectiveTimeout | dist.DistError):
+            return True
+        text = str(error)
+        return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)
+
+
+#: What gloo and NCCL say in a plain RuntimeError when a peer is gone.
+_MARKS = (
+    "Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe", "NCCL", "Timed out waiting",
+    "Application timeout",
+)  # fmt: skip

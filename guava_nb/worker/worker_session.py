@@ -1,0 +1,231 @@
+"""A worker's end of one session: says hello, feeds the loop, and tells the loop when the session ends.
+
+Who opened the session does not matter here: `run` dials one, `greet` and `work` take one that came to a listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from guava_nb.backend import Endpoint
+from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
+from guava_nb.link.dialler import DialledSession, dial
+from guava_nb.link.options import LinkOptions
+from guava_nb.link.session import Session
+from guava_nb.link.session_events import (
+    Event,
+    MessageArrived,
+    SessionClosed,
+    SessionResumed,
+    SessionSuspect,
+)
+from guava_nb.protocol.joincode import JoinCode, check_same_session
+from guava_nb.protocol.messages import Abort, Message, channel_of
+from guava_nb.replica.resident import OwnParts
+from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
+from guava_nb.telemetry.energy_reporter import EnergyReporter
+from guava_nb.telemetry.hardware import describe
+from guava_nb.worker.line_rate import LineProbe
+from guava_nb.worker.loop import WorkerLoop
+from guava_nb.worker.own_figures import OwnWork
+from guava_nb.worker.path_probe import Prober
+from guava_nb.worker.process_group import GroupSeat
+
+__all__ = ["Membership"]
+
+_ANY_GENERATION = 1 << 62
+
+#: state, last committed step (-1 before the first), one sentence.
+Report = Callable[[str, int, str], None]
+
+
+class Membership:
+    """One worker in one session.
+
+    Args:
+        code: where to go and what to prove; None for a session that comes to a listener.
+        device: where the replica lives.
+        name: wanted name; the orchestrator makes it unique.
+        own: what lives in the calling process, its model trained in place; None for a worker that builds everything.
+        report: called on every change of state; from any thread.
+    """
+
+    def __init__(
+        self,
+        code: JoinCode | None,
+        device: torch.device,
+        name: str = "",
+        *,
+        own: OwnParts | None = None,
+        identity: bytes | None = None,
+        options: LinkOptions | None = None,
+        report: Report = lambda state, step, detail: None,
+    ) -> None:
+        """Prepare; `run` dials."""
+        self._code, self._identity, self._options = code, identity, options or LinkOptions()
+        self._hello = describe(
+            device, name, "spawned" if own is None else "worker", own=() if own is None else own.names()
+        )
+        self._report = report
+        self._session: Session | None = None
+        self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
+        self._state, self._step = "ready", -1
+        self._away = ""  # what it waits for while the orchestrator is away
+        self._telling = threading.Lock()
+        self._endpoint = Endpoint(self._send, self._hello.name)
+        self._seat = GroupSeat(self._endpoint, device)
+        self._prober = Prober(self._send)
+        self._lines = LineProbe(lambda: self._code, self._options, self._send)
+        self._work = OwnWork(self._hello.device, self._hello.device_name)
+        self._energy = EnergyReporter(device, self._send_noted, up_bytes_s=self._up_bytes_s)
+        self.loop = WorkerLoop(
+            self._send_noted,
+            device,
+            own,
+            self._on_state,
+            self._on_commit,
+            seat=self._seat if own is None else None,
+            energy=self._energy,
+        )
+
+    def run(self) -> str:
+        """Dial, and work until the session ends; returns why it ended.
+
+        Raises:
+            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
+        """
+        assert self._code is not None
+        self._report("joining", -1, f"dialling {self._code.address}")
+        self.greet(dial(self._code, self.on_event, self._options, self._identity))
+        return self.work()
+
+    def redirect(self, code: JoinCode) -> None:
+        """Dial the same orchestrator by another code from now on; from any thread.
+
+        Raises:
+            JoinCodeError: the code belongs to another session, or this worker does not dial; nothing has changed.
+        """
+        if self._code is None:
+            raise JoinCodeError("this worker listens: the other side dials it, and the new code is for that side")
+        check_same_session(self._code, code)
+        self._code = code
+        session = self._session
+        if isinstance(session, DialledSession):
+            with self._telling:
+                if self._away:
+                    self._tell(f"dialling {code.address} for up to {session.waits_s:g} s")
+            session.redirect(code)
+
+    def greet(self, session: Session) -> None:
+        """Take a session that stands, and say hello on it."""
+        self._session = session
+        self._send(self._hello, ())
+
+    def work(self) -> str:
+        """Work until the session ends; returns why it ended.
+
+        Raises:
+            GuavaError: the orchestrator was lost, or it sent this worker away.
+        """
+        assert self._session is not None
+        try:
+            left = self.loop.run()
+        finally:
+            self._prober.close()
+            self._energy.close()
+            closed = self._closed  # before our own close, which is one more end of the session
+            self._session.close("the worker left")
+        if left or closed is None:  # an orchestrator that hears of it ends the session at once
+            return "it was asked to leave"
+        cause, by_peer = closed
+        if not (by_peer and isinstance(cause, LinkClosed)):
+            raise cause  # lost, or sent away: a newer process took this place, the session was given up there
+        return str(cause)
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the orchestrator; from any thread. Does nothing once the session is closed."""
+        if self._session is not None:
+            self._send(message, ())
+
+    def figures(self) -> OwnFigures:
+        """Return what this worker knows of its own work and link; from any thread."""
+        figures, session = self._work.figures(), self._session
+        if session is None:
+            return figures
+        out_rate, in_rate = session.rate_bytes_s
+        return replace(
+            figures,
+            rate_out_bytes_s=out_rate,
+            rate_in_bytes_s=in_rate,
+            round_trip_s=session.round_trip_s,
+            out_bytes=sum(session.wire.out_bytes.values()),
+            in_bytes=sum(session.wire.in_bytes.values()),
+        )
+
+    def _up_bytes_s(self) -> float | None:
+        return None if self._session is None else self._session.rate_bytes_s[0]
+
+    def _send_noted(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        self._work.sent(message, time.monotonic())
+        self._send(message, buffers)
+
+    def _send(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        assert self._session is not None
+        with contextlib.suppress(LinkClosed):  # the loop gets its SessionClosed in a moment
+            self._session.send(message, channel_of(message), buffers)
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the session; from any thread."""
+        if isinstance(event, MessageArrived):
+            self._work.arrived(event.message)
+            if self._endpoint.post(event.message, memoryview(event.payload), event.done):
+                return
+            if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):
+                event.done()
+                return
+            if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first
+                self._seat.abort(event.message.generation, event.message.reason)
+            self.loop.post(event.message, memoryview(event.payload), event.done)
+        elif isinstance(event, SessionClosed):
+            self._closed = self._closed or (event.cause, event.by_peer)
+            self._endpoint.closed(event.cause)
+            self._seat.abort(_ANY_GENERATION, str(event.cause))
+            self.loop.end()
+        elif isinstance(event, SessionSuspect):
+            with self._telling:
+                self._tell(_waiting(event.session, event.cause))
+        elif isinstance(event, SessionResumed):
+            with self._telling:
+                self._tell("")
+
+    def _on_state(self, state: str, step: int) -> None:
+        with self._telling:
+            self._state, self._step = state, step
+            self._tell(self._away)
+
+    def _tell(self, away: str) -> None:
+        """Report what it does; while the orchestrator is away, that it waits: the step in work may well go on."""
+        self._away = away
+        if away:
+            self._report("reconnecting", self._step, self._away)
+        else:
+            self._report(self._state, self._step, self.loop.name)
+
+    def _on_commit(self, generation: int, step: int) -> None:
+        self._step = step
+        if self._session is not None:
+            self._session.progress.last_generation, self._session.progress.last_step = generation, step
+
+
+def _waiting(session: Session, cause: GuavaError) -> str:
+    """What a worker waits for whose connection broke, and how long."""
+    if not isinstance(session, DialledSession):
+        return str(cause)
+    sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
+    return f"{sentence}; {NEW_CODE_NEEDED}" if session.is_tunnelled else sentence

@@ -1,0 +1,154 @@
+"""What a worker tells is looked at where it arrives; and nothing that arrives ends the thread that handles it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guava_nb.cluster import line_rate as line_survey
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.report_checks import is_sound, odd_of_energy, odd_of_line, without_odd
+from guava_nb.cluster.worker_output import OutputLog
+from guava_nb.errors import LinkClosed
+from guava_nb.link.session_events import MessageArrived, SessionClosed
+from guava_nb.protocol.messages import (
+    BoardEnergy,
+    Energy,
+    Hello,
+    LineMeasured,
+    Message,
+    PhaseReport,
+    Ready,
+    TaskEnergy,
+    channel_of,
+)
+from guava_nb.sync.exchange import Exchange
+from tests.support.direct import DirectSession
+
+HELLO = Hello("w", "spawned", {}, "host", 1, "cpu", "a CPU", "", None, 1, None)
+BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_sound_figure_is_finite_and_not_negative(figure: float) -> None:
+    assert is_sound(figure) == (math.isfinite(figure) and -1e-6 <= figure <= 1e30)
+    found, odd = without_odd(Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, figure, 0.5, 0.25, tokens=figure))
+    assert (odd == "") == is_sound(figure)
+    assert (found.forward_s, found.tokens) == ((figure, figure) if is_sound(figure) else (0.0, None))
+    assert (found.backward_s, found.wait_s, found.rows) == (0.5, 0.25, 4)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_every_figure_of_a_report_is_looked_at(bad: float) -> None:
+    board, fine = (
+        BoardEnergy("k", "n", "m", 1.0),
+        Energy("r", 0, 1.0, (BoardEnergy("k", "n", "m", None),), rates=(None, 0.0)),
+    )
+    assert odd_of_energy(fine) == ""
+    for report in (
+        Energy("r", 0, bad),
+        Energy("r", 0, 1.0, (board, BoardEnergy("k", "n", "m", bad))),
+        Energy("r", 0, 1.0, phases=(PhaseReport("forward", bad, None),)),
+        Energy("r", 0, 1.0, tasks=(TaskEnergy("x", 1.0, bad, 1),)),
+        Energy("r", 0, 1.0, rates=(None, bad)),
+        Energy("r", 0, 1.0, power_w=bad),
+        Energy("r", 0, 1.0, up_bytes_s=bad),
+    ):
+        assert odd_of_energy(report)
+    for found in (LineMeasured(1, 0.1, bad, 1.0), LineMeasured(1, 0.1, 1.0, bad), LineMeasured(1, 0.1, 0.0, 1.0)):
+        assert odd_of_line(found)
+    assert odd_of_line(LineMeasured(1, 0.1, 1.0, 1.0)) == ""
+
+
+class Seated:
+    """A cluster with one worker whose session is told what to say; what it handled is known by a `Log` that came through."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notices: list[str] = []
+        self.cluster = Cluster(OutputLog(folder), self.notices.append)
+        worker: Any = SimpleNamespace(
+            identity=b"w", lock=None, away=False, dead=True, loop=SimpleNamespace(end=lambda: 0)
+        )
+        session: Any = DirectSession(worker)
+        session.send = lambda *args: None
+        self.session = session
+        self.done = 0
+        self.say(HELLO)
+
+    def say(self, message: Message) -> None:
+        self.cluster.on_event(MessageArrived(self.session, channel_of(message), message, memoryview(b""), self._count))
+
+    def _count(self) -> None:
+        self.done += 1
+
+    def lose(self) -> None:
+        """Close its session, and wait until all that came before is handled."""
+        self.cluster.on_event(SessionClosed(self.session, LinkClosed("gone"), False))
+        self.cluster.close()
+
+
+@pytest.fixture
+def seated(tmp_path: Path) -> Seated:
+    return Seated(tmp_path)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_an_odd_report_is_dropped_and_told_once(seated: Seated, bad: float) -> None:
+    seated.say(Energy("r", 0, 1.0))
+    seated.say(Energy("r", 0, bad))
+    seated.say(Energy("r", 0, bad))
+    seated.lose()
+    told = seated.cluster.energy.newest(0)
+    assert told is not None and told.seconds == 1.0
+    assert len([n for n in seated.notices if n.startswith("w") and "cannot be" in n and "energy" in n]) == 1
+    assert seated.cluster.roster.members[0].state == "lost" and seated.done == 4
+
+
+def test_the_dispatcher_survives_what_an_event_makes_of_it(
+    seated: Seated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> None:
+        raise OverflowError("no such figure")
+
+    monkeypatch.setattr(seated.cluster.energy, "take", fails)
+    seated.say(Energy("r", 0, 1.0))
+    seated.lose()
+    assert seated.cluster.roster.members[0].state == "lost" and seated.done == 2
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Job:
+        """Answers as the worker would."""
+
+        def __init__(self, cluster: Cluster) -> None:
+            self.cluster, self.ready = cluster, [0]
+
+        def on(self, kind: type, handler: Any) -> None:
+            self.handler = handler
+
+        def attached(self) -> Any:
+            return nullcontext()
+
+        def pump(self, ready: Any, timeout_s: float) -> None:
+            self.handler(0, LineMeasured(7, 0.1, math.nan, 5.0, 10), memoryview(b""))
+
+    assert seated.cluster.wait_for(1, 30.0) == [0]
+    monkeypatch.setattr(line_survey, "Job", Job)
+    monkeypatch.setattr(line_survey, "_ids", iter([7]))
+    assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
+    assert seated.cluster.roster.members[0].line == (None, None)
+    exchange = SimpleNamespace(_job=SimpleNamespace(cluster=seated.cluster))
+    bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
+    assert Exchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
+    assert Exchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
+    seated.lose()
+    assert [n.split(" reported")[0] for n in seated.notices if "cannot be" in n] == ["w", "w"]
+    assert sum("line" in n for n in seated.notices) == 1

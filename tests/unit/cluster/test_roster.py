@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from guava_nb.cluster.roster import Roster, version_notes
+from guava_nb.protocol.messages import Hello
+
+
+def hello(name: str = "gpu") -> Hello:
+    return Hello(name, "spawned", {}, "host", 1, "cpu", "CPU", "", None, 2, None)
+
+
+def test_names_are_unique_among_the_living() -> None:
+    roster = Roster()
+    names = [roster.join(hello()).name for _ in range(3)]
+    assert names == ["gpu", "gpu-2", "gpu-3"]
+    roster.lose(0, "gone")
+    assert roster.join(hello()).name == "gpu"
+
+
+def test_a_seat_survives_suspicion_and_ends_once() -> None:
+    roster = Roster()
+    rank = roster.join(hello()).rank
+    assert roster.suspect(rank, "reset") and not roster.suspect(rank, "again")
+    assert roster.ready() == [] and roster.alive() == [rank]
+    assert roster.resume(rank) and roster.ready() == [rank]
+    assert roster.lose(rank, "killed") and not roster.leave(rank, "late")
+    assert roster.alive() == [] and roster.members[rank].detail == "killed"
+
+
+def test_every_change_is_a_new_generation() -> None:
+    roster = Roster()
+    seen = [roster.generation]
+    rank = roster.join(hello()).rank
+    seen.append(roster.generation)
+    for change in (lambda: roster.suspect(rank, ""), lambda: roster.resume(rank), lambda: roster.leave(rank, "")):
+        change()
+        seen.append(roster.generation)
+    assert seen == sorted(set(seen))
+
+
+def test_version_notes_name_both_sides() -> None:
+    notes = version_notes({"guava_nb": "1", "python": "3.11", "torch": "2.13.0"}, {"guava_nb": "1", "python": "3.12"})
+    assert len(notes) == 2
+    assert "python differs: 3.12 on the worker, 3.11 on the orchestrator" in notes

@@ -1,0 +1,27 @@
+"""What must be the same for rows of two predictions to belong together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from guava_nb.evaluation.predict import _asked
+from guava_nb.protocol.messages import Factory, Wanted
+
+
+def asked(preprocess: Factory | None = None, step: Factory | None = None) -> dict[str, Any]:
+    spec = SimpleNamespace(model=Factory("Net"), precision="fp32", preprocess=preprocess)
+    ensemble: Any = SimpleNamespace(spec=spec, cells=(), master=SimpleNamespace(model=nn.Linear(1, 1, bias=False)))
+    nn.init.zeros_(ensemble.master.model.weight)
+    return _asked(ensemble, [], None, Wanted(step=step))
+
+
+@pytest.mark.parametrize("one", [None, Factory("twice"), Factory("scaled", {"by": 2})])
+@pytest.mark.parametrize("other", [None, Factory("minus"), Factory("scaled", {"by": 3})])
+def test_rows_of_two_functions_do_not_belong_together(one: Factory | None, other: Factory | None) -> None:
+    """Neither of two preprocesses nor of two steps, nor of one with other arguments."""
+    assert (asked(one) == asked(other)) == (asked(step=one) == asked(step=other)) == (one == other)
+    assert asked(one) == asked(one)

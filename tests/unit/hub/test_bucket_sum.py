@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from guava_nb.hub.bucket_sum import BucketSum, is_finite
+
+
+def test_the_order_of_arrival_does_not_change_a_bit() -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(1000, generator=generator) * 10**k for k in range(4)]
+    results = []
+    for order in itertools.permutations(range(4)):
+        total = BucketSum(4)
+        for shard in order:
+            total.add(shard, parts[shard].clone(), bytes([1 << shard]))
+        assert total.complete
+        present, value = total.result(1)
+        assert present == b"\x0f"
+        results.append(value)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_incomplete_until_the_last_shard() -> None:
+    total = BucketSum(2)
+    total.add(1, torch.ones(3), b"\x01")
+    assert not total.complete
+    total.add(0, torch.ones(3), b"\x00")
+    assert total.complete and total.result(1)[1].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_half_precision_gradients_do_not_overflow_in_the_sum() -> None:
+    # 8 workers with gradients of 2e4: fp16 would give inf; they arrive as float32.
+    total = BucketSum(8)
+    for shard in range(8):
+        total.add(shard, torch.full((4,), 2e4, dtype=torch.float16).float(), b"\x01")
+    assert total.result(1)[1].tolist() == [1.6e5] * 4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_one_bad_element_is_seen(bad: float, dtype: torch.dtype) -> None:
+    tensor = torch.ones(10_001, dtype=dtype)
+    assert is_finite(tensor)
+    tensor[7_777] = bad
+    assert not is_finite(tensor)
+
+
+def test_a_sum_that_overflows_is_not_a_bad_element() -> None:
+    assert is_finite(torch.full((100,), 3e38))
+    assert is_finite(torch.empty(0)) and is_finite(torch.tensor([2**62, 2**62]))
+    assert not is_finite(torch.tensor([float("inf"), float("-inf")]))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from guava_nb.errors import ConfigError, LocalProtocolError
+from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.half = nn.Linear(4, 4).to(torch.bfloat16)
+        self.double = nn.Linear(4, 4).double()
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_parameters_stand_once_in_reverse_order_by_wire_dtype() -> None:
+    layout = build_layout(Tied(), 1 << 20)
+    assert [b.dtype for b in layout.buckets] == [torch.float64, torch.float32]
+    assert layout.buckets[0].names == ("double.bias", "double.weight")
+    assert layout.buckets[1].names == ("half.bias", "half.weight", "norm.bias", "norm.weight", "embed.weight")
+    assert layout.buffers is not None and layout.numbers == (0, 1, BUFFERS)
+    assert layout.bucket(BUFFERS).names == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+
+
+def test_buckets_close_at_their_size_and_a_large_parameter_has_its_own() -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 1000))
+    layout = build_layout(model, 600)
+    for bucket in layout.buckets:
+        assert len(bucket.names) == 1 or bucket.numel * 4 <= 600
+    names = [name for bucket in layout.buckets for name in bucket.names]
+    assert names == [name for name, _ in reversed(list(model.named_parameters()))]
+
+
+def test_the_digest_sees_names_shapes_dtypes_buckets_and_freezing() -> None:
+    def digest(change=lambda m: None, bucket_bytes: int = 1 << 20) -> str:
+        model = Tied()
+        change(model)
+        return build_layout(model, bucket_bytes).digest()
+
+    assert digest() == digest()
+    others = [
+        digest(bucket_bytes=64),
+        digest(lambda m: m.head.requires_grad_(False)),
+        digest(lambda m: setattr(m, "frozen", nn.Linear(4, 5).requires_grad_(False))),
+        digest(lambda m: m.register_buffer("mask", torch.zeros(3))),
+        digest(lambda m: setattr(m, "double", nn.Linear(4, 4))),
+    ]
+    assert len({digest(), *others}) == 6
+
+
+def test_views_share_the_flat_tensor_and_check_its_size() -> None:
+    bucket = build_layout(nn.Linear(3, 2), 1 << 20).buckets[0]
+    flat = torch.arange(8.0)
+    views = bucket.views(flat)
+    assert [tuple(v.shape) for v in views] == [(2,), (2, 3)]
+    views[1][0, 0] = float("nan")
+    assert bucket.not_finite(flat) == ["weight"]
+    with pytest.raises(LocalProtocolError, match="8 elements, 7 came"):
+        bucket.views(flat[:7])
+    with pytest.raises(LocalProtocolError, match="no bucket 3"):
+        build_layout(nn.Linear(3, 2), 1).bucket(3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.booleans(), max_size=40))
+def test_presence_bits_come_back(bits: list[bool]) -> None:
+    packed = pack_present(bits)
+    assert len(packed) == (len(bits) + 7) // 8
+    assert present_at(packed, len(bits)) == bits
+    if bits and bits[0]:
+        assert packed[0] & 1
+    with pytest.raises(LocalProtocolError):
+        present_at(packed + b"\0", len(bits))
+
+
+def test_lazy_layers_are_refused_and_a_frozen_model_has_no_buckets() -> None:
+    with pytest.raises(ConfigError, match="lazy layer"):
+        build_layout(nn.LazyLinear(3), 1 << 20)
+    layout = build_layout(nn.Linear(2, 2).requires_grad_(False), 1 << 20)
+    assert layout.numbers == ()

@@ -1,0 +1,141 @@
+"""The step machine under every order of events that hypothesis finds, losses included."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.protocol.messages import Ready
+from guava_nb.sync.step_machine import Add, Decided, Halt, Reissue, SendBucket, ShardTask, StepMachine
+
+
+def ready(shard: int, loss: float = 1.0, count: float = 4.0, finite: bool = True, generation: int = 0) -> Ready:
+    return Ready("run", generation, 0, shard, loss, count, finite, 4, 0.0, 0.0, 0.0)
+
+
+def machine(num_shards: int, buckets: tuple[int, ...] = (0, 1, -1), **options: object) -> StepMachine:
+    return StepMachine(0, 0, [ShardTask(k, 4, k) for k in range(num_shards)], buckets, **options)  # type: ignore[arg-type]
+
+
+def test_two_workers_in_step_send_each_bucket_once_and_commit_last() -> None:
+    m = machine(2)
+    out = []
+    for bucket in (0, 1, -1):
+        for shard in (1, 0):
+            out += m.on_bucket(shard, 0, shard, bucket, True)
+    out += m.on_ready(0, ready(0))
+    out += m.on_ready(1, ready(1, loss=3.0))
+    sends = [i for i in out if isinstance(i, SendBucket)]
+    assert [s.bucket for s in sends] == [0, 1, -1]
+    assert [s.commit is None for s in sends] == [True, True, False]
+    decided = [i for i in out if isinstance(i, Decided)]
+    assert len(decided) == 1 and decided[0].loss_sum == 4.0 and decided[0].count == 8.0
+    assert decided[0].commit.scale == 1.0
+
+
+def test_scale_carries_the_true_denominator() -> None:
+    m = machine(2, buckets=(0,))
+    for shard in (0, 1):
+        m.on_bucket(shard, 0, shard, 0, True)
+    m.on_ready(0, ready(0, count=1.0))
+    (send, decided) = m.on_ready(1, ready(1, count=3.0))
+    assert isinstance(decided, Decided) and decided.commit.scale == 8 / 4
+    assert isinstance(send, SendBucket) and send.commit == decided.commit
+
+
+def test_a_batch_whose_targets_are_all_ignored_changes_nothing() -> None:
+    m = machine(1, buckets=(0,))
+    m.on_bucket(0, 0, 0, 0, True)
+    decided = m.on_ready(0, ready(0, loss=0.0, count=0.0))[-1]
+    assert isinstance(decided, Decided) and decided.commit.scale == 0.0
+
+
+def test_not_finite_halts_and_names_the_worker_unless_a_scaler_can_skip() -> None:
+    assert machine(2).on_bucket(1, 0, 1, 0, False) == [Halt(1, 1, 0)]
+    assert machine(2).on_ready(1, ready(1, finite=False)) == [Halt(1, 1, None)]
+    m = machine(1, buckets=(0,), scaled=True)
+    assert m.on_bucket(0, 0, 0, 0, False) == [Add(0, 0)]
+    decided = m.on_ready(0, ready(0))[-1]
+    assert isinstance(decided, Decided) and decided.commit.skip
+
+
+def test_frames_of_an_older_generation_and_unknown_numbers_are_dropped() -> None:
+    m = StepMachine(0, 5, [ShardTask(0, 4, 0)], (0,))
+    assert m.on_bucket(0, 4, 0, 0, True) == []
+    assert m.on_ready(0, ready(0, generation=4)) == []
+    assert m.on_bucket(0, 5, 7, 0, True) == [] and m.on_bucket(0, 5, 0, 9, True) == []
+    assert m.on_ready(0, ready(3, generation=5)) == []
+
+
+def test_a_lost_owner_s_open_shards_go_to_those_with_least_to_do() -> None:
+    m = StepMachine(0, 0, [ShardTask(0, 8, 0), ShardTask(1, 2, 1), ShardTask(2, 4, 2)], (0,))
+    assert m.on_lost(2, [0, 1]) == [Reissue(2, 1)]
+    assert m.on_lost(1, [0]) == [Reissue(1, 0), Reissue(2, 0)]
+    assert m.owners() == {0}
+
+
+def test_a_finished_shard_is_not_issued_again() -> None:
+    m = machine(2, buckets=(0,))
+    m.on_bucket(1, 0, 1, 0, True)
+    m.on_ready(1, ready(1))
+    assert m.on_lost(1, [0]) == []
+
+
+def test_solo_commits_when_the_worker_says_so() -> None:
+    m = StepMachine(0, 0, [ShardTask(0, 4, 0)], (), solo=True)
+    assert m.on_solo_commit(False) == []  # nothing was reported yet
+    assert m.on_ready(0, ready(0)) == []
+    (decided,) = m.on_solo_commit(False)
+    assert isinstance(decided, Decided)
+    assert m.on_solo_commit(False) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_workers=st.integers(1, 4),
+    num_buckets=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+    num_losses=st.integers(0, 3),
+    duplicates=st.booleans(),
+)
+def test_any_order_with_losses_sums_each_shard_once_and_commits_once(
+    num_workers: int, num_buckets: int, seed: int, num_losses: int, duplicates: bool
+) -> None:
+    rng = random.Random(seed)
+    m = machine(num_workers, tuple(range(num_buckets)))
+    alive = set(range(num_workers))
+    pending = [(shard, shard, what) for shard in range(num_workers) for what in [*range(num_buckets), "ready"]]
+    losses = rng.sample(sorted(alive), min(num_losses, num_workers - 1))
+    added: list[tuple[int, int]] = []
+    out: list[object] = []
+
+    def note(instructions: list[object]) -> None:
+        for i in instructions:
+            out.append(i)
+            if isinstance(i, Add):
+                added.append((i.bucket, i.shard))
+            if isinstance(i, Reissue):
+                assert i.rank in alive
+                pending.extend((i.rank, i.shard, what) for what in [*range(num_buckets), "ready"])
+
+    while pending or losses:
+        if losses and (not pending or rng.random() < 0.2):
+            lost = losses.pop()
+            alive.discard(lost)
+            pending = [p for p in pending if p[0] != lost]
+            note(m.on_lost(lost, alive))  # type: ignore[arg-type]
+            continue
+        rank, shard, what = pending.pop(rng.randrange(len(pending)))
+        for _ in range(1 + duplicates):
+            if what == "ready":
+                note(m.on_ready(rank, ready(shard)))  # type: ignore[arg-type]
+            else:
+                note(m.on_bucket(rank, 0, shard, what, True))  # type: ignore[arg-type]
+
+    assert sorted(added) == sorted((b, s) for b in range(num_buckets) for s in range(num_workers))
+    sends = [i for i in out if isinstance(i, SendBucket)]
+    assert sorted(s.bucket for s in sends) == list(range(num_buckets))
+    assert [s.commit is not None for s in sends] == [False] * (num_buckets - 1) + [True]
+    assert sum(isinstance(i, Decided) for i in out) == 1 and m.decided

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.protocol.messages import Commit
+from guava_nb.worker.pending_steps import PendingSteps
+
+COMMIT = Commit(1.0, False)
+
+
+def test_what_belongs_to_the_past_is_dropped() -> None:
+    steps: PendingSteps[int] = PendingSteps()
+    steps.reset(4)
+    assert steps.find(4, 0) is None and steps.announce(2, 0, False) is None
+    assert steps.announce(5, 0, True) is steps.current()
+
+
+def test_a_newer_generation_replaces_an_attempt_and_tells_that_work_was_dropped() -> None:
+    steps: PendingSteps[int] = PendingSteps()
+    old = steps.announce(0, 1, False)
+    assert old is not None
+    old.done.add(0)
+    new = steps.announce(0, 2, False)
+    assert new is steps.current() and new is not old and new is not None and not new.done
+    assert steps.find(0, 1) is None, "the older attempt's messages come too late"
+    assert steps.take_abandoned() and not steps.take_abandoned()
+
+
+def test_the_same_generation_adds_a_shard_to_the_attempt() -> None:
+    steps: PendingSteps[int] = PendingSteps()
+    assert steps.announce(0, 1, False) is steps.announce(0, 1, False)
+    assert not steps.take_abandoned()
+
+
+def test_an_abort_spares_committed_steps_and_attempts_of_its_own_generation() -> None:
+    steps: PendingSteps[int] = PendingSteps()
+    for number, generation in [(0, 1), (1, 1), (2, 3)]:
+        steps.announce(number, generation, False)
+    steps.abort(0, 3)
+    assert steps.find(0, 1) is not None, "step 0 was committed by the orchestrator: its sums are on their way"
+    assert steps.current() is not None
+    steps.advance()
+    assert steps.current() is None, "step 1 was given up"
+    steps.announce(1, 3, False)
+    steps.advance()
+    assert steps.current() is not None and steps.current().generation == 3  # type: ignore[union-attr]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.permutations(["announce", "mean0", "mean1", "commit"]))
+def test_messages_of_a_step_may_come_in_any_order(order: list[str]) -> None:
+    steps: PendingSteps[str] = PendingSteps()
+    for what in order:
+        if what == "announce":
+            steps.announce(0, 7, True)
+        else:
+            step = steps.find(0, 7)
+            assert step is not None
+            if what == "commit":
+                step.commit = COMMIT
+            else:
+                step.means[int(what[-1])] = what
+    step = steps.current()
+    assert step is not None and step.announced and step.want_hash
+    assert step.means == {0: "mean0", 1: "mean1"} and step.commit == COMMIT
+    assert steps.advance() is step and steps.committed == 0
