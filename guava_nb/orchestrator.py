@@ -37,7 +37,7 @@ from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, Outlook, budget_of, forecast_of, guessed_feeds, unchanged_randomness
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
-from guava_nb.row_cache.writer import Caches
+from guava_nb.row_cache.policy import Caches
 from guava_nb.spec import cells as source
 from guava_nb.spec.run_spec import (
     Reference,

@@ -18,7 +18,7 @@ from guava_nb.cluster.path_probe import Routes
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import odd_of_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
-from guava_nb.cluster.worker_output import OutputLog, ending_text
+from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
 from guava_nb.link.session import Session
@@ -31,6 +31,7 @@ from guava_nb.link.session_events import (
     SessionSuspect,
     VisitArrived,
 )
+from guava_nb.processes.pipe import ending_text
 from guava_nb.protocol.messages import (
     Accept,
     CrashReport,
@@ -43,7 +44,7 @@ from guava_nb.protocol.messages import (
     Refused,
     channel_of,
 )
-from guava_nb.row_cache.writer import Caches
+from guava_nb.row_cache.policy import Caches
 from guava_nb.telemetry.run_energy import EnergyBook
 from guava_nb.telemetry.versions import local_versions
 from guava_nb.telemetry.waits import Waits

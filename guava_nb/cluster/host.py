@@ -16,13 +16,12 @@ from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError, ConfigError, GuavaError
-from guava_nb.link.link_options import link_options
 from guava_nb.link.listener import Listener
+from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
 from guava_nb.processes.launcher import WorkerHandle, close_all, launch
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.sync.resident_replica_set import common_parts
 from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
 
 if TYPE_CHECKING:
@@ -292,3 +291,9 @@ class Host:
         if worker is not None and worker not in names:
             raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
         return cluster.output.tail(worker, n)
+
+
+def common_parts(cluster: Cluster) -> set[str]:
+    """Return what every connected worker has in its own process; empty when none is connected."""
+    found = [set(cluster.roster.members[rank].hello.own) for rank in cluster.roster.ready()]
+    return set.intersection(*found) if found else set()

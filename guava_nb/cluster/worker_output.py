@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["OutputLog", "ending_text"]
+__all__ = ["OutputLog"]
 
 log = logging.getLogger(__name__)
 
@@ -91,24 +91,3 @@ class OutputLog:
         """Return the names of all workers that printed something."""
         with self._lock:
             return list(self._lines)
-
-
-def ending_text(status: int, tail: Sequence[str]) -> str:
-    """Return how a process ended, in words: its exit status or its signal (negative), and the line that says most of it."""
-    if status >= 0:
-        how = f"exit status {status}"
-    else:
-        how = f"signal {-status}" + (" (killed; often by the system for lack of memory)" if status == -9 else "")
-    return how + (f"; last line: {last}" if (last := _telling_line(tail)) else "; it printed nothing")
-
-
-def _telling_line(tail: Sequence[str]) -> str:
-    """Return the line that says most of why a process ended; "" when it printed nothing.
-
-    That is its last one, but after a crash below Python the last one is a list of extension modules.
-    """
-    fatal = [index for index, line in enumerate(tail) if line.startswith("Fatal Python error")]
-    if fatal:
-        cell = next((line.strip() for line in tail[fatal[-1] :] if line.strip().startswith('File "<cell')), "")
-        return tail[fatal[-1]] + (f" at {cell}" if cell else "")
-    return next((line for line in reversed(tail) if line.strip()), "")

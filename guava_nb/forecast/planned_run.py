@@ -29,7 +29,7 @@ from guava_nb.forecast.star_bytes import Sizes, peeked, star_parts
 from guava_nb.forecast.state_bytes import Asked
 from guava_nb.protocol.messages import DataSpec, RunSpec
 from guava_nb.replica.resident import held
-from guava_nb.row_cache.writer import Caches
+from guava_nb.row_cache.policy import Caches
 from guava_nb.spec import cells as source
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import Ensemble

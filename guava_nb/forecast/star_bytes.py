@@ -38,8 +38,8 @@ from guava_nb.protocol.messages import (
     Tree,
 )
 from guava_nb.replica.buckets import Bucket
-from guava_nb.row_cache.policy import Holdings, cost_function
-from guava_nb.row_cache.writer import Caches, Parcel, Piece, RowWriter
+from guava_nb.row_cache.policy import Caches, Holdings, cost_function
+from guava_nb.row_cache.writer import Parcel, Piece, RowWriter
 from guava_nb.sync.step_in_flight import plan_step
 
 __all__ = [

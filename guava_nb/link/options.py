@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.transport.options import SocketOptions
 
-__all__ = ["LinkOptions"]
+__all__ = ["LinkOptions", "link_options"]
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,16 @@ class LinkOptions:
                 f"silence_s ({self.silence_s:g}) must be at least twice heartbeat_s ({self.heartbeat_s:g}): "
                 "else one late heartbeat breaks the connection"
             )
+
+
+def link_options(config: DistributedConfig) -> LinkOptions:
+    """Return the link settings of a configuration."""
+    return LinkOptions(
+        heartbeat_s=config.heartbeat_s,
+        silence_s=config.silence_s,
+        grace_s=config.grace_s,
+        connect_timeout_s=config.connect_timeout_s,
+        window_bytes=config.window_mb << 20,
+        compression=config.compression,
+        socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20)) or None),
+    )

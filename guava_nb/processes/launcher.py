@@ -23,16 +23,14 @@ from typing import IO, Any
 
 import msgspec
 
-from guava_nb.cluster.worker_output import ending_text
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
+from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, MAX_LINE_CHARS, ending_text
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
-from guava_nb.worker.process import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
-from guava_nb.worker.stdout_tee import MAX_LINE_CHARS
 
 __all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 
-__all__ = ["HELD", "KEEP", "MAX_ROWS", "SENT", "Holdings", "Order", "cost_function", "deal", "digest_of"]
+__all__ = ["Caches", "HELD", "KEEP", "MAX_ROWS", "SENT", "Holdings", "Order", "cost_function", "deal", "digest_of"]
 
 #: States of a row in a `CachedRows`.
 HELD, SENT, KEEP = 0, 1, 2
@@ -169,3 +169,11 @@ def deal(holders: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[i
     for place, count in enumerate(room):
         dealt[place].extend(islice(rest, count))
     return [sorted(rows) for rows in dealt]
+
+
+class Caches:
+    """What each worker of a session holds, by rank."""
+
+    def __init__(self) -> None:
+        """Know of nobody."""
+        self.of: dict[int, Holdings] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,27 +33,43 @@ from guava_nb.protocol.messages import (
     Shard,
     Tree,
 )
-from guava_nb.row_cache.policy import MAX_ROWS, SENT, Holdings, Order, cost_function
+from guava_nb.row_cache.policy import MAX_ROWS, SENT, Caches, Holdings, Order, cost_function
 
-if TYPE_CHECKING:
-    from guava_nb.cluster.cluster import Cluster
-    from guava_nb.cluster.job import Job
-
-__all__ = ["Caches", "Parcel", "Piece", "RowWriter", "taken_apart"]
+__all__ = ["Parcel", "Piece", "RowWriter", "taken_apart"]
 
 Buffers = Sequence[memoryview]
 _Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
 
+
+class Workers(Protocol):
+    """As much of a cluster as a writer needs."""
+
+    caches: Caches
+    roster: Any
+    notice: Callable[[str], None]
+
+    def name(self, rank: int) -> str:
+        """Return a worker's name."""
+
+    def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
+        """Queue a message for a worker."""
+
+
+class Waiting(Protocol):
+    """As much of a job as a writer needs."""
+
+    ready: set[int]
+    suspects: set[int]
+
+    def on(self, record: type[Message], handler: Callable[[int, Message, memoryview], None]) -> None:
+        """Handle messages of this type."""
+
+    def pump(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Handle events until the condition holds."""
+
+
 #: Samples seen again after which it is judged whether they change between epochs.
 _JUDGED = 32
-
-
-class Caches:
-    """What each worker of a session holds, by rank."""
-
-    def __init__(self) -> None:
-        """Know of nobody."""
-        self.of: dict[int, Holdings] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +162,7 @@ class RowWriter:
         on_batch_wanted: called with (rank, request_id) when one misses rows of a validation batch.
     """
 
-    def __init__(self, spec: RunSpec, cluster: Cluster) -> None:
+    def __init__(self, spec: RunSpec, cluster: Workers) -> None:
         """Write for the workers of a session."""
         self._spec, self._cluster = spec, cluster
         self._held: dict[int, CacheHeld] = {}
@@ -163,7 +179,7 @@ class RowWriter:
 
     # ------------------------------------------------------------------------------------------------ who holds what
 
-    def attach(self, job: Job, run_id: str) -> None:
+    def attach(self, job: Waiting, run_id: str) -> None:
         """Handle the workers' messages about rows in that job."""
         self._run_id = run_id
         job.on(CacheHeld, self._on_held)
@@ -177,7 +193,7 @@ class RowWriter:
             self._held.pop(rank, None)
             self._listed.discard(rank)
 
-    def settle(self, job: Job, ranks: Iterable[int]) -> None:
+    def settle(self, job: Waiting, ranks: Iterable[int]) -> None:
         """Wait until it is known what these workers hold."""
         members = self._cluster.roster.members
         self._caches.of = {rank: held for rank, held in self._caches.of.items() if members[rank].alive}

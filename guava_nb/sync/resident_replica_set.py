@@ -21,7 +21,7 @@ from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec import cells as source
 from guava_nb.sync.replica_set import Ensemble, preparation_text
 
-__all__ = ["OwnEnsemble", "adopt", "common_parts", "is_own"]
+__all__ = ["OwnEnsemble", "adopt", "is_own"]
 
 _NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
 
@@ -64,12 +64,6 @@ class OwnEnsemble(Ensemble):
 def is_own(spec: RunSpec) -> bool:
     """Whether a run's model lives at the workers."""
     return spec.model is not None and spec.model.name == OWN_MODEL
-
-
-def common_parts(cluster: Cluster) -> set[str]:
-    """Return what every connected worker has in its own process; empty when none is connected."""
-    found = [set(cluster.roster.members[rank].hello.own) for rank in cluster.roster.ready()]
-    return set.intersection(*found) if found else set()
 
 
 def adopt(

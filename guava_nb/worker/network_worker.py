@@ -15,7 +15,7 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
-from guava_nb.link.link_options import link_options
+from guava_nb.link.options import link_options
 from guava_nb.processes.interrupts import interrupts_call
 from guava_nb.processes.launcher import ListenAt, WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode

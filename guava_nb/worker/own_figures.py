@@ -7,34 +7,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 from guava_nb.protocol.messages import Abort, Committed, EndRun, Energy, Message, Prepare, Ready, Shard
 from guava_nb.status import OwnFigures
+from guava_nb.telemetry.device_figures import device_now
 from guava_nb.telemetry.waits import Waits
 
-__all__ = ["OwnWork", "device_now"]
-
-
-def device_now(told: Energy, on_cpu: bool, at_work: bool) -> dict[str, Any]:
-    """Return what a worker's newest report says of its device, under the names of a status.
-
-    Args:
-        on_cpu: its device is the processor, whose load counts then.
-        at_work: it has a run; what its device did at the end of the last one says nothing of now.
-    """
-    joules = [board.joules for board in told.boards if board.joules is not None]
-    spent = {"joules": sum(joules) if joules else None}
-    if not at_work:
-        return spent
-    of_gpu = told.memory_bytes is not None
-    return {
-        **spent,
-        "power_w": told.power_w,
-        "busy": told.cpu_busy if told.busy is None and on_cpu else told.busy,
-        "memory_used_bytes": told.memory_used_bytes if of_gpu else told.host_memory_used_bytes,
-        "memory_bytes": told.memory_bytes if of_gpu else told.host_memory_bytes,
-    }
+__all__ = ["OwnWork"]
 
 
 class OwnWork:

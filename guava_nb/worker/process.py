@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
+
 if TYPE_CHECKING:  # torch is loaded when the order is read
     from guava_nb.config import DistributedConfig
     from guava_nb.protocol.joincode import JoinCode
@@ -28,14 +30,10 @@ if TYPE_CHECKING:  # torch is loaded when the order is read
 
     Tell = Callable[[dict[str, Any]], None]
 
-__all__ = ["MARK", "main"]
+__all__ = ["main"]
 
-MARK = "\x1eguava "
 #: Seconds between two reports of figures: what a person follows, and no load on the pipe.
 FIGURES_S = 1.0
-
-#: Exit statuses: the launcher tells them apart from a crash.
-EXIT_OK, EXIT_REFUSED, EXIT_LOST = 0, 3, 4
 
 
 def main() -> int:
@@ -52,7 +50,7 @@ def _work(order: dict[str, Any]) -> int:
 
     from guava_nb.config import DistributedConfig
     from guava_nb.errors import GuavaError
-    from guava_nb.link.link_options import link_options
+    from guava_nb.link.options import link_options
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.telemetry.hardware import pick_device
     from guava_nb.worker.worker_session import Membership
@@ -109,7 +107,7 @@ def _dial(member: Membership, tell: Tell) -> str:
 
 
 def _be_dialled(new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], tell: Tell) -> str:
-    from guava_nb.link.link_options import link_options
+    from guava_nb.link.options import link_options
     from guava_nb.worker.listening import Reception
 
     host, port = listen

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from guava_nb.processes.pipe import MAX_LINE_CHARS
 from guava_nb.worker.error_text import sendable
 
 __all__ = ["LineTee"]
 
-#: Longest line sent; the rest of it stays in the worker's own log.
-MAX_LINE_CHARS = 2000
 #: Lines per second that may be sent on average, and in one burst.
 RATE_PER_S = 50.0
 BURST = 400.0

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb.cluster.worker_output import KEPT_LINES, OutputLog, ending_text
+from guava_nb.cluster.worker_output import KEPT_LINES, OutputLog
+from guava_nb.processes.pipe import ending_text
 
 
 def test_lines_by_worker_with_names_in_front_of_all(tmp_path: Path) -> None:
