@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.host import Host
+from guava_nb.cluster.host import SessionHost
 from guava_nb.cluster.line_rate import measure_lines
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
@@ -34,10 +34,17 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import Composed, Outlook, budget_of, forecast_of, guessed_feeds, unchanged_randomness
+from guava_nb.forecast.planned_run import (
+    Composed,
+    PlannedRun,
+    budget_of,
+    forecast_of,
+    guessed_feeds,
+    unchanged_randomness,
+)
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Cell, DataSpec, Factory, RunSpec
-from guava_nb.row_cache.policy import Caches
+from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec import cells as source
 from guava_nb.spec.run_spec import (
     Reference,
@@ -50,8 +57,8 @@ from guava_nb.spec.run_spec import (
 )
 from guava_nb.status import Status
 from guava_nb.sync.handover import take_over
-from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
-from guava_nb.sync.resident_replica_set import OwnEnsemble, adopt, is_own
+from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
 from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
@@ -65,7 +72,7 @@ from guava_nb.training.worker_data_facts import ask_data, data_spec, feeds, refu
 __all__ = ["Orchestrator"]
 
 
-class Orchestrator(Host):
+class Orchestrator(SessionHost):
     """One training session on the side that has the data. A context manager.
 
     Args:
@@ -87,9 +94,9 @@ class Orchestrator(Host):
         self._module: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
-        self._ensemble: Ensemble | None = None
+        self._replica_set: ReplicaSet | None = None
         # Replicas that are asked and not trained, and what they were made of.
-        self._asked: tuple[Ensemble, object] | None = None
+        self._asked: tuple[ReplicaSet, object] | None = None
         self._asked_numbers = itertools.count(1)
         self._job: TrainingJob | None = None
         self._resume: tuple[Path, dict[str, Any]] | None = None
@@ -98,7 +105,7 @@ class Orchestrator(Host):
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
-        cluster.on_idle_leave = lambda rank: take_over(self._ensemble, cluster, rank)
+        cluster.on_idle_leave = lambda rank: take_over(self._replica_set, cluster, rank)
         return cluster
 
     def _close(self) -> None:
@@ -108,7 +115,7 @@ class Orchestrator(Host):
             if not self._job.is_current():
                 self._job.run.wait(10.0)
         super()._close()
-        self._ensemble = self._asked = None
+        self._replica_set = self._asked = None
 
     # ------------------------------------------------------------------------------------------------- source and status
 
@@ -152,7 +159,7 @@ class Orchestrator(Host):
         factory = self._named_factory(type(model) if isinstance(model, torch.nn.Module) else model, args)
         if instance is not None or factory != self._factory:
             self._factory, self._instance = factory, instance
-            self._ensemble = None if instance is not None else self._ensemble
+            self._replica_set = None if instance is not None else self._replica_set
 
     def _named_factory(self, model: Reference, args: Mapping[str, Any] | None) -> Factory:
         return Factory(factory_name("model", model, self._shared()), plain_arguments("model", args))
@@ -272,11 +279,11 @@ class Orchestrator(Host):
                 val_interval=val_interval, accumulation_steps=accumulation_steps, shares=shares, callbacks=callbacks,
                 split_fn=split_fn, cache_static=cache_static,
             )  # fmt: skip
-            ensemble = self._place_start(composed.spec, composed.shared, plan, resume, fresh)
+            replica_set = self._place_start(composed.spec, composed.shared, plan, resume, fresh)
             if limit is not None:
-                plan.budget = self._budget(limit, ensemble, plan, composed)
+                plan.budget = self._budget(limit, replica_set, plan, composed)
             interrupts.check()
-            return self._launch(ensemble, plan, detach, progress)
+            return self._launch(replica_set, plan, detach, progress)
 
     def _compose(
         self, loaders: tuple[Any, Any], workers: int, reach: Callable[[], bool], data: str, *, metrics: Metrics | None,
@@ -310,13 +317,13 @@ class Orchestrator(Host):
             **options,
         )
 
-    def _budget(self, limit: Limit, ensemble: Ensemble, plan: TrainingPlan, composed: Composed) -> Budget:
+    def _budget(self, limit: Limit, replica_set: ReplicaSet, plan: TrainingPlan, composed: Composed) -> Budget:
         cluster = self._open_cluster()
-        workers = len(ensemble.pick(set(cluster.roster.ready())))
-        trained = ensemble.step >= 0 or bool(ensemble.master.optimizer.state)
+        workers = len(replica_set.pick(set(cluster.roster.ready())))
+        trained = replica_set.step >= 0 or bool(replica_set.master.optimizer.state)
         with unchanged_randomness():
             return budget_of(
-                limit, Outlook(ensemble, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
+                limit, PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
             )
 
     # ------------------------------------------------------------------------------------------------------- forecast
@@ -357,13 +364,13 @@ class Orchestrator(Host):
         bound.apply_defaults()
         with unchanged_randomness():
             factory = self._needed_factory() if model is None else self._named_factory(model, model_args)
-            outlook = self._outlook(factory, bound.arguments)
+            planned = self._planned(factory, bound.arguments)
             sessions = [] if self._cluster is None else self._cluster.all_sessions()
-            down = outlook.composed.spec.optimizer_site == "orchestrator"
+            down = planned.composed.spec.optimizer_site == "orchestrator"
             on_lines = self._measure_lines()
-            return forecast_of(outlook, self.config, self._rates(), squeezed_so_far(sessions, down), on_lines)
+            return forecast_of(planned, self.config, self._rates(), squeezed_so_far(sessions, down), on_lines)
 
-    def _outlook(self, factory: Factory, given: dict[str, Any]) -> Outlook:
+    def _planned(self, factory: Factory, given: dict[str, Any]) -> PlannedRun:
         """What a run of these arguments would be; built here only, and thrown away."""
         loaders = (given["train_loader"], given["val_loader"])
         ready = 0 if self._cluster is None else len(self._cluster.roster.ready())
@@ -390,15 +397,15 @@ class Orchestrator(Host):
         )
         plan = self._plan(composed, guessed_feeds(loaders), **{name: given[name] for name in planned})
         limit = chosen_limit(self.config, given["budget_bytes"], given["save_path"])
-        ensemble, trained = self._guessed_start(composed, plan, given["resume"], given["fresh"])
-        return Outlook(
-            ensemble, plan, composed, workers, trained, 0 if limit is None else limit.limit_bytes,
-            Caches() if self._cluster is None else self._cluster.caches,
+        replica_set, trained = self._guessed_start(composed, plan, given["resume"], given["fresh"])
+        return PlannedRun(
+            replica_set, plan, composed, workers, trained, 0 if limit is None else limit.limit_bytes,
+            WorkerCaches() if self._cluster is None else self._cluster.caches,
         )  # fmt: skip
 
     def _guessed_start(
         self, composed: Composed, plan: TrainingPlan, resume: str | Path | None, fresh: bool
-    ) -> tuple[Ensemble, bool]:
+    ) -> tuple[ReplicaSet, bool]:
         """The ensemble as it would begin, as to sizes; and whether there would be an optimizer's state."""
         spec, cells = composed.spec, self._ledger.cells()
         start = None if fresh else self._resume
@@ -410,12 +417,12 @@ class Orchestrator(Host):
                 "forecast; a budget holds all the same"
             )
         weights = self._instance if spec.model == self._factory else None
-        ensemble = build_ensemble(f"run-{self._runs + 1}", spec, cells, composed.shared, weights)
+        replica_set = build_ensemble(f"run-{self._runs + 1}", spec, cells, composed.shared, weights)
         if start is not None:
-            from_checkpoint(ensemble, plan, *start, rewind=False)
-            return ensemble, True
-        last = None if fresh else self._ensemble
-        return ensemble, last is not None and goes_on(ensemble, last)
+            from_checkpoint(replica_set, plan, *start, rewind=False)
+            return replica_set, True
+        last = None if fresh else self._replica_set
+        return replica_set, last is not None and goes_on(replica_set, last)
 
     def _rates(self) -> tuple[float | None, float | None]:
         """Bytes a second out and in, of all lines together, as far as they were measured."""
@@ -463,20 +470,20 @@ class Orchestrator(Host):
 
     def _place_start(
         self, spec: RunSpec, shared: ModuleType | None, plan: TrainingPlan, resume: str | Path | None, fresh: bool
-    ) -> Ensemble:
+    ) -> ReplicaSet:
         """Build the master and bring it to where this run begins: a checkpoint, the last run, or the very start."""
         start = None if fresh else self._resume
         if resume is not None:
             start = (Path(resume), checkpoint.read(Path(resume)))
         self._notices.forget("run")  # what an earlier run had to say
-        ensemble = self._new_ensemble(spec, shared, fresh or start is not None)
+        replica_set = self._new_ensemble(spec, shared, fresh or start is not None)
         if start is not None:
-            for note in from_checkpoint(ensemble, plan, *start):
+            for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
         self._factory = self._factory or spec.model
         self._resume = None  # not before: after a refusal load_checkpoint still holds
-        ensemble.look_at(plan.feed)
-        return ensemble
+        replica_set.look_at(plan.feed)
+        return replica_set
 
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
         """Choose how the next runs are spread over the workers.
@@ -517,38 +524,38 @@ class Orchestrator(Host):
             return None
         return made if getattr(found, "__module__", "") == shared.__name__ else None
 
-    def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> Ensemble:
-        run_id, last = f"run-{self._runs + 1}", self._ensemble  # counted when it is launched: a refused one is none
+    def _new_ensemble(self, spec: RunSpec, shared: ModuleType | None, fresh: bool) -> ReplicaSet:
+        run_id, last = f"run-{self._runs + 1}", self._replica_set  # counted when it is launched: a refused one is none
         if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
             own = adopt(run_id, spec, self._ledger.cells(), shared, self._open_cluster())
             fetch_between_runs(own, self._open_cluster(), self._patience_s)
             return own
-        ensemble = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
+        replica_set = build_ensemble(run_id, spec, self._ledger.cells(), shared, self._instance)
         if not fresh and last is not None:
-            self._notices.add(from_last_run(ensemble, last, self._open_cluster(), self._patience_s), "run")
-        return ensemble
+            self._notices.add(from_last_run(replica_set, last, self._open_cluster(), self._patience_s), "run")
+        return replica_set
 
     @property
     def _patience_s(self) -> float:
         return self.config.grace_s + self.config.silence_s
 
-    def _launch(self, ensemble: Ensemble, plan: TrainingPlan, detach: bool, progress: bool) -> Run:
+    def _launch(self, replica_set: ReplicaSet, plan: TrainingPlan, detach: bool, progress: bool) -> Run:
         cluster = self._open_cluster()
         batches = plan.feed.batches_per_epoch
         per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
-        total = None if per_epoch is None else per_epoch * plan.num_epochs - (ensemble.step + 1)
-        run = Run(ensemble.run_id, mode_of(ensemble.spec), plan.num_epochs, total)
+        total = None if per_epoch is None else per_epoch * plan.num_epochs - (replica_set.step + 1)
+        run = Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, total)
 
         def save(path: Path, position: Position, step: int) -> None:
-            checkpoint.write(path, ensemble.master.state(), step, position, ensemble.spec)
+            checkpoint.write(path, replica_set.master.state(), step, position, replica_set.spec)
 
-        plan.save_path = Path(self.config.checkpoint_dir) / f"{ensemble.run_id}.pt"
-        meter = wire_meter(cluster, ensemble.spec)
+        plan.save_path = Path(self.config.checkpoint_dir) / f"{replica_set.run_id}.pt"
+        meter = wire_meter(cluster, replica_set.spec)
         if plan.budget is not None:
             plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
-        job = TrainingJob(ensemble, plan, run, cluster, save)
-        run.connect(meter, job.interrupt, lambda: self._model_of(ensemble))
-        self.run, self._job, self._ensemble, self._asked = run, job, ensemble, None
+        job = TrainingJob(replica_set, plan, run, cluster, save)
+        run.connect(meter, job.interrupt, lambda: self._model_of(replica_set))
+        self.run, self._job, self._replica_set, self._asked = run, job, replica_set, None
         self._runs += 1
         if detach:
             job.start()
@@ -563,10 +570,10 @@ class Orchestrator(Host):
 
     # ------------------------------------------------------------------------------------------------- state and score
 
-    def _model_of(self, ensemble: Ensemble) -> torch.nn.Module:
-        if ensemble.master_step != ensemble.step:  # else it is here, and also after the session was closed
-            fetch_between_runs(ensemble, self._open_cluster(), self._patience_s)
-        return ensemble.master.model
+    def _model_of(self, replica_set: ReplicaSet) -> torch.nn.Module:
+        if replica_set.master_step != replica_set.step:  # else it is here, and also after the session was closed
+            fetch_between_runs(replica_set, self._open_cluster(), self._patience_s)
+        return replica_set.master.model
 
     def validate(
         self,
@@ -597,9 +604,9 @@ class Orchestrator(Host):
         feed, cluster, shared = Feed(loader), self._open_cluster(), self._shared()
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
-        ensemble = self._ensemble_for(criterion, preprocess)
+        replica_set = self._ensemble_for(criterion, preprocess)
         with reporting("validating", progress) as report:
-            ask(cluster, ensemble, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
+            ask(cluster, replica_set, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
         return question.result().record()
 
     def predict(
@@ -643,27 +650,27 @@ class Orchestrator(Host):
         if predict_step is not None:
             step = Factory(factory_name("predict_step", predict_step, self._shared()))
             wanted = msgspec.structs.replace(wanted, step=step)
-        ensemble = self._ensemble_for(None, preprocess)
+        replica_set = self._ensemble_for(None, preprocess)
         with reporting("predicting", progress) as report:
             return predict(
-                cluster, ensemble, loader, wanted, path=None if path is None else Path(path), resume=resume,
+                cluster, replica_set, loader, wanted, path=None if path is None else Path(path), resume=resume,
                 patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
             )  # fmt: skip
 
-    def _ensemble_for(self, criterion: Reference | None, preprocess: Reference | None) -> Ensemble:
+    def _ensemble_for(self, criterion: Reference | None, preprocess: Reference | None) -> ReplicaSet:
         """What is asked: the last run's replicas, or others of the same weights where cells, loss or preprocessing differ.
 
         A model that was not trained here, or a checkpoint that was loaded and not trained on, has replicas of its own.
         """
         self._check_idle()
         trained = self._known_ensemble()
-        if isinstance(trained, OwnEnsemble):
+        if isinstance(trained, ResidentReplicaSet):
             return trained
         fresh, cells = self._question_spec(criterion or "CrossEntropyLoss", preprocess), self._ledger.cells()
         if is_own(fresh):
             run_id = f"asked-{next(self._asked_numbers)}"
-            self._ensemble = adopt(run_id, fresh, cells, self._shared(), self._open_cluster())
-            return self._ensemble
+            self._replica_set = adopt(run_id, fresh, cells, self._shared(), self._open_cluster())
+            return self._replica_set
         if trained is None or trained.spec.model != fresh.model or self._resume is not None:
             return self._standing(fresh, cells, None)
         spec = trained.spec
@@ -683,38 +690,38 @@ class Orchestrator(Host):
             cache=cache_spec(self.config),
         )  # fmt: skip
 
-    def _standing(self, spec: RunSpec, cells: Sequence[Cell], trained: Ensemble | None) -> Ensemble:
+    def _standing(self, spec: RunSpec, cells: Sequence[Cell], trained: ReplicaSet | None) -> ReplicaSet:
         """Replicas that are only asked, with the weights of a run, of a checkpoint, or of the beginning."""
         weights = (self._instance, self._resume and self._resume[0]) if trained is None else (trained, trained.step)
         made_of = (spec, tuple(cells), weights)
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else fetch_between_runs(trained, self._open_cluster(), self._patience_s)
             start = self._instance if trained is None else None
-            ensemble = build_ensemble(f"asked-{next(self._asked_numbers)}", spec, cells, self._shared(), start)
+            replica_set = build_ensemble(f"asked-{next(self._asked_numbers)}", spec, cells, self._shared(), start)
             if state is not None:
-                ensemble.master.load_state({"model": state["model"]})
+                replica_set.master.load_state({"model": state["model"]})
             elif self._resume is not None:
                 path, content = self._resume
-                checkpoint.check_model(path, content, ensemble.master.model.state_dict(), spec.model)
-                ensemble.master.load_state({"model": content["model"]})
-            self._asked = (ensemble, made_of)
+                checkpoint.check_model(path, content, replica_set.master.model.state_dict(), spec.model)
+                replica_set.master.load_state({"model": content["model"]})
+            self._asked = (replica_set, made_of)
         return self._hold(self._asked[0])
 
-    def _hold(self, ensemble: Ensemble) -> Ensemble:
+    def _hold(self, replica_set: ReplicaSet) -> ReplicaSet:
         """Workers hold one run at a time: what they hold of others is brought here, and they are known to forget it."""
-        if self._ensemble is not None and self._ensemble is not ensemble and self._ensemble.at:
-            fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
-        for other in (self._ensemble, self._asked and self._asked[0]):
-            if other is not None and other is not ensemble:
+        if self._replica_set is not None and self._replica_set is not replica_set and self._replica_set.at:
+            fetch_between_runs(self._replica_set, self._open_cluster(), self._patience_s)
+        for other in (self._replica_set, self._asked and self._asked[0]):
+            if other is not None and other is not replica_set:
                 for rank in list(other.at):
                     other.drop(rank)
-        return ensemble
+        return replica_set
 
-    def _known_ensemble(self) -> Ensemble | None:
+    def _known_ensemble(self) -> ReplicaSet | None:
         """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
-        if isinstance(self._ensemble, OwnEnsemble) and self._ensemble.is_gone(self._open_cluster()):
-            self._ensemble = None
-        return self._ensemble
+        if isinstance(self._replica_set, ResidentReplicaSet) and self._replica_set.is_gone(self._open_cluster()):
+            self._replica_set = None
+        return self._replica_set
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
@@ -726,7 +733,7 @@ class Orchestrator(Host):
             WorkerLost: the workers that hold the state are gone.
         """
         target = Path(path)
-        if self._ensemble is None or self._job is None:
+        if self._replica_set is None or self._job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if not self._job.run.done:
             saving = self._job.at_boundary(lambda: self._job_save(target))
@@ -735,8 +742,8 @@ class Orchestrator(Host):
             else:
                 saving.result(timeout=self.config.rejoin_timeout_s)
             return target
-        state = fetch_between_runs(self._ensemble, self._open_cluster(), self._patience_s)
-        checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
+        state = fetch_between_runs(self._replica_set, self._open_cluster(), self._patience_s)
+        checkpoint.write(target, state, self._replica_set.step, self._job.where(), self._replica_set.spec)
         return target
 
     def _tell_failure(self, what: str, error: BaseException | None) -> None:
@@ -744,10 +751,10 @@ class Orchestrator(Host):
             self._notices.add(f"{what}: {error}")
 
     def _job_save(self, target: Path) -> None:
-        assert self._ensemble is not None and self._job is not None
-        self._job.spending.refuse_save()
-        state = self._ensemble.fetch(self._job)
-        checkpoint.write(target, state, self._ensemble.step, self._job.where(), self._ensemble.spec)
+        assert self._replica_set is not None and self._job is not None
+        self._job.budget_gate.refuse_save()
+        state = self._replica_set.fetch(self._job)
+        checkpoint.write(target, state, self._replica_set.step, self._job.where(), self._replica_set.spec)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.

@@ -16,7 +16,7 @@ from typing import Protocol
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
 from guava_nb.cluster.path_probe import Routes
 from guava_nb.cluster.program_ranks import Programs
-from guava_nb.cluster.report_checks import odd_of_energy
+from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -44,7 +44,7 @@ from guava_nb.protocol.messages import (
     Refused,
     channel_of,
 )
-from guava_nb.row_cache.policy import Caches
+from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.telemetry.run_energy import EnergyBook
 from guava_nb.telemetry.versions import local_versions
 from guava_nb.telemetry.waits import Waits
@@ -90,7 +90,7 @@ class Cluster:
         self.roster = Roster()
         self.relay = Relay()
         self.routes = Routes()
-        self.caches = Caches()
+        self.caches = WorkerCaches()
         self.energy = EnergyBook()
         self.output = output
         self.notice = on_run_notice or on_notice
@@ -156,8 +156,8 @@ class Cluster:
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
         elif isinstance(message, Energy) and rank is not None:
-            if odd := odd_of_energy(message):
-                self.tell_odd(rank, "energy", odd)
+            if odd := first_invalid_energy(message):
+                self.tell_invalid(rank, "energy", odd)
             else:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
@@ -293,7 +293,7 @@ class Cluster:
         member = self.roster.members[rank]
         return member.samples, member.tokens
 
-    def tell_odd(self, rank: int, of: str, odd: str) -> None:
+    def tell_invalid(self, rank: int, of: str, odd: str) -> None:
         """Tell a person, once for each worker and kind, that a report of it was left out, since it cannot be.
 
         Args:

@@ -27,12 +27,12 @@ from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
 if TYPE_CHECKING:
     from typing_extensions import Self  # of Python 3.11
 
-__all__ = ["Host"]
+__all__ = ["SessionHost"]
 
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
-class Host:
+class SessionHost:
     """The life cycle of a session, and its workers. A context manager.
 
     Args:

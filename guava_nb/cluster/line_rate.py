@@ -11,7 +11,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from guava_nb.cluster.job import Job, NobodyLeft
-from guava_nb.cluster.report_checks import odd_of_line
+from guava_nb.cluster.report_checks import first_invalid_rate
 from guava_nb.config.units import show_bytes
 from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
 
@@ -51,8 +51,8 @@ def measure_lines(cluster: Cluster) -> list[str]:
     for rank, answer in answers.items():
         if answer.error:
             continue
-        if odd := odd_of_line(answer):
-            cluster.tell_odd(rank, "line", odd)
+        if odd := first_invalid_rate(answer):
+            cluster.tell_invalid(rank, "line", odd)
         else:
             cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
     spent = sum(max(0, found.used_bytes) for found in answers.values())
@@ -61,7 +61,7 @@ def measure_lines(cluster: Cluster) -> list[str]:
     )
     for rank in asked:
         found = answers.get(rank)
-        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or odd_of_line(found)
+        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or first_invalid_rate(found)
         if why:
             said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
     return said

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from guava_nb.protocol.messages import Energy, LineMeasured, Ready
 
-__all__ = ["is_sound", "odd_of_energy", "odd_of_line", "without_odd"]
+__all__ = ["is_valid", "first_invalid_energy", "first_invalid_rate", "without_invalid"]
 
 #: More than anything that is measured here; sums and ratios of such figures stay finite.
 _MOST = 1e30
@@ -20,31 +20,31 @@ _MOST = 1e30
 _ROUNDING = 1e-6
 
 
-def is_sound(figure: float | None) -> bool:
+def is_valid(figure: float | None) -> bool:
     """Return whether a figure is finite and at least 0; None, which stands for "not measured", is."""
     return figure is None or -_ROUNDING <= figure <= _MOST
 
 
-def odd_of_energy(report: Energy) -> str:
+def first_invalid_energy(report: Energy) -> str:
     """Return the first figure that cannot be, with its name; "" when all are sound."""
-    return next((f"{name} = {figure:g}" for name, figure in _figures(report) if not is_sound(figure)), "")
+    return next((f"{name} = {figure:g}" for name, figure in _figures(report) if not is_valid(figure)), "")
 
 
-def odd_of_line(found: LineMeasured) -> str:
+def first_invalid_rate(found: LineMeasured) -> str:
     """Return what of a measured line cannot be: its rates are more than 0; "" when all is sound."""
     rates = {"up_bytes_s": found.up_bytes_s, "down_bytes_s": found.down_bytes_s}
     return next((f"{name} = {rate:g}" for name, rate in rates.items() if not 0 < rate <= _MOST), "")
 
 
-def without_odd(ready: Ready) -> tuple[Ready, str]:
+def without_invalid(ready: Ready) -> tuple[Ready, str]:
     """Return a report of a shard without times and tokens that cannot be, and the first of those; "" when all are sound.
 
     Times become 0 and tokens None: what the step needs of the report is as good as before.
     """
     times = {"forward_s": ready.forward_s, "backward_s": ready.backward_s, "wait_s": ready.wait_s}
-    odd = {name: figure for name, figure in times.items() if not is_sound(figure)}
+    odd = {name: figure for name, figure in times.items() if not is_valid(figure)}
     changes: dict[str, float | None] = dict.fromkeys(odd, 0.0)
-    if ready.tokens is not None and not is_sound(ready.tokens):
+    if ready.tokens is not None and not is_valid(ready.tokens):
         odd["tokens"], changes["tokens"] = ready.tokens, None
     if not odd:
         return ready, ""

@@ -13,8 +13,8 @@ from guava_nb.evaluation.choose import pass_for
 from guava_nb.evaluation.passes import Pass, Progress, Question
 from guava_nb.processes.interrupts import interrupts_call
 from guava_nb.protocol.messages import Abort
-from guava_nb.sync.replica_set import Ensemble
-from guava_nb.sync.sharded_replica_set import GroupEnsemble, GroupLost
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.sharded_replica_set import GroupLost, ShardedReplicaSet
 
 __all__ = ["ask"]
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def ask(
     cluster: Cluster,
-    ensemble: Ensemble,
+    replica_set: ReplicaSet,
     feed: Feed,
     question: Question,
     *,
@@ -35,7 +35,7 @@ def ask(
 
     Args:
         cluster: who is here.
-        ensemble: whose last committed state is asked.
+        replica_set: whose last committed state is asked.
         feed: the loader; closed at the end.
         question: what is asked, and what takes the answers.
         skip_batches: of the loader, that were done before.
@@ -50,15 +50,15 @@ def ask(
         ConfigError: a batch or an output has no form that this can take.
     """
     job = Job(cluster)
-    ensemble.attach(job)
-    walk = pass_for(job, ensemble, lambda lost: _form_again(job, ensemble, lost))
+    replica_set.attach(job)
+    walk = pass_for(job, replica_set, lambda lost: _form_again(job, replica_set, lost))
     with interrupts_call(lambda: job.post(Interrupted())), job.attached():
         try:
-            ensemble.look_at(feed)
-            _bring_up(job, ensemble)
+            replica_set.look_at(feed)
+            _bring_up(job, replica_set)
             walk.run(feed, question, skip_batches=skip_batches, progress=progress)
         except BaseException as error:
-            _leave(job, ensemble, walk, grace_s if isinstance(error, StopRequested) else 0.0)
+            _leave(job, replica_set, walk, grace_s if isinstance(error, StopRequested) else 0.0)
             if isinstance(error, StopRequested):
                 raise KeyboardInterrupt from None
             if isinstance(error, NobodyLeft):
@@ -70,21 +70,21 @@ def ask(
             feed.close()
 
 
-def _bring_up(job: Job, ensemble: Ensemble) -> None:
+def _bring_up(job: Job, replica_set: ReplicaSet) -> None:
     try:
-        ensemble.bring_up(job)
+        replica_set.bring_up(job)
     except GroupLost as lost:
-        _form_again(job, ensemble, lost)
+        _form_again(job, replica_set, lost)
 
 
-def _form_again(job: Job, ensemble: Ensemble, lost: GroupLost) -> None:
+def _form_again(job: Job, replica_set: ReplicaSet, lost: GroupLost) -> None:
     """Form another group of whoever is here, and again if somebody is lost meanwhile."""
     again: GroupLost | None = lost
     while again is not None:
         job.cluster.notice(f"{again}; a new group is formed")
-        _give_up(job, ensemble, str(again))
+        _give_up(job, replica_set, str(again))
         try:
-            ensemble.bring_up(job)
+            replica_set.bring_up(job)
             again = None
         except ConfigError as error:
             raise WorkerLost(f"{again}, and {error}") from error
@@ -92,29 +92,29 @@ def _form_again(job: Job, ensemble: Ensemble, lost: GroupLost) -> None:
             again = another
 
 
-def _leave(job: Job, ensemble: Ensemble, walk: Pass, grace_s: float) -> None:
+def _leave(job: Job, replica_set: ReplicaSet, walk: Pass, grace_s: float) -> None:
     """Workers of a star go on by themselves; those of a group wait for each other, so nobody may be left in it."""
-    if not isinstance(ensemble, GroupEnsemble) or not ensemble.team:
+    if not isinstance(replica_set, ShardedReplicaSet) or not replica_set.team:
         return
     job.interrupts = 0
     try:
-        if grace_s and ensemble.complete(job) and job.pump(lambda: not walk.outstanding, grace_s):
+        if grace_s and replica_set.complete(job) and job.pump(lambda: not walk.outstanding, grace_s):
             return
     except (StopRequested, NobodyLeft) as hurry:  # a second interrupt, or nobody to wait for
         log.info("the batch in work is not waited for: %s", type(hurry).__name__)
-    _wake(job, ensemble, "the pass over the data was given up")
-    ensemble.retire()
+    _wake(job, replica_set, "the pass over the data was given up")
+    replica_set.retire()
 
 
-def _give_up(job: Job, ensemble: Ensemble, reason: str) -> None:
+def _give_up(job: Job, replica_set: ReplicaSet, reason: str) -> None:
     """Give a broken group up, and save what is there of the state."""
-    _wake(job, ensemble, reason)
-    ensemble.rescue(job)
-    ensemble.disband()
+    _wake(job, replica_set, reason)
+    replica_set.rescue(job)
+    replica_set.disband()
 
 
-def _wake(job: Job, ensemble: Ensemble, reason: str) -> None:
+def _wake(job: Job, replica_set: ReplicaSet, reason: str) -> None:
     """Wake everyone who is blocked in the group."""
     job.cluster.roster.generation += 1
-    abort = Abort(ensemble.run_id, job.cluster.roster.generation, ensemble.step, reason)
-    job.cluster.send_all(list(ensemble.at), abort)
+    abort = Abort(replica_set.run_id, job.cluster.roster.generation, replica_set.step, reason)
+    job.cluster.send_all(list(replica_set.at), abort)

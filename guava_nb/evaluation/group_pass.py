@@ -10,9 +10,9 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.evaluation.passes import WINDOW, Answer, Asked, Pass
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted
-from guava_nb.row_cache.writer import Parcel, taken_apart
+from guava_nb.row_cache.writer import OutgoingBatch, taken_apart
 from guava_nb.sync.group_exchange import shares_of
-from guava_nb.sync.sharded_replica_set import GroupEnsemble, GroupLost
+from guava_nb.sync.sharded_replica_set import GroupLost, ShardedReplicaSet
 
 __all__ = ["GroupPass"]
 
@@ -25,21 +25,21 @@ class GroupPass(Pass):
     """
 
     def __init__(
-        self, job: Job, ensemble: GroupEnsemble, form_again: Callable[[GroupLost], None] | None = None
+        self, job: Job, replica_set: ShardedReplicaSet, form_again: Callable[[GroupLost], None] | None = None
     ) -> None:
         """No rank has anything to do."""
-        super().__init__(job, ensemble)
-        self._group = ensemble
+        super().__init__(job, replica_set)
+        self._group = replica_set
         self._form_again = form_again
         self._splitter = RowSplitter()
         self._rounds: dict[int, tuple[int, dict[int, Answer]]] = {}  # request: key of what was asked, answers by worker
-        self._parcels: dict[tuple[int, int], tuple[Evaluate | Predict, Parcel]] = {}  # by request and worker
+        self._outgoing: dict[tuple[int, int], tuple[Evaluate | Predict, OutgoingBatch]] = {}  # by request and worker
 
     def forget(self) -> None:
         """Take no more answers."""
         super().forget()
         self._rounds.clear()
-        self._parcels.clear()
+        self._outgoing.clear()
 
     def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Evaluated | Predicted)
@@ -47,7 +47,7 @@ class GroupPass(Pass):
         if message.run_id != self._group.run_id or key not in self._asked:
             return
         answers[rank] = (message, payload)
-        self._parcels.pop((message.request_id, rank), None)
+        self._outgoing.pop((message.request_id, rank), None)
         if len(answers) == len(self._group.team):
             self._rounds.pop(message.request_id)
             self._asked[key].answers = [answers[member] for member in self._group.team]
@@ -70,7 +70,7 @@ class GroupPass(Pass):
                     raise
                 self._form_again(lost)
                 self._rounds.clear()  # answers of the group that is gone
-                self._parcels.clear()
+                self._outgoing.clear()
                 for key, asked in self._asked.items():
                     if not asked.answers:
                         self._ask(key, asked.batch)
@@ -97,13 +97,13 @@ class GroupPass(Pass):
                 if mesh.stages > 1:
                     piece = self._question.for_stage(mesh, mesh.stage_of(rank), piece, self._treated)
                 piece = taken_apart(group.writer, piece, max(1, sum(share.rows)), self._splitter)
-                parcel = Parcel([piece], single=True)
-            self._parcels[request, owner] = (self._record(request, batch, sum(share.rows), True), parcel)
+                outgoing = OutgoingBatch([piece], single=True)
+            self._outgoing[request, owner] = (self._record(request, batch, sum(share.rows), True), outgoing)
             self._send(request, owner)
 
     def _send(self, request: int, rank: int) -> None:
-        self._job.cluster.send(rank, *self._group.writer.write(rank, *self._parcels[request, rank]))
+        self._job.cluster.send(rank, *self._group.writer.write(rank, *self._outgoing[request, rank]))
 
     def _on_wanted(self, rank: int, request: int) -> None:
-        if (request, rank) in self._parcels:
+        if (request, rank) in self._outgoing:
             self._send(request, rank)

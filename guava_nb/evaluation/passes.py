@@ -23,9 +23,9 @@ from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted, Tree
-from guava_nb.row_cache.writer import Parcel, Piece
+from guava_nb.row_cache.writer import OutgoingBatch, RowSlice
 from guava_nb.sync.batch_feeder import Feeder
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.step_in_flight import NO_BATCH
 
 __all__ = ["WINDOW", "Answer", "Asked", "Pass", "Progress", "Question", "StarPass", "span_text"]
@@ -74,15 +74,15 @@ class Pass(ABC):
 
     Args:
         job: attached, or about to be.
-        ensemble: stands at the last committed state when `run` is called.
+        replica_set: stands at the last committed state when `run` is called.
 
     Attributes:
         before_batch: called with each batch before it is sent; may raise, and the pass is given up.
     """
 
-    def __init__(self, job: Job, ensemble: Ensemble) -> None:
+    def __init__(self, job: Job, replica_set: ReplicaSet) -> None:
         """Register for the workers' answers."""
-        self._job, self._ensemble = job, ensemble
+        self._job, self._replica_set = job, replica_set
         self._asked: dict[int, Asked] = {}  # in the loader's order
         self._question: Question | None = None
         self._progress: Progress = lambda done, total: None
@@ -92,7 +92,7 @@ class Pass(ABC):
         job.on(Evaluated, self._on_answer)
         job.on(Predicted, self._on_answer)
         job.about_request = self._about
-        ensemble.writer.on_batch_wanted = self._on_wanted
+        replica_set.writer.on_batch_wanted = self._on_wanted
 
     def run(self, feed: Feed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None) -> None:
         """Ask about every batch of the loader's next epoch, each answered once.
@@ -163,12 +163,12 @@ class Pass(ABC):
 
     @property
     def _treated(self) -> bool:
-        return self._ensemble.spec.preprocess is not None
+        return self._replica_set.spec.preprocess is not None
 
     def _record(self, request: int, batch: LoadedBatch, rows: int, grouped: bool = False) -> Evaluate | Predict:
         """The record that asks, still without its batch."""
         assert self._question is not None
-        record = self._question.message(self._ensemble.run_id, request, rows, NO_BATCH, grouped)
+        record = self._question.message(self._replica_set.run_id, request, rows, NO_BATCH, grouped)
         return msgspec.structs.replace(record, source=batch.source)
 
     @abstractmethod
@@ -201,10 +201,10 @@ def span_text(batch: LoadedBatch) -> str:
 class StarPass(Pass):
     """Whole batches to whole replicas, each to the worker that has least to do."""
 
-    def __init__(self, job: Job, ensemble: Ensemble) -> None:
+    def __init__(self, job: Job, replica_set: ReplicaSet) -> None:
         """Nobody has anything to do."""
-        super().__init__(job, ensemble)
-        self._kept: dict[int, tuple[Evaluate | Predict, Parcel]] = {}  # until it is answered
+        super().__init__(job, replica_set)
+        self._kept: dict[int, tuple[Evaluate | Predict, OutgoingBatch]] = {}  # until it is answered
         self._splitter = RowSplitter()
         self._holder: dict[int, int] = {}
 
@@ -226,7 +226,7 @@ class StarPass(Pass):
     def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Evaluated | Predicted)
         # Answers come once or, after a loss, twice with the same content: the first one counts.
-        if message.run_id == self._ensemble.run_id and self._kept.pop(message.request_id, None) is not None:
+        if message.run_id == self._replica_set.run_id and self._kept.pop(message.request_id, None) is not None:
             self._asked[message.request_id].answers = [(message, payload)]
             self._holder.pop(message.request_id, None)
 
@@ -242,17 +242,17 @@ class StarPass(Pass):
     def _check(self) -> None:
         """Nobody would ever answer if those that are here had all dropped the run."""
         self._job.check()
-        at, step = self._ensemble.at, self._ensemble.step
+        at, step = self._replica_set.at, self._replica_set.step
         if not any(at.get(rank) == step for rank in self._job.ready | self._job.suspects):
             raise WorkerLost("the workers that are here have dropped the model after an error; %guava_log tells which")
 
     def _has_room(self) -> bool:
-        here = self._ensemble.in_step(self._job)
+        here = self._replica_set.in_step(self._job)
         return len(self._asked) < AHEAD * len(here) and bool(self._free())
 
     def _free(self) -> list[int]:
         """Ranks that can take a batch, those with least to do first."""
-        load = dict.fromkeys(self._ensemble.in_step(self._job), 0)
+        load = dict.fromkeys(self._replica_set.in_step(self._job), 0)
         for rank in self._holder.values():
             if rank in load:
                 load[rank] += 1
@@ -260,33 +260,33 @@ class StarPass(Pass):
 
     def _deal(self, batch: LoadedBatch) -> None:
         assert self._question is not None
-        request = self._ensemble.next_request()
+        request = self._replica_set.next_request()
         part, free = self._question.part(batch.batch, self._treated), self._free()
-        apart = part if batch.source else self._ensemble.writer.apart(part, batch.rows, self._splitter)
+        apart = part if batch.source else self._replica_set.writer.apart(part, batch.rows, self._splitter)
         if isinstance(apart, Rows):
             free = self._by_rows(apart, free)
-            part = Piece(apart, range(apart.count))
-        self._kept[request] = (self._record(request, batch, batch.rows), Parcel([part], single=True))
+            part = RowSlice(apart, range(apart.count))
+        self._kept[request] = (self._record(request, batch, batch.rows), OutgoingBatch([part], single=True))
         self._asked[request] = Asked(LoadedBatch(batch.index, None, batch.sample_ids, batch.rows))
         self._send(request, free[0])
 
     def _by_rows(self, rows: Rows, free: list[int]) -> list[int]:
         """Who holds most of a batch comes first; who holds all of it takes it whether or not it has more to do."""
-        ranks, load = self._ensemble.in_step(self._job), Counter(self._holder.values())
-        held = Counter(ranks[place] for places in self._ensemble.writer.holders(rows, ranks) for place in places)
+        ranks, load = self._replica_set.in_step(self._job), Counter(self._holder.values())
+        held = Counter(ranks[place] for places in self._replica_set.writer.holders(rows, ranks) for place in places)
         whole = [rank for rank in ranks if held[rank] == rows.count]
         return sorted(whole or free, key=lambda rank: (-held[rank], load[rank], rank))
 
     def _send(self, request: int, rank: int) -> None:
         self._holder[request] = rank
-        self._job.cluster.send(rank, *self._ensemble.writer.write(rank, *self._kept[request]))
+        self._job.cluster.send(rank, *self._replica_set.writer.write(rank, *self._kept[request]))
 
     def _on_wanted(self, rank: int, request: int) -> None:
         if self._holder.get(request) == rank:
             self._send(request, rank)
 
     def _deal_again(self) -> None:
-        here = self._ensemble.in_step(self._job)
+        here = self._replica_set.in_step(self._job)
         for request in [r for r, rank in self._holder.items() if rank not in here]:
             free = self._free()
             if free:

@@ -17,14 +17,14 @@ from guava_nb.evaluation.predictions import Prediction, Predictions, in_id_order
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
 from guava_nb.protocol.messages import Factory, Wanted
 from guava_nb.replica.state_dict import parameter_hash
-from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
 
 __all__ = ["predict"]
 
 
 def predict(
     cluster: Cluster,
-    ensemble: Ensemble,
+    replica_set: ReplicaSet,
     loader: Any,
     wanted: Wanted,
     *,
@@ -38,7 +38,7 @@ def predict(
 
     Args:
         cluster: who is here.
-        ensemble: whose last committed state predicts.
+        replica_set: whose last committed state predicts.
         loader: the user's.
         wanted: what comes back.
         path: of memory maps; None keeps results in memory.
@@ -49,7 +49,7 @@ def predict(
     """
     if resume and path is None:
         raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
-    if wanted.step is not None and ensemble.spec.parallel is not None and ensemble.spec.parallel.pp > 1:
+    if wanted.step is not None and replica_set.spec.parallel is not None and replica_set.spec.parallel.pp > 1:
         raise ConfigError(
             "predict_step calls a whole model, and here each worker holds some of its layers: leave it out for batches of "
             "inputs or (inputs, targets), or train in another mode"
@@ -57,14 +57,14 @@ def predict(
     feed = Feed(loader)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
-        fetch_between_runs(ensemble, cluster, patience_s)
-        results = DiskResults(path, _asked(ensemble, loader, feed.samples_per_epoch, wanted), resume)
+        fetch_between_runs(replica_set, cluster, patience_s)
+        results = DiskResults(path, _asked(replica_set, loader, feed.samples_per_epoch, wanted), resume)
     question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
     if not (isinstance(results, DiskResults) and results.complete):
         skip = results.batches if isinstance(results, DiskResults) else 0
         complete = False
         try:
-            ask(cluster, ensemble, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
+            ask(cluster, replica_set, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
             question.check_skipped()
             complete = True
         finally:
@@ -75,10 +75,10 @@ def predict(
     return Predictions(arrays, question.estimated_bytes, path)
 
 
-def _asked(ensemble: Ensemble, loader: Any, total: int | None, wanted: Wanted) -> dict[str, Any]:
+def _asked(replica_set: ReplicaSet, loader: Any, total: int | None, wanted: Wanted) -> dict[str, Any]:
     """Return all that must be the same for rows of two calls to belong together, as plain data with names for people."""
-    spec, model = ensemble.spec, ensemble.master.model
-    digest = hashlib.sha256(msgspec.msgpack.encode((spec.model, ensemble.cells, spec.precision)))
+    spec, model = replica_set.spec, replica_set.master.model
+    digest = hashlib.sha256(msgspec.msgpack.encode((spec.model, replica_set.cells, spec.precision)))
     digest.update(parameter_hash(model.state_dict().items()).encode())
     return {
         "model and shared cells": digest.hexdigest(),

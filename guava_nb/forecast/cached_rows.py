@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from guava_nb.data.split import share_ranges
-from guava_nb.row_cache.policy import Holdings, cost_function, deal
+from guava_nb.row_cache.policy import CachePolicy, cost_function, deal
 
 __all__ = ["travelling"]
 
@@ -40,7 +40,7 @@ def travelling(
     """
     batch_rows = max(1, min(batch_rows, rows))
     played = min(rows, max(_MOST_ROWS // batch_rows, 1) * batch_rows)
-    held = [Holdings(budget_bytes * played // max(1, rows), cost_function(mode)) for _ in weights]
+    held = [CachePolicy(budget_bytes * played // max(1, rows), cost_function(mode)) for _ in weights]
     found = []
     for epoch in range(min(epochs, _MOST_EPOCHS)):
         for one in held:
@@ -53,7 +53,7 @@ def travelling(
     return tuple(found)
 
 
-def _sent(batch: Sequence[int], held: Sequence[Holdings], weights: Sequence[float], row_bytes: int) -> int:
+def _sent(batch: Sequence[int], held: Sequence[CachePolicy], weights: Sequence[float], row_bytes: int) -> int:
     """Deal one batch as a step does; returns how many of its rows travel."""
     keys = [row.to_bytes(4, "little") for row in batch]
     holders = [[place for place, one in enumerate(held) if key in one] for key in keys]

@@ -41,7 +41,7 @@ from guava_nb.protocol.messages import (
     StoreReply,
     Tree,
 )
-from guava_nb.row_cache.writer import Parcel, taken_apart
+from guava_nb.row_cache.writer import OutgoingBatch, taken_apart
 from guava_nb.sync.group_exchange import shares_of, tasks_of
 
 __all__ = ["group_parts"]
@@ -62,7 +62,7 @@ def group_parts(asked: Asked, resolve: Resolve, sizes: Sizes, val_sizes: Sizes |
     gauge = Gauge.of(asked.spec)
     spread = _Spread.of(asked, sizes, resolve, shape, mesh, gauge)
     rows = sizes.batch_rows / mesh.data
-    after = trained_state(asked.ensemble, resolve)
+    after = trained_state(asked.replica_set, resolve)
     elastic = shape.mode == "data" and not shape.zero_stage and shape.pp * shape.tp == 1
     pieces = 1 if elastic else asked.workers
     train = _training(asked, sizes, mesh, gauge)
@@ -87,7 +87,7 @@ def _with(feeding: Feeding, exchanged: Traffic) -> Feeding:
 
 def _forming(gauge: Gauge, asked: Asked) -> Traffic:
     """What it takes that a worker finds its place in a group."""
-    run_id, names = asked.ensemble.run_id, tuple(f"worker-{rank}" for rank in range(asked.workers))
+    run_id, names = asked.replica_set.run_id, tuple(f"worker-{rank}" for rank in range(asked.workers))
     order = FormGroup(run_id, 1, _GROUP, 0, names, "relay", "guava", 120.0)
     question = StoreAsk(10, "set", (f"{_GROUP}store_based_barrier_key:1",), (b"0" * 40,))
     talk = (gauge.back(question) + gauge.out(StoreReply(10))) * _STORE_ASKS
@@ -96,7 +96,7 @@ def _forming(gauge: Gauge, asked: Asked) -> Traffic:
 
 def _voting(gauge: Gauge, asked: Asked) -> Traffic:
     """What a step takes of one worker beside its batches and what the group exchanges."""
-    run_id, every = asked.ensemble.run_id, asked.spec.hash_every_steps
+    run_id, every = asked.replica_set.run_id, asked.spec.hash_every_steps
     ready = Ready(run_id, 1, STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5, "", 1.5)
     done = gauge.back(ready) + gauge.back(Committed(run_id, 1, STEP, "", 1.5, 1.5))
     commit = gauge.out(CommitStep(run_id, 1, STEP, Commit(1.5, False)))
@@ -115,7 +115,7 @@ def _training(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge) -> Feeding:
     for group in sizes.groups:
         shares = shares_of(group, mesh, weights, splitter)
         tasks, shards = tasks_of(
-            asked.ensemble.run_id, 1, STEP, mesh, team, shares, False, treated, writer, splitter
+            asked.replica_set.run_id, 1, STEP, mesh, team, shares, False, treated, writer, splitter
         )  # fmt: skip
         rows = sum(batch.rows for batch in group)
         # Rows are counted once, though several ranks get them.
@@ -134,19 +134,19 @@ def _validation(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge, spread: _S
     treated = asked.spec.preprocess is not None
     for (batch,) in sizes.groups:
         shares = shares_of([batch], mesh, [1.0] * mesh.data, splitter)
-        orders: list[tuple[int, Any, Parcel, int]] = []
+        orders: list[tuple[int, Any, OutgoingBatch, int]] = []
         for rank in range(mesh.size):
             share = shares[rank // (mesh.stages * mesh.tensor)]
             piece: Any = share.pieces[0]
             if mesh.stages > 1:
                 piece = question.for_stage(mesh, mesh.stage_of(rank), piece, treated)
             piece = taken_apart(writer, piece, max(1, sum(share.rows)), splitter)
-            record = question.message(asked.ensemble.run_id, STEP, sum(share.rows), Tree(b""), True)
+            record = question.message(asked.replica_set.run_id, STEP, sum(share.rows), Tree(b""), True)
             record = msgspec.structs.replace(record, source=batch.source)
-            orders.append((rank, record, Parcel([piece], single=True), batch.rows if rank == 0 else 0))
+            orders.append((rank, record, OutgoingBatch([piece], single=True), batch.rows if rank == 0 else 0))
         weigh(writer, orders, weighed, gauge)
         weighed.batches += 1
-    answer = gauge.back(Evaluated(asked.ensemble.run_id, STEP, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
+    answer = gauge.back(Evaluated(asked.replica_set.run_id, STEP, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
     looked = spread.looking(sizes.batch_rows / mesh.data)
     return weighed.feeding(sizes, answer * mesh.size + looked, (1.0,))
 
@@ -170,7 +170,7 @@ class _Spread:
     @classmethod
     def of(cls, asked: Asked, sizes: Sizes, resolve: Resolve, shape: ParallelSpec, mesh: Mesh, gauge: Gauge) -> _Spread:
         """Look at the model."""
-        model = asked.ensemble.master.model
+        model = asked.replica_set.master.model
         plan = make_plan(model, shape.tensor_plan, mesh.tensor) if mesh.tensor > 1 else None
         sums = passing = None
         shared = 0
@@ -292,7 +292,7 @@ class _Spread:
     # ----------------------------------------------------------------------------------------------------- replicas
 
     def _held(self) -> Mapping[str, nn.Parameter]:
-        return dict(self.asked.ensemble.master.model.named_parameters())
+        return dict(self.asked.replica_set.master.model.named_parameters())
 
     def _reduced(self, parameters: Sequence[nn.Parameter]) -> Traffic:
         """Gradients of whole parameters, summed over the replicas: over all ranks that hold parts of one replica, once."""
@@ -303,14 +303,14 @@ class _Spread:
 
     def _split_parameters(self, plan: Plan) -> Iterator[nn.Parameter]:
         for name in plan.splits:
-            yield from self.asked.ensemble.master.model.get_submodule(name).parameters()
+            yield from self.asked.replica_set.master.model.get_submodule(name).parameters()
 
     def _gathered(self, training: bool) -> Traffic:
         """ZeRO 2 and 3: parameters are gathered for every forward (3: blocks again for backward), gradients scattered."""
         if self.shape.zero_stage < 2 or self.mesh.data < 2:
             return NOTHING
         total = NOTHING
-        for parameters, again in gathered_in(self.asked.ensemble.master.model, self.shape.zero_stage):
+        for parameters, again in gathered_in(self.asked.replica_set.master.model, self.shape.zero_stage):
             part = sum(_part_bytes(p, self.mesh.data, p.element_size()) for p in parameters)
             total = total + self._replicas.all_gather(part) * (2 if again and training else 1)
             if training:
@@ -320,7 +320,7 @@ class _Spread:
 
     def _buffers(self) -> Traffic:
         """Statistics that moved, averaged over the replicas, and the small sum that tells which."""
-        model = self.asked.ensemble.master.model
+        model = self.asked.replica_set.master.model
         if self.mesh.data < 2 or not any(True for _ in model.buffers()):
             return NOTHING
         told = self._replicas.all_reduce(8 * (1 + sum(1 for _ in model.buffers())))

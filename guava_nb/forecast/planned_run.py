@@ -29,14 +29,14 @@ from guava_nb.forecast.star_bytes import Sizes, peeked, star_parts
 from guava_nb.forecast.state_bytes import Asked
 from guava_nb.protocol.messages import DataSpec, RunSpec
 from guava_nb.replica.resident import held
-from guava_nb.row_cache.policy import Caches
+from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec import cells as source
 from guava_nb.spec.run_spec import mode_of
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Costs, Limit, refuse_small
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["Composed", "Outlook", "budget_of", "forecast_of", "guessed_feeds", "parts_of", "unchanged_randomness"]
+__all__ = ["Composed", "PlannedRun", "budget_of", "forecast_of", "guessed_feeds", "parts_of", "unchanged_randomness"]
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Composed:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PlannedRun:
     """A run that may be begun.
 
     Attributes:
@@ -61,13 +61,13 @@ class Outlook:
         caches: what the workers of the session hold.
     """
 
-    ensemble: Ensemble
+    replica_set: ReplicaSet
     plan: TrainingPlan
     composed: Composed
     workers: int
     trained: bool
     budget_bytes: int
-    caches: Caches
+    caches: WorkerCaches
 
     def resolve(self, name: str) -> Any:
         """Return what a name in the record stands for, here."""
@@ -83,7 +83,9 @@ class Outlook:
 
     def asked(self, sizes: Sizes) -> Asked:
         """What the parts are measured for."""
-        return Asked(self.ensemble, self.plan, self.workers, self.ensemble.spec, self._held_share(sizes), self.trained)
+        return Asked(
+            self.replica_set, self.plan, self.workers, self.replica_set.spec, self._held_share(sizes), self.trained
+        )
 
     def _held_share(self, sizes: Sizes) -> float:
         """Which part of the first samples some worker holds already."""
@@ -129,18 +131,18 @@ def unchanged_randomness() -> Iterator[None]:
         state.put({})
 
 
-def parts_of(outlook: Outlook, train: Sizes, val: Sizes | None) -> Parts:
+def parts_of(planned: PlannedRun, train: Sizes, val: Sizes | None) -> Parts:
     """Return what the run consists of, in its mode."""
-    asked = outlook.asked(train)
+    asked = planned.asked(train)
     if asked.spec.parallel is None:
-        return star_parts(asked, outlook.resolve, train, val)
+        return star_parts(asked, planned.resolve, train, val)
     from guava_nb.forecast.group_bytes import group_parts  # torch's parallel libraries cost a second to load
 
-    return group_parts(asked, outlook.resolve, train, val)
+    return group_parts(asked, planned.resolve, train, val)
 
 
 def forecast_of(
-    outlook: Outlook,
+    planned: PlannedRun,
     config: DistributedConfig,
     rates: tuple[float | None, float | None],
     squeezed: Squeezed = NOT_SQUEEZED,
@@ -153,16 +155,16 @@ def forecast_of(
         squeezed: what compression has left of the bytes in this session.
         on_lines: what is to be said of how the lines were measured.
     """
-    train, val = outlook.sizes()
-    left, said = _compression(outlook, train, config, rates, squeezed)
-    plain = parts_of(outlook, train, val)
+    train, val = planned.sizes()
+    left, said = _compression(planned, train, config, rates, squeezed)
+    plain = parts_of(planned, train, val)
     parts = plain.squeezed(left.of)
-    spec = outlook.composed.spec
+    spec = planned.composed.spec
     epochs = [parts.epoch(number) for number in range(len(parts.epochs))]
     passed = None if parts.validation is None else parts.validation.part(0)
     return Forecast(
         mode=mode_of(spec),
-        workers=outlook.workers,
+        workers=planned.workers,
         steps=parts.steps(),
         steps_per_epoch=parts.steps_per_epoch,
         start=parts.start,
@@ -173,16 +175,16 @@ def forecast_of(
         run=parts.run(),
         rates_bytes_s=rates,
         encrypted=config.tls,
-        budget_bytes=outlook.budget_bytes,
-        savings=savings(outlook.asked(train), plain, outlook.resolve, train, val, left.of),
-        notes=(*said, *on_lines, *_notes(outlook, train, config)),
-        first_epoch=outlook.plan.start.epoch + 1,
+        budget_bytes=planned.budget_bytes,
+        savings=savings(planned.asked(train), plain, planned.resolve, train, val, left.of),
+        notes=(*said, *on_lines, *_notes(planned, train, config)),
+        first_epoch=planned.plan.start.epoch + 1,
         only_ends=parts.validation is not None and parts.epochs[0] <= 0.0,
     )
 
 
 def _compression(
-    outlook: Outlook,
+    planned: PlannedRun,
     train: Sizes,
     config: DistributedConfig,
     rates: tuple[float | None, float | None],
@@ -198,7 +200,7 @@ def _compression(
         ]
     trial = None
     if train.groups:
-        share = max(1, round(train.batch_rows / outlook.workers)) if outlook.composed.spec.parallel is None else None
+        share = max(1, round(train.batch_rows / planned.workers)) if planned.composed.spec.parallel is None else None
         _, buffers = pack(train.groups[0][0].batch if share is None else _first_rows(train.groups[0][0], share))
         trial = tried(buffers)
     if trial is None or not trial.pays_below_bytes_s:
@@ -211,15 +213,15 @@ def _compression(
     return NOT_SQUEEZED, [f"Counted without compression: {told}; gradients and states may take less, too."]
 
 
-def budget_of(limit: Limit, outlook: Outlook) -> Budget:
+def budget_of(limit: Limit, planned: PlannedRun) -> Budget:
     """Return the budget of a run that is about to begin.
 
     Raises:
         ConfigError: not even one step and its checkpoint have room.
     """
-    train, val = outlook.sizes()
-    parts = parts_of(outlook, train, val)
-    spec, workers = outlook.composed.spec, outlook.workers
+    train, val = planned.sizes()
+    parts = parts_of(planned, train, val)
+    spec, workers = planned.composed.spec, planned.workers
     step = parts.step + parts.train.batch * parts.accumulation
     passed = NOTHING if parts.validation is None else parts.validation.part(0) or NOTHING
     alone, looked = (part.without("gradient", "activation") if spec.parallel else part for part in (step, passed))
@@ -243,16 +245,16 @@ def budget_of(limit: Limit, outlook: Outlook) -> Budget:
     return budget
 
 
-def _notes(outlook: Outlook, train: Sizes, config: DistributedConfig) -> Iterator[str]:
-    spec = outlook.composed.spec
+def _notes(planned: PlannedRun, train: Sizes, config: DistributedConfig) -> Iterator[str]:
+    spec = planned.composed.spec
     if not train.groups:
         yield "The loader is an iterator that can be drawn once only, so no batch was looked at: samples are not counted."
-    if outlook.composed.own:
+    if planned.composed.own:
         yield "How many samples lie at the workers is known when the run asks them; here their ids are counted per step."
     if spec.parallel is not None and spec.parallel.path != "relay":
         yield (
             "Counted by way of the orchestrator (path relay); where the workers reach each other directly, "
             "what they exchange does not pass here."
         )
-    elif spec.parallel is None and outlook.workers > 1 and config.path == "auto" and torch.cuda.is_available():
+    elif spec.parallel is None and planned.workers > 1 and config.path == "auto" and torch.cuda.is_available():
         yield "Where all workers have GPUs and reach each other, gradients do not pass here."

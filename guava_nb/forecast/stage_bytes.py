@@ -23,7 +23,7 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.build import autocast_dtype
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.outputs import inputs_of
-from guava_nb.replica.preprocess import Treatment
+from guava_nb.replica.preprocess import Preprocessing
 
 __all__ = ["Boundaries", "Few", "Passed", "PassedSums", "boundaries", "passed_sums"]
 
@@ -53,7 +53,7 @@ class Few:
             )
         first = sizes.groups[0][0]
         cut = RowSplitter(asked.plan.split_fn).split(first.batch, [(0, min(rows, first.rows))], first.rows)[0]
-        return cls(asked.spec, Treatment(asked.spec, resolve, _CPU).train(cut), min(rows, first.rows))
+        return cls(asked.spec, Preprocessing(asked.spec, resolve, _CPU).train(cut), min(rows, first.rows))
 
 
 @contextlib.contextmanager

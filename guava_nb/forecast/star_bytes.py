@@ -31,15 +31,15 @@ from guava_nb.protocol.messages import (
     Evaluated,
     FlatTensor,
     GradientBucket,
-    MeanBucket,
     Ready,
     RunSpec,
     StepInfo,
+    SumBucket,
     Tree,
 )
 from guava_nb.replica.buckets import Bucket
-from guava_nb.row_cache.policy import Caches, Holdings, cost_function
-from guava_nb.row_cache.writer import Parcel, Piece, RowWriter
+from guava_nb.row_cache.policy import CachePolicy, WorkerCaches, cost_function
+from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_in_flight import plan_step
 
 __all__ = [
@@ -96,10 +96,10 @@ def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
 
 def writer_for(spec: RunSpec, workers: int) -> RowWriter:
     """A writer of the run to nobody, whose workers hold nothing yet."""
-    caches = Caches()
+    caches = WorkerCaches()
     if spec.cache is not None:
         cost = cost_function(spec.cache.mode)
-        caches.of = {rank: Holdings(spec.cache.budget_bytes, cost) for rank in range(workers)}
+        caches.of = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
     nobody = SimpleNamespace(caches=caches, notice=lambda sentence: None, name=str)
     return RowWriter(spec, cast(Cluster, nobody))
 
@@ -147,7 +147,9 @@ def _size(buffers: Sequence[memoryview]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
-def weigh(writer: RowWriter, orders: Sequence[tuple[int, Any, Parcel, int]], weighed: Weighed, gauge: Gauge) -> None:
+def weigh(
+    writer: RowWriter, orders: Sequence[tuple[int, Any, OutgoingBatch, int]], weighed: Weighed, gauge: Gauge
+) -> None:
     """Weigh records with their parcels: (rank, record, parcel, rows) each."""
     written = [(writer.write(rank, message, parcel), rows) for rank, message, parcel, rows in orders]
     for (rank, message, parcel, _), ((first, buffers), rows) in zip(orders, written, strict=True):
@@ -162,7 +164,7 @@ def feeding_of(asked: Asked, sizes: Sizes, gauge: Gauge, solo: bool) -> Feeding:
     writer, splitter = writer_for(asked.spec, asked.workers), RowSplitter(asked.plan.split_fn)
     for group in sizes.groups:
         tasks, shards = plan_step(
-            asked.ensemble.run_id, 1, STEP, group, team, weights, solo=solo, want_hash=False, splitter=splitter,
+            asked.replica_set.run_id, 1, STEP, group, team, weights, solo=solo, want_hash=False, splitter=splitter,
             writer=writer,
         )  # fmt: skip
         orders = [(task.owner, *shard, task.rows) for task, shard in zip(tasks, shards, strict=True)]
@@ -205,12 +207,12 @@ def validating_of(asked: Asked, sizes: Sizes, gauge: Gauge) -> Feeding:
         part: Any = question.part(batch.batch, treated)
         apart = part if batch.source else writer.apart(part, batch.rows, splitter)
         if isinstance(apart, Rows):
-            part = Piece(apart, range(apart.count))
-        record = question.message(asked.ensemble.run_id, number, batch.rows, Tree(b""), False)
+            part = RowSlice(apart, range(apart.count))
+        record = question.message(asked.replica_set.run_id, number, batch.rows, Tree(b""), False)
         order = msgspec.structs.replace(record, source=batch.source)
-        weigh(writer, [(0, order, Parcel([part], single=True), batch.rows)], weighed, gauge)
+        weigh(writer, [(0, order, OutgoingBatch([part], single=True), batch.rows)], weighed, gauge)
         weighed.batches += 1
-    answer = gauge.back(Evaluated(asked.ensemble.run_id, 1000, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
+    answer = gauge.back(Evaluated(asked.replica_set.run_id, 1000, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
     return weighed.feeding(sizes, answer, _kept_travel(asked, sizes))
 
 
@@ -232,7 +234,7 @@ def star_parts(asked: Asked, resolve: Callable[[str], Any], sizes: Sizes, val_si
     gauge, spec, plan = Gauge.of(asked.spec), asked.spec, asked.plan
     at_orchestrator = spec.optimizer_site == "orchestrator"
     solo = asked.workers == 1 and not at_orchestrator
-    after = trained_state(asked.ensemble, resolve)
+    after = trained_state(asked.replica_set, resolve)
     back = NOTHING if at_orchestrator else coming_state(gauge, asked, after)
     return Parts(
         start=starting(gauge, asked, after) * asked.workers,
@@ -259,7 +261,7 @@ def epochs_of(asked: Asked) -> tuple[float, ...]:
 
 def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traffic:
     """Return what a step takes beside its batches."""
-    run_id, workers = asked.ensemble.run_id, asked.workers
+    run_id, workers = asked.replica_set.run_id, asked.workers
     busy = sum(weight > 0 for weight in asked.plan.weights(range(workers)))
     every = asked.spec.hash_every_steps
     hashes = Traffic.coming("control", len(HASH) / every if every else 0.0)
@@ -269,10 +271,10 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
         return gauge.back(done) + hashes + gauge.acks(1, 1)
     total = gauge.back(ready) * busy + (gauge.back(Committed(run_id, 1, STEP, "", 1.5, 1.5)) + hashes) * workers
     total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, STEP, busy)) * (workers - busy)
-    layout = asked.ensemble.master.layout
+    layout = asked.replica_set.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]
     if layout.buffers is not None:
-        buckets.append((layout.buffers, moving_elements(asked.ensemble.master.model)))
+        buckets.append((layout.buffers, moving_elements(asked.replica_set.master.model)))
     for bucket, numel in buckets:
         total = total + _up(gauge, run_id, bucket, numel) * busy + _down(gauge, run_id, bucket, numel) * workers
     if not buckets:
@@ -292,7 +294,7 @@ def _up(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
 
 def _down(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
     flat, present, nbytes = _flat(bucket, numel)
-    return gauge.out(MeanBucket(run_id, 1, STEP, bucket.index, present, flat), nbytes)
+    return gauge.out(SumBucket(run_id, 1, STEP, bucket.index, present, flat), nbytes)
 
 
 def moving_elements(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from guava_nb.protocol.messages import (
     Tree,
 )
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.plan import TrainingPlan
 
 __all__ = ["HASH", "STEP", "Asked", "coming_state", "starting", "state_bytes", "trained_state"]
@@ -42,7 +42,7 @@ class Asked:
     """What is to be forecast.
 
     Attributes:
-        ensemble: of the run, its model as it is here.
+        replica_set: of the run, its model as it is here.
         plan: of the run.
         workers: how many.
         spec: its record.
@@ -50,7 +50,7 @@ class Asked:
         optimizer_at_start: the state at the start has an optimizer's.
     """
 
-    ensemble: Ensemble
+    replica_set: ReplicaSet
     plan: TrainingPlan
     workers: int
     spec: RunSpec
@@ -84,24 +84,24 @@ def state_bytes(state: Any) -> tuple[Tree, int]:
     return tree, total + sum(buffer.nbytes for buffer in buffers)
 
 
-def trained_state(ensemble: Ensemble, resolve: Callable[[str], Any]) -> dict[str, Any]:
+def trained_state(replica_set: ReplicaSet, resolve: Callable[[str], Any]) -> dict[str, Any]:
     """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
-    state = ensemble.master.state()
+    state = replica_set.master.state()
     for device in ("meta", "cpu"):  # not every optimizer computes on the meta device
         with contextlib.suppress(Exception):
-            state["optimizer"] = _stepped(ensemble, resolve, device)
+            state["optimizer"] = _stepped(replica_set, resolve, device)
             return state
-    named = ensemble.master.model.named_parameters()  # one that takes its steps elsewhere: as large as Adam's
+    named = replica_set.master.model.named_parameters()  # one that takes its steps elsewhere: as large as Adam's
     state["optimizer"] = {name: [torch.empty_like(p, device="meta") for _ in range(2)] for name, p in named}
     return state
 
 
-def _stepped(ensemble: Ensemble, resolve: Callable[[str], Any], device: str) -> Any:
+def _stepped(replica_set: ReplicaSet, resolve: Callable[[str], Any], device: str) -> Any:
     clones = {
         name: nn.Parameter(torch.zeros_like(value, device=device), requires_grad=value.requires_grad)
-        for name, value in ensemble.master.model.named_parameters()
+        for name, value in replica_set.master.model.named_parameters()
     }
-    optimizer = build_optimizer(ensemble.spec.optimizer, list(clones.items()), resolve)
+    optimizer = build_optimizer(replica_set.spec.optimizer, list(clones.items()), resolve)
     for value in clones.values():
         value.grad = torch.zeros_like(value) if value.requires_grad else None
     optimizer.step()
@@ -111,16 +111,16 @@ def _stepped(ensemble: Ensemble, resolve: Callable[[str], Any], device: str) -> 
 def coming_state(gauge: Gauge, asked: Asked, state: Any) -> Traffic:
     """Return what it takes to fetch the whole state from one worker."""
     tree, nbytes = state_bytes(state)
-    run_id = asked.ensemble.run_id
+    run_id = asked.replica_set.run_id
     return gauge.back(State(1, run_id, STEP, tree), nbytes) + gauge.out(FetchState(1, run_id)) + gauge.acks(1, 1)
 
 
 def starting(gauge: Gauge, asked: Asked, after: Any) -> Traffic:
     """Return what it takes to have one worker build the run and load its state."""
-    ensemble, spec = asked.ensemble, asked.spec
-    run_id = ensemble.run_id
-    tree, nbytes = state_bytes(after if asked.optimizer_at_start else ensemble.master.state())
-    total = gauge.out(Prepare(run_id, ensemble.cells, spec)) + gauge.back(Prepared(run_id, True, HASH))
+    replica_set, spec = asked.replica_set, asked.spec
+    run_id = replica_set.run_id
+    tree, nbytes = state_bytes(after if asked.optimizer_at_start else replica_set.master.state())
+    total = gauge.out(Prepare(run_id, replica_set.cells, spec)) + gauge.back(Prepared(run_id, True, HASH))
     total = total + gauge.out(LoadState(run_id, 1, -1, tree), nbytes)
     total = total + gauge.back(StateLoaded(run_id, 1, -1, HASH, _KIND)) + gauge.acks(2, 2)
     if spec.cache is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from guava_nb.parallel.loss_interface import Forward, Look, Measured, Predicted
+from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.state.full_state import Piece
 
 __all__ = ["Part"]
@@ -51,8 +51,8 @@ class Part(Protocol):
     def finish_gradients(self) -> None:
         """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`."""
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
-        """Do a forward only and count right predictions; `look` sees outputs and targets where they are, never a stand-in's."""
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
+        """Do a forward only and count right predictions; `observer` sees real outputs and targets where they are."""
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Do a forward only and return outputs and rows of each micro-batch, on ranks that have them; others have none.

@@ -13,7 +13,17 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Criterion", "Forward", "Look", "Loss", "MakeOptimizer", "Measured", "Objective", "Predicted", "measured"]
+__all__ = [
+    "Criterion",
+    "Forward",
+    "Observer",
+    "Loss",
+    "MakeOptimizer",
+    "Measured",
+    "Objective",
+    "Predicted",
+    "measured",
+]
 
 
 class Loss(Protocol):
@@ -37,14 +47,16 @@ class Loss(Protocol):
 
 
 #: Sees outputs, targets and rows, for whoever measures something beside the loss.
-Look = Callable[[Any, Any, int], None]
+Observer = Callable[[Any, Any, int], None]
 
 
 class Objective(Protocol):
-    """Runs a whole model on a batch of so many rows; with `judge` also counts right predictions."""
+    """Runs a whole model on a batch of so many rows; with `count_correct` also counts right predictions."""
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
-        """Return the loss; `look` sees outputs and targets."""
+    def __call__(
+        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+    ) -> Loss:
+        """Return the loss; `observer` sees outputs and targets."""
 
 
 #: Measures outputs against targets of so many rows: what the last stage of a pipeline calls.

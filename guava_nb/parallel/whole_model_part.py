@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
-from guava_nb.parallel.loss_interface import Forward, Look, Measured, Objective, Predicted, measured
+from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
@@ -27,9 +27,9 @@ __all__ = ["WholePart"]
 _NOTHING = Measured(0.0, 0.0, None, 0)
 
 
-def _whole(look: Look) -> Look:
+def _whole(observer: Observer) -> Observer:
     """Let a user's metric see whole logits: not everything it may do with them works on a part."""
-    return lambda outputs, targets, rows: look(whole_logits(outputs), targets, rows)
+    return lambda outputs, targets, rows: observer(whole_logits(outputs), targets, rows)
 
 
 class WholePart:
@@ -126,13 +126,15 @@ class WholePart:
         self._tensor.finish(self.named)
         self._rows = 0
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
         """Do a forward only, in evaluation mode."""
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
         with torch.no_grad(), evaluating(self.model), standing:
-            loss = self._objective(self.model, batch, rows, True, None if stand_in or look is None else _whole(look))
+            loss = self._objective(
+                self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
+            )
         # What FSDP2 gathered for this forward would be stale after the next load.
         self._data.release()
         return _NOTHING if stand_in else measured(loss, rows)

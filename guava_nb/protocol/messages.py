@@ -639,7 +639,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     clip: float = 1.0
 
 
-class MeanBucket(Message, frozen=True):
+class SumBucket(Message, frozen=True):
     """Orchestrator to worker (GRADIENT): one bucket summed over all shards in shard order.
 
     With optimizer_site="orchestrator" it carries new parameter values instead. The last bucket of a step carries
@@ -1187,7 +1187,7 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     25: StepInfo,
     26: GradientBucket,
     27: Ready,
-    28: MeanBucket,
+    28: SumBucket,
     29: CommitStep,
     30: Committed,
     31: Abort,
@@ -1244,7 +1244,7 @@ _CHANNELS: dict[type[Message], Channel] = {
     Predict: Channel.BATCH,
     Predicted: Channel.BATCH,
     GradientBucket: Channel.GRADIENT,
-    MeanBucket: Channel.GRADIENT,
+    SumBucket: Channel.GRADIENT,
     CommitStep: Channel.GRADIENT,
     LoadState: Channel.CHECKPOINT,
     State: Channel.CHECKPOINT,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from guava_nb.errors import TrainingError
 from guava_nb.replica.buckets import Bucket, BucketLayout, pack_present
 
-__all__ = ["GradientExchange", "OnBucket"]
+__all__ = ["GradientBuckets", "OnBucket"]
 
 #: Takes bucket number, presence bits and the flat host tensor. On CUDA it may be called in autograd's own thread.
 OnBucket = Callable[[int, bytes, Tensor], None]
@@ -50,7 +50,7 @@ class _Filling:
         self.sent = False
 
 
-class GradientExchange:
+class GradientBuckets:
     """Collects one shard's gradients into buckets and hands them over as they fill."""
 
     def __init__(self, layout: BucketLayout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:

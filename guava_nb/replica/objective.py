@@ -25,7 +25,16 @@ from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 
-__all__ = ["Criterion", "Look", "Loss", "Objective", "build_criterion", "build_objective", "judged", "user_function"]
+__all__ = [
+    "Criterion",
+    "Observer",
+    "Loss",
+    "Objective",
+    "build_criterion",
+    "build_objective",
+    "counting_correct",
+    "user_function",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +57,23 @@ class Loss:
 class Objective(Protocol):
     """Runs the model on a batch and measures it."""
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+    def __call__(
+        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+    ) -> Loss:
         """Return the loss of a batch of `rows` samples.
 
         Args:
             model: to be called.
             batch: its samples.
             rows: how many.
-            judge: count right predictions too.
-            look: called with outputs, targets and rows, for whoever measures something else.
+            count_correct: count right predictions too.
+            observer: called with outputs, targets and rows, for whoever measures something else.
         """
 
 
 Criterion = Callable[[Any, Any, int], Loss]
 #: Sees outputs, targets and rows.
-Look = Callable[[Any, Any, int], None]
+Observer = Callable[[Any, Any, int], None]
 
 
 def build_objective(spec: RunSpec, resolve: Resolve, device: torch.device) -> Objective:
@@ -92,7 +103,7 @@ def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Cr
     return _build_criterion(spec.criterion, resolve, device, dtype)
 
 
-def judged(criterion: Criterion) -> Criterion:
+def counting_correct(criterion: Criterion) -> Criterion:
     """Return a criterion that also counts right predictions."""
 
     def measure(outputs: Any, targets: Any, rows: int) -> Loss:
@@ -108,8 +119,10 @@ class _StepObjective:
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
-        if look is not None:
+    def __call__(
+        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+    ) -> Loss:
+        if observer is not None:
             raise ConfigError(
                 "metrics need outputs and targets, and a step gives only a loss: train with a criterion (--loss, criterion=)"
             )
@@ -122,7 +135,9 @@ class _CriterionObjective:
     def __init__(self, criterion: Criterion) -> None:
         self._criterion = criterion
 
-    def __call__(self, model: nn.Module, batch: Any, rows: int, judge: bool = False, look: Look | None = None) -> Loss:
+    def __call__(
+        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+    ) -> Loss:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             shape = (
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
@@ -134,9 +149,9 @@ class _CriterionObjective:
             )
         inputs, targets = batch
         outputs = model(inputs)
-        loss = (judged(self._criterion) if judge else self._criterion)(outputs, targets, rows)
-        if look is not None:  # last: a metric may write into outputs
-            look(outputs, targets, rows)
+        loss = (counting_correct(self._criterion) if count_correct else self._criterion)(outputs, targets, rows)
+        if observer is not None:  # last: a metric may write into outputs
+            observer(outputs, targets, rows)
         return loss
 
 

@@ -19,12 +19,12 @@ from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.batch import count_rows, place
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["Treatment", "pair_of"]
+__all__ = ["Preprocessing", "pair_of"]
 
 Function = Callable[[Any], Any]
 
 
-class Treatment:
+class Preprocessing:
     """A run's `preprocess` and `augment`, found by name; either may be missing.
 
     Args:
@@ -89,7 +89,7 @@ class Treatment:
             raise ConfigError(f"{self._tokens[0]} returned {odd[0]:g}: a number of tokens is finite and at least 0")
         return sum(found) if found else None
 
-    def judge(self, batch: Any) -> Any:
+    def for_evaluation(self, batch: Any) -> Any:
         """Place a batch and treat it for validation or prediction; errors as in `train`."""
         return self._run(self._preprocess, self._place(batch))
 

@@ -26,10 +26,10 @@ from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import autocast_dtype, build_model, check_spec, place_model
-from guava_nb.replica.gradient_buckets import GradientExchange, OnBucket
-from guava_nb.replica.objective import Look, Loss, build_objective
+from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
+from guava_nb.replica.objective import Loss, Observer, build_objective
 from guava_nb.replica.optimizer import LossScale, build_optimizer, build_scheduler
-from guava_nb.replica.preprocess import Treatment
+from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, like, load_model, parameter_hash, plain
@@ -73,7 +73,7 @@ class Replica:
         self.device = device
         self._spec = spec
         self._objective = build_objective(spec, resolve, device)
-        self._treatment = Treatment(spec, resolve, device)
+        self._preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
         self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
@@ -82,7 +82,7 @@ class Replica:
         self._scaler = LossScale() if spec.precision == "fp16" else None
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
-        self._exchange = GradientExchange(self.layout, self._named, device)
+        self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._drop_gradients()
         self._check_state()
@@ -146,8 +146,8 @@ class Replica:
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
-                batch = self._treatment.train(part)
-                counts.append(self._treatment.tokens(batch))
+                batch = self._preprocessing.train(part)
+                counts.append(self._preprocessing.tokens(batch))
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
             if not loss.value.requires_grad:
@@ -179,7 +179,7 @@ class Replica:
         finite = math.isfinite(loss_sum) and math.isfinite(count)
         culprit = self._culprit() if solo and finite else ""
         forward_s, backward_s = clock.read()
-        tokens = self._treatment.total(counts)
+        tokens = self._preprocessing.total(counts)
         return ShardResult(
             loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit, tokens=tokens
         )
@@ -292,19 +292,19 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, observer: Observer | None = None) -> EvalSums:
         """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training.
             rows: its samples; None counts them.
-            look: sees outputs, targets and rows.
+            observer: sees outputs, targets and rows.
         """
         rows = rows_of_batch(batch) if rows is None else rows
         with self._only_looking():
-            treated = self._treatment.judge(batch)
+            treated = self._preprocessing.for_evaluation(batch)
             with self._autocast():
-                loss = self._objective(self.model, treated, rows, judge=True, look=look)
+                loss = self._objective(self.model, treated, rows, count_correct=True, observer=observer)
         count = float(rows) if loss.count is None else float(loss.count)
         correct = None if loss.correct is None else int(loss.correct)
         return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
@@ -318,7 +318,7 @@ class Replica:
             forward: calls the model with the batch.
         """
         with self._only_looking():
-            treated = self._treatment.judge(batch)
+            treated = self._preprocessing.for_evaluation(batch)
             with self._autocast():
                 return [(forward(self.model, treated), rows)]
 

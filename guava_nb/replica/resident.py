@@ -17,13 +17,21 @@ from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import TensorInfo
 from guava_nb.replica.state_dict import copied
 
-__all__ = ["OWN_CRITERION", "OWN_MODEL", "OWN_OPTIMIZER", "OWN_PREPROCESS", "OwnParts", "describe_model", "likeness"]
+__all__ = [
+    "OWN_CRITERION",
+    "OWN_MODEL",
+    "OWN_OPTIMIZER",
+    "OWN_PREPROCESS",
+    "ResidentParts",
+    "describe_model",
+    "likeness",
+]
 
 OWN_MODEL, OWN_CRITERION, OWN_OPTIMIZER, OWN_PREPROCESS = "@model", "@criterion", "@optimizer", "@preprocess"
 
 
 @dataclass(frozen=True, slots=True)
-class OwnParts:
+class ResidentParts:
     """Objects of the calling process that a run may name.
 
     Attributes:

@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.interface import Part
-from guava_nb.parallel.loss_interface import Forward, Look, Measured, Predicted
+from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout, build_layout
 from guava_nb.replica.build import autocast_dtype, build_model, check_spec, place_model
-from guava_nb.replica.objective import build_criterion, build_objective, judged
+from guava_nb.replica.objective import build_criterion, build_objective, counting_correct
 from guava_nb.replica.optimizer import LossScale, Schedule, build_optimizer, build_scheduler
 from guava_nb.replica.outputs import inputs_of
-from guava_nb.replica.preprocess import Treatment, pair_of
+from guava_nb.replica.preprocess import Preprocessing, pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, parameter_hash, plain
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["GroupReplica"]
+__all__ = ["ShardedReplica"]
 
 
-class GroupReplica:
+class ShardedReplica:
     """A rank's part of the model with all it needs to train.
 
     Attributes:
@@ -58,8 +58,8 @@ class GroupReplica:
         self.device = device
         self._spec, self._resolve, self._shape = spec, resolve, spec.parallel
         self._objective = build_objective(spec, resolve, device)
-        self._treatment = Treatment(spec, resolve, device)
-        self._criterion = None if spec.criterion is None else judged(build_criterion(spec, resolve, device))
+        self._preprocessing = Preprocessing(spec, resolve, device)
+        self._criterion = None if spec.criterion is None else counting_correct(build_criterion(spec, resolve, device))
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout: BucketLayout = build_layout(model, spec.bucket_bytes)
@@ -105,8 +105,8 @@ class GroupReplica:
 
     def _inputs_of(self, example: Any) -> Any:
         if self._spec.preprocess is None or example is None:
-            return self._treatment.judge(example)
-        return pair_of(self._treatment.judge(example))[0]
+            return self._preprocessing.for_evaluation(example)
+        return pair_of(self._preprocessing.for_evaluation(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self._spec.optimizer, list(named.items()), self._resolve)
@@ -186,9 +186,9 @@ class GroupReplica:
         part, found = self._standing, []
         with seeded(shard_seed(self._spec.seed, work.step, -1 - replica), self.device, restore_all=False):
             for batch, rows in _parts(work):
-                treated = self._treatment.train(batch)
+                treated = self._preprocessing.train(batch)
                 if part.reports and rows:
-                    counts.append(self._treatment.tokens(treated))
+                    counts.append(self._preprocessing.tokens(treated))
                 found.append((_taken(part, treated), rows))
         return found
 
@@ -208,7 +208,7 @@ class GroupReplica:
         finite = math.isfinite(loss_sum) and math.isfinite(count) and math.isfinite(square)
         return ShardResult(
             loss_sum, count, work.rows, finite, time.monotonic() - started, 0.0,
-            "" if finite else part.culprit(), square, self._treatment.total(counts),
+            "" if finite else part.culprit(), square, self._preprocessing.total(counts),
         )  # fmt: skip
 
     def apply(self, means: object, commit: Commit) -> None:
@@ -249,22 +249,22 @@ class GroupReplica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None, look: Look | None = None) -> EvalSums:
+    def evaluate(self, batch: Any, rows: int | None = None, observer: Observer | None = None) -> EvalSums:
         """Measure a batch together with the whole group, in evaluation mode; 0 rows, or None, mark a stand-in.
 
         Args:
             batch: this rank's part.
             rows: its samples.
-            look: sees outputs, targets and rows on the ranks that have them.
+            observer: sees outputs, targets and rows on the ranks that have them.
 
         Returns:
             The sums; all 0 on ranks whose figures do not count.
         """
         part, rows = self._standing, rows or 0
         with self._only_looking(part):
-            treated = _taken(part, self._treatment.judge(batch))
+            treated = _taken(part, self._preprocessing.for_evaluation(batch))
             with self._autocast():
-                measured = part.eval_batch(treated, max(rows, 1), stand_in=rows == 0, look=look)
+                measured = part.eval_batch(treated, max(rows, 1), stand_in=rows == 0, observer=observer)
         if not part.reports or not rows:
             return EvalSums(0.0, 0.0, 0, 0)
         count = float(rows) if measured.count is None else float(measured.count)
@@ -281,7 +281,7 @@ class GroupReplica:
         """
         part = self._standing
         with self._only_looking(part):
-            treated = self._treatment.judge(batch)
+            treated = self._preprocessing.for_evaluation(batch)
             if not (
                 part.takes_inputs and part.takes_targets
             ):  # a stage: the first one has the inputs, nobody else anything
@@ -304,7 +304,7 @@ class GroupReplica:
     # ------------------------------------------------------------------------------------------------------------ state
 
     def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
-        """Return what this rank adds to the whole state; `GroupEnsemble` puts the parts together."""
+        """Return what this rank adds to the whole state; `ShardedReplicaSet` puts the parts together."""
         part = self._standing
         state: dict[str, Any] = {}
         if model:

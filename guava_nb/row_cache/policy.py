@@ -11,7 +11,18 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 
-__all__ = ["Caches", "HELD", "KEEP", "MAX_ROWS", "SENT", "Holdings", "Order", "cost_function", "deal", "digest_of"]
+__all__ = [
+    "WorkerCaches",
+    "HELD",
+    "KEEP",
+    "MAX_ROWS",
+    "SENT",
+    "CachePolicy",
+    "Order",
+    "cost_function",
+    "deal",
+    "digest_of",
+]
 
 #: States of a row in a `CachedRows`.
 HELD, SENT, KEEP = 0, 1, 2
@@ -48,7 +59,7 @@ class Order:
         return [place for place, state in enumerate(self.states) if state != HELD]
 
 
-class Holdings:
+class CachePolicy:
     """What one worker holds.
 
     Rows age by passes over the data. Room is made by dropping rows that the last pass did not use, oldest first. Where all
@@ -171,9 +182,9 @@ def deal(holders: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[i
     return [sorted(rows) for rows in dealt]
 
 
-class Caches:
+class WorkerCaches:
     """What each worker of a session holds, by rank."""
 
     def __init__(self) -> None:
         """Know of nobody."""
-        self.of: dict[int, Holdings] = {}
+        self.of: dict[int, CachePolicy] = {}

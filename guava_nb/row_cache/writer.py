@@ -1,6 +1,6 @@
 """What travels of a batch to which worker, at the orchestrator: everything, or the rows that the worker does not hold.
 
-`Caches` lives as long as the session and knows who holds what; a `RowWriter` serves one run. The counterpart at the worker
+`WorkerCaches` lives as long as the session and knows who holds what; a `RowWriter` serves one run. The counterpart at the worker
 is `guava_nb.row_cache.reader`.
 """
 
@@ -33,9 +33,9 @@ from guava_nb.protocol.messages import (
     Shard,
     Tree,
 )
-from guava_nb.row_cache.policy import MAX_ROWS, SENT, Caches, Holdings, Order, cost_function
+from guava_nb.row_cache.policy import MAX_ROWS, SENT, CachePolicy, Order, WorkerCaches, cost_function
 
-__all__ = ["Parcel", "Piece", "RowWriter", "taken_apart"]
+__all__ = ["OutgoingBatch", "RowSlice", "RowWriter", "taken_apart"]
 
 Buffers = Sequence[memoryview]
 _Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
@@ -44,7 +44,7 @@ _Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
 class Workers(Protocol):
     """As much of a cluster as a writer needs."""
 
-    caches: Caches
+    caches: WorkerCaches
     roster: Any
     notice: Callable[[str], None]
 
@@ -73,7 +73,7 @@ _JUDGED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSlice:
     """Some rows of a batch that was taken apart."""
 
     rows: Rows
@@ -123,8 +123,8 @@ class _Form:
         return (self.marks, self.slots, self.packed) == (other.marks, other.slots, other.packed)
 
 
-class Parcel:
-    """What one worker is to get: loader batches, parts of them, or `Piece`s; kept until it is sure that it was used.
+class OutgoingBatch:
+    """What one worker is to get: loader batches, parts of them, or `RowSlice`s; kept until it is sure that it was used.
 
     Args:
         parts: a shard's list of parts, or the one batch of a validation.
@@ -145,13 +145,13 @@ class Parcel:
         """About what the batches take at the worker, whether they travel or are put together there."""
         if self.is_whole:
             return sum(buffer.nbytes for buffer in self.packed[1])
-        pieces = [part for part in self.parts if isinstance(part, Piece)]
+        pieces = [part for part in self.parts if isinstance(part, RowSlice)]
         return sum(piece.rows.sizes[i] for piece in pieces for i in piece.indices)
 
     @property
     def is_whole(self) -> bool:
         """Whether no part of it was taken apart."""
-        return not any(isinstance(part, Piece) for part in self.parts)
+        return not any(isinstance(part, RowSlice) for part in self.parts)
 
 
 class RowWriter:
@@ -202,7 +202,7 @@ class RowWriter:
             job.pump(lambda: all(r in self._listed for r in asked & (job.ready | job.suspects)))
 
     @property
-    def _caches(self) -> Caches:
+    def _caches(self) -> WorkerCaches:
         return self._cluster.caches
 
     def _on_held(self, rank: int, message: Message, payload: memoryview) -> None:
@@ -216,7 +216,7 @@ class RowWriter:
             self._cluster.notice(f"{self._cluster.name(rank)} keeps no samples: {message.problem}")
             return
         if known is None or (len(known), known.digest()) != (message.count, message.digest):
-            known = self._caches.of[rank] = Holdings(message.budget_bytes, cost_function(self._spec.cache.mode))
+            known = self._caches.of[rank] = CachePolicy(message.budget_bytes, cost_function(self._spec.cache.mode))
             if message.count:
                 self._cluster.send(rank, ListRows(message.run_id))
                 return
@@ -316,22 +316,22 @@ class RowWriter:
         held = [self._caches.of.get(rank) for rank in team]
         return [[place for place, of in enumerate(held) if of is not None and key in of] for key in rows.keys]
 
-    def write(self, rank: int, message: _Order, parcel: Parcel) -> tuple[_Order, Buffers]:
+    def write(self, rank: int, message: _Order, outgoing: OutgoingBatch) -> tuple[_Order, Buffers]:
         """Complete a record for a worker, and note what it holds once it has it.
 
         Returns:
             The record with its tree, and the buffers of its payload.
         """
-        if parcel.is_whole:
-            tree, buffers = parcel.packed
+        if outgoing.is_whole:
+            tree, buffers = outgoing.packed
             return msgspec.structs.replace(message, batch=tree), buffers
-        written = [self._write_part(rank, part) for part in parcel.parts]
+        written = [self._write_part(rank, part) for part in outgoing.parts]
         parts = [part for part, _ in written]
-        tree, buffers = pack(parts[0] if parcel.single else parts)
+        tree, buffers = pack(parts[0] if outgoing.single else parts)
         return msgspec.structs.replace(message, batch=tree, cached=tuple(rows for _, rows in written)), buffers
 
     def _write_part(self, rank: int, part: Any) -> tuple[Any, CachedRows]:
-        if not isinstance(part, Piece):
+        if not isinstance(part, RowSlice):
             return part, CachedRows()
         rows, indices = part.rows, part.indices
         keys = [rows.keys[i] for i in indices]
@@ -344,6 +344,6 @@ class RowWriter:
 
 
 def taken_apart(writer: RowWriter, part: Any, rows: int, splitter: RowSplitter) -> Any:
-    """A part as a `Piece` of all its rows, where its worker keeps rows; else the part itself."""
+    """A part as a `RowSlice` of all its rows, where its worker keeps rows; else the part itself."""
     apart = writer.apart(part, rows, splitter)
-    return Piece(apart, range(rows)) if isinstance(apart, Rows) else apart
+    return RowSlice(apart, range(rows)) if isinstance(apart, Rows) else apart

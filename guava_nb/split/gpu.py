@@ -14,7 +14,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.link.tunnel_keeper import asked_here
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.replica.resident import OwnParts
+from guava_nb.replica.resident import ResidentParts
 from guava_nb.split.codes import ShowCode, given_codes, show_code, show_notice, token_prompt
 from guava_nb.telemetry.hardware import pick_device
 from guava_nb.tunnels import NgrokTunnel, Tunnel, make_tunnel
@@ -53,7 +53,7 @@ class GPUTrainer:
         self.device = pick_device(device)
         self._port, self._host, self._name = port, host, name
         self._show = show or show_code
-        self._parts: OwnParts | None = None
+        self._parts: ResidentParts | None = None
         self._listening: ListeningWorker | None = None
         self._working: NetworkWorker | ListeningWorker | None = None
 
@@ -87,7 +87,7 @@ class GPUTrainer:
             optimizer = torch.optim.Adam(
                 trained, lr=self.config.learning_rate if learning_rate is None else learning_rate
             )
-        self._parts = OwnParts(model, criterion or nn.CrossEntropyLoss(), optimizer, preprocess)
+        self._parts = ResidentParts(model, criterion or nn.CrossEntropyLoss(), optimizer, preprocess)
 
     @property
     def model(self) -> nn.Module:
@@ -157,7 +157,7 @@ class GPUTrainer:
         if mode not in ("validation", "inference"):
             raise ConfigError(f"mode is {mode!r}; it is one of: validation, inference")
         parts = self._needed()
-        own = OwnParts(
+        own = ResidentParts(
             parts.model, parts.criterion if mode == "validation" else None, None, parts.preprocess, service=mode
         )
         call = f"CPULoader().run_{mode}("
@@ -165,7 +165,7 @@ class GPUTrainer:
 
     def _serve(
         self,
-        own: OwnParts,
+        own: ResidentParts,
         cpu_host: str | None,
         cpu_port: int | None,
         join_code: JoinCode | str | None,
@@ -190,7 +190,7 @@ class GPUTrainer:
     def _address(self, code: JoinCode) -> JoinCode:
         return code
 
-    def _needed(self) -> OwnParts:
+    def _needed(self) -> ResidentParts:
         if self._parts is None:
             raise ConfigError("no model: call setup_model(model, criterion=..., optimizer=...) first")
         return self._parts

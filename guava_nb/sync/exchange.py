@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.report_checks import without_odd
+from guava_nb.cluster.report_checks import without_invalid
 from guava_nb.protocol.messages import Commit, Committed, Ready
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.send_credit import Credit
-from guava_nb.sync.step_in_flight import Flight
+from guava_nb.sync.step_in_flight import StepInFlight
 
-__all__ = ["Exchange", "OnApplied", "OnCommit"]
+__all__ = ["StepExchange", "OnApplied", "OnCommit"]
 
-OnCommit = Callable[[Flight, Commit, float, float], None]
+OnCommit = Callable[[StepInFlight, Commit, float, float], None]
 OnApplied = Callable[[int, Committed], None]
 
 
-class Exchange:
+class StepExchange:
     """All steps in flight of one run.
 
     Args:
@@ -27,37 +27,37 @@ class Exchange:
         credit: is told what is sent and what is worked on.
 
     Attributes:
-        flights: issued and not committed, by step.
+        in_flight: issued and not committed, by step.
         next_step: number of the next step to issue.
     """
 
     def __init__(
-        self, job: Job, ensemble: Ensemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replica_set: ReplicaSet, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
         """No step is in flight."""
-        self.flights: dict[int, Flight] = {}
-        self.next_step = ensemble.step + 1
+        self.in_flight: dict[int, StepInFlight] = {}
+        self.next_step = replica_set.step + 1
         self._job = job
         self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
-        self._writer = ensemble.writer
+        self._writer = replica_set.writer
         self._writer.on_shard_wanted = self._send_again
 
-    def _send_shard(self, flight: Flight, shard: int, rank: int) -> None:
-        message, parcel = flight.shards[shard]
-        self._credit.sent(message.step, shard, rank, parcel.nbytes)
-        self._job.cluster.send(rank, *self._writer.write(rank, message, parcel))
+    def _send_shard(self, in_flight: StepInFlight, shard: int, rank: int) -> None:
+        message, outgoing = in_flight.shards[shard]
+        self._credit.sent(message.step, shard, rank, outgoing.nbytes)
+        self._job.cluster.send(rank, *self._writer.write(rank, message, outgoing))
 
     def _send_again(self, rank: int, step: int, shard: int) -> None:
         """A worker lacks rows of its shard that it was thought to hold."""
-        flight = self.flights.get(step)
-        if flight is not None and shard < len(flight.shards) and flight.machine.tasks[shard].owner == rank:
-            self._send_shard(flight, shard, rank)
+        in_flight = self.in_flight.get(step)
+        if in_flight is not None and shard < len(in_flight.shards) and in_flight.machine.tasks[shard].owner == rank:
+            self._send_shard(in_flight, shard, rank)
 
     def _sound(self, rank: int, message: Ready) -> Ready:
         """The report without figures that cannot be; they are told once."""
-        message, odd = without_odd(message)
+        message, odd = without_invalid(message)
         if odd:
-            self._job.cluster.tell_odd(rank, "steps", odd)
+            self._job.cluster.tell_invalid(rank, "steps", odd)
         return message
 
     def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:

@@ -16,25 +16,25 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError, NotFinite
 from guava_nb.protocol.messages import CommitStep, Committed, Message, Ready, Shard
 from guava_nb.replica.preprocess import pair_of
-from guava_nb.row_cache.writer import Parcel, RowWriter, taken_apart
-from guava_nb.sync.exchange import Exchange, OnApplied, OnCommit
+from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
+from guava_nb.sync.exchange import OnApplied, OnCommit, StepExchange
 from guava_nb.sync.send_credit import Credit
-from guava_nb.sync.sharded_replica_set import GroupEnsemble
-from guava_nb.sync.step_in_flight import NO_BATCH, Flight
+from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
+from guava_nb.sync.step_in_flight import NO_BATCH, StepInFlight
 from guava_nb.sync.step_machine import Decided, Halt, ShardTask, StepMachine
 
 __all__ = ["GroupExchange", "parts_for", "shares_of", "tasks_of"]
 
 
-class GroupExchange(Exchange):
-    """Parts of one model: every rank gets its share, they sum among themselves and vote here. See `Exchange`."""
+class GroupExchange(StepExchange):
+    """Parts of one model: every rank gets its share, they sum among themselves and vote here. See `StepExchange`."""
 
     def __init__(
-        self, job: Job, ensemble: GroupEnsemble, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replica_set: ShardedReplicaSet, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
         """Handle the exchange's messages in that job."""
-        super().__init__(job, ensemble, on_commit, on_applied, credit)
-        self._ensemble = ensemble
+        super().__init__(job, replica_set, on_commit, on_applied, credit)
+        self._replica_set = replica_set
         self._looked = False
         job.on(Ready, self._on_ready)
         job.on(Committed, self._on_committed)
@@ -46,16 +46,16 @@ class GroupExchange(Exchange):
         team: tuple[int, ...],
         weights: Sequence[float],
         splitter: RowSplitter,
-    ) -> Flight:
+    ) -> StepInFlight:
         """Share a group of batches among the replicas and send every rank its part.
 
         Args:
             team: all members, in any order.
             weights: theirs; a replica takes the share of its first rank.
         """
-        ensemble, mesh, spec = self._ensemble, self._ensemble.mesh, self._ensemble.spec
-        weights = [weights[team.index(rank)] for rank in ensemble.team]
-        team = ensemble.team
+        replica_set, mesh, spec = self._replica_set, self._replica_set.mesh, self._replica_set.spec
+        weights = [weights[team.index(rank)] for rank in replica_set.team]
+        team = replica_set.team
         step = self.next_step
         every = spec.hash_every_steps
         want_hash = bool(every) and (step + 1) % every == 0
@@ -63,21 +63,30 @@ class GroupExchange(Exchange):
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
         treated = spec.wants_whole_batches
         tasks, shards = tasks_of(
-            ensemble.run_id, ensemble.generation, step, mesh, team, shares, want_hash, treated, self._writer, splitter
+            replica_set.run_id,
+            replica_set.generation,
+            step,
+            mesh,
+            team,
+            shares,
+            want_hash,
+            treated,
+            self._writer,
+            splitter,
         )
         machine = StepMachine(
-            step, ensemble.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
+            step, replica_set.generation, tasks, (), spec.precision == "fp16", max_grad_norm=spec.max_grad_norm
         )
-        flight = self.flights[step] = Flight(machine, epoch, team, shards, len(group))
+        in_flight = self.in_flight[step] = StepInFlight(machine, epoch, team, shards, len(group))
         self.next_step += 1
         for task in tasks:
-            self._send_shard(flight, task.index, task.owner)
-        return flight
+            self._send_shard(in_flight, task.index, task.owner)
+        return in_flight
 
     def _tell_few_rows(self, most: int) -> None:
         """Say once that batches are smaller than the pipeline's parts; a last batch of an epoch is no reason to."""
-        assert self._ensemble.spec.parallel is not None
-        wanted = self._ensemble.spec.parallel.micro_batches
+        assert self._replica_set.spec.parallel is not None
+        wanted = self._replica_set.spec.parallel.micro_batches
         if not self._looked and most < wanted:
             self._job.cluster.notice(
                 f"micro_batches (--micro-batches) is {wanted}, but a pipeline gets {most} rows of a batch, so it cuts them into "
@@ -87,7 +96,7 @@ class GroupExchange(Exchange):
 
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""
-        mesh = self._ensemble.mesh
+        mesh = self._replica_set.mesh
         ranks = mesh.stages * mesh.tensor  # that share one replica's part: counted as if each got all of it
         total = sum(weights[::ranks]) or 1.0
         return [weights[rank - rank % ranks] / total for rank in range(len(weights))]
@@ -97,8 +106,8 @@ class GroupExchange(Exchange):
 
     def give_up(self, but_solo: bool = False) -> None:
         """Forget all steps in flight."""
-        self.flights = {}
-        self.next_step = self._ensemble.step + 1
+        self.in_flight = {}
+        self.next_step = self._replica_set.step + 1
         self._credit.clear()
 
     # -------------------------------------------------------------------------------------------------------- messages
@@ -107,36 +116,36 @@ class GroupExchange(Exchange):
         assert isinstance(message, Ready)
         message = self._sound(rank, message)
         self._note_times(rank, message)
-        flight = self.flights.get(message.step)
-        if message.run_id != self._ensemble.run_id or flight is None:
+        in_flight = self.in_flight.get(message.step)
+        if message.run_id != self._replica_set.run_id or in_flight is None:
             return
-        self._note_work(rank, sum(flight.shards[message.shard][0].part_rows), message.tokens)
+        self._note_work(rank, sum(in_flight.shards[message.shard][0].part_rows), message.tokens)
         self._credit.worked(message.step, message.shard)
-        for instruction in flight.machine.on_ready(rank, message):
+        for instruction in in_flight.machine.on_ready(rank, message):
             match instruction:
                 case Halt():
-                    raise self._not_finite(flight, rank, message.culprit)
+                    raise self._not_finite(in_flight, rank, message.culprit)
                 case Decided(commit, loss_sum, count):
-                    machine = flight.machine
-                    order = CommitStep(self._ensemble.run_id, machine.generation, machine.step, commit)
-                    self._job.cluster.send_all(flight.members, order)
-                    del self.flights[machine.step]
-                    self._ensemble.step = machine.step
+                    machine = in_flight.machine
+                    order = CommitStep(self._replica_set.run_id, machine.generation, machine.step, commit)
+                    self._job.cluster.send_all(in_flight.members, order)
+                    del self.in_flight[machine.step]
+                    self._replica_set.step = machine.step
                     self._credit.committed(time.monotonic())
-                    self._on_commit(flight, commit, loss_sum, count)
+                    self._on_commit(in_flight, commit, loss_sum, count)
 
     def _on_committed(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Committed)
-        if message.run_id == self._ensemble.run_id:
+        if message.run_id == self._replica_set.run_id:
             self._on_applied(rank, message)
 
-    def _not_finite(self, flight: Flight, rank: int, culprit: str) -> NotFinite:
-        ids = flight.sample_ids()
+    def _not_finite(self, in_flight: StepInFlight, rank: int, culprit: str) -> NotFinite:
+        ids = in_flight.sample_ids()
         where = f"the gradient of {culprit}" if culprit else "the loss"
         span = f"samples {ids[0]} to {ids[-1]}" if ids else "its samples"
         return NotFinite(
-            f"NaN or Inf in {where} on {self._job.cluster.name(rank)} at step {flight.machine.step + 1} ({span}, "
-            f"{flight.machine.rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, "
+            f"NaN or Inf in {where} on {self._job.cluster.name(rank)} at step {in_flight.machine.step + 1} ({span}, "
+            f"{in_flight.machine.rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, "
             "or clip with max_grad_norm"
         )
 
@@ -212,17 +221,17 @@ def tasks_of(
     treated: bool,
     writer: RowWriter,
     splitter: RowSplitter,
-) -> tuple[list[ShardTask], list[tuple[Shard, Parcel]]]:
+) -> tuple[list[ShardTask], list[tuple[Shard, OutgoingBatch]]]:
     """One task and one record per rank of the group; the rows count where the loss is reported."""
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
-    messages: list[tuple[Shard, Parcel]] = []
+    messages: list[tuple[Shard, OutgoingBatch]] = []
     for rank, owner in enumerate(team):
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
             parts = zip(parts_for(mesh, stage, share.pieces, treated), share.rows, strict=True)
-            parcel = Parcel([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
+            outgoing = OutgoingBatch([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         rows = sum(share.rows) if reports else 0
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
         span = (share.ids[0], share.ids[-1]) if share.ids else None
@@ -230,5 +239,5 @@ def tasks_of(
             run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), NO_BATCH, False, want_hash,
             span, tuple(share.rows),
         )  # fmt: skip
-        messages.append((shard, parcel))
+        messages.append((shard, outgoing))
     return tasks, messages

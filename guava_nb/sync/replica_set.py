@@ -31,12 +31,12 @@ from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.cells import pip_name
 
-__all__ = ["Ensemble", "StateLate", "fetch_between_runs", "preparation_text", "raise_for"]
+__all__ = ["ReplicaSet", "StateLate", "fetch_between_runs", "preparation_text", "raise_for"]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
 
-class Ensemble:
+class ReplicaSet:
     """All replicas of one run.
 
     Attributes:
@@ -356,24 +356,24 @@ class _Fetching(Job):
         """It may have what is fetched; the end of this job releases it."""
 
 
-def fetch_between_runs(ensemble: Ensemble, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
+def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
     """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
 
     Raises:
         WorkerLost: the workers that hold it are gone.
         ClusterError: a run is in progress.
     """
-    if ensemble.master_step == ensemble.step:
-        return ensemble.master.state()
+    if replica_set.master_step == replica_set.step:
+        return replica_set.master.state()
     job = _Fetching(cluster)
-    ensemble.attach(job)
+    replica_set.attach(job)
     try:
         with job.attached():
-            return ensemble.fetch(job, timeout_s=timeout_s)
+            return replica_set.fetch(job, timeout_s=timeout_s)
     except NobodyLeft as error:
         raise WorkerLost(
-            f"the workers that hold the state of step {ensemble.step + 1} are gone; the orchestrator has that of step "
-            f"{ensemble.master_step + 1}. {WAYS_ON}"
+            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
+            f"{replica_set.master_step + 1}. {WAYS_ON}"
         ) from error
 
 

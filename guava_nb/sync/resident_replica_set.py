@@ -19,14 +19,14 @@ from guava_nb.protocol.messages import Cell, Message, Prepare, Prepared, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import Ensemble, preparation_text
+from guava_nb.sync.replica_set import ReplicaSet, preparation_text
 
-__all__ = ["OwnEnsemble", "adopt", "is_own"]
+__all__ = ["ResidentReplicaSet", "adopt", "is_own"]
 
 _NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
 
 
-class OwnEnsemble(Ensemble):
+class ResidentReplicaSet(ReplicaSet):
     """Replicas that were there before the run. Made by `adopt`."""
 
     def __init__(
@@ -68,7 +68,7 @@ def is_own(spec: RunSpec) -> bool:
 
 def adopt(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
-) -> OwnEnsemble:
+) -> ResidentReplicaSet:
     """Return an ensemble that begins with what the first worker with a model of its own holds.
 
     Raises:
@@ -99,7 +99,7 @@ def adopt(
             f"{cluster.name(origin)} described its model in a way that does not fit its own layout: install the same "
             "guava-nb on both sides"
         )
-    return OwnEnsemble(run_id, spec, cells, master, origin, answer)
+    return ResidentReplicaSet(run_id, spec, cells, master, origin, answer)
 
 
 def _prepare(run_id: str, spec: RunSpec, cells: Sequence[Cell], cluster: Cluster, rank: int) -> Prepared:

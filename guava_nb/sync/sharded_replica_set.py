@@ -29,9 +29,9 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, Formation, machines_for, side_by_side
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 
-__all__ = ["GroupEnsemble", "GroupLost"]
+__all__ = ["ShardedReplicaSet", "GroupLost"]
 
 #: How long a member may be away before its group is given up: the others are blocked meanwhile.
 SUSPECT_S = 8.0
@@ -45,7 +45,7 @@ class GroupLost(Exception):  # noqa: N818 - not an error yet: a new group can be
     """A member of the group is gone; unwinds a job to where a new group can be formed."""
 
 
-class GroupEnsemble(Ensemble):
+class ShardedReplicaSet(ReplicaSet):
     """All parts of one run.
 
     Attributes:

@@ -15,17 +15,17 @@ from guava_nb.errors import ConfigError
 from guava_nb.hub.bucket_sum import BucketSum
 from guava_nb.protocol.messages import Shard, Tree
 from guava_nb.row_cache.policy import deal
-from guava_nb.row_cache.writer import Parcel, Piece, RowWriter
+from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["NO_BATCH", "Flight", "plan_step"]
+__all__ = ["NO_BATCH", "StepInFlight", "plan_step"]
 
 #: Stands in a record until it is known who gets it.
 NO_BATCH = Tree(b"")
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """One step that has been issued and not yet committed.
 
     Attributes:
@@ -37,7 +37,7 @@ class Flight:
     machine: StepMachine
     epoch: int
     members: tuple[int, ...]
-    shards: list[tuple[Shard, Parcel]]
+    shards: list[tuple[Shard, OutgoingBatch]]
     batches: int
     sums: dict[int, BucketSum] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ def plan_step(
     want_hash: bool,
     splitter: RowSplitter,
     writer: RowWriter,
-) -> tuple[list[ShardTask], list[tuple[Shard, Parcel]]]:
+) -> tuple[list[ShardTask], list[tuple[Shard, OutgoingBatch]]]:
     """Share a group of batches among the team: the tasks, and each one's record with what it holds.
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean. Where workers
@@ -92,14 +92,14 @@ def plan_step(
             f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
         )
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
-    messages: list[tuple[Shard, Parcel]] = []
+    messages: list[tuple[Shard, OutgoingBatch]] = []
     for index, k in enumerate(busy):
         span = (ids[k][0], ids[k][-1]) if ids[k] else None
         shard = Shard(
             run_id, generation, step, index, len(busy), rows[k], sum(rows), len(pieces[k]), NO_BATCH, solo, want_hash, span,
             source=group[0].source,
         )  # fmt: skip
-        messages.append((shard, Parcel(pieces[k])))
+        messages.append((shard, OutgoingBatch(pieces[k])))
     return tasks, messages
 
 
@@ -111,7 +111,7 @@ def _share(
     apart = batch.batch if batch.source else writer.apart(batch.batch, batch.rows, splitter, batch.sample_ids)
     if isinstance(apart, Rows):
         dealt = deal(writer.holders(apart, team), [last - first for first, last in ranges])
-        return [(k, Piece(apart, rows), rows) for k, rows in enumerate(dealt) if rows]
+        return [(k, RowSlice(apart, rows), rows) for k, rows in enumerate(dealt) if rows]
     kept = [(k, r) for k, r in enumerate(ranges) if r[1] > r[0]]
     cutter = RowSplitter() if batch.source else splitter  # ids are cut like any tensor
     parts = cutter.split(batch.batch, [r for _, r in kept], batch.rows)

@@ -17,10 +17,10 @@ from guava_nb.training.byte_budget import Budget, BudgetSpent
 if TYPE_CHECKING:
     from guava_nb.training.job import TrainingJob
 
-__all__ = ["Spending"]
+__all__ = ["BudgetGate"]
 
 
-class Spending:
+class BudgetGate:
     """The budget of one job.
 
     Args:
@@ -38,7 +38,7 @@ class Spending:
     def begin(self) -> None:
         """An epoch begins: what was used so far is no step's."""
         if self._budget is not None:
-            self._budget.begin(self._job.ensemble.route.path)
+            self._budget.begin(self._job.replica_set.route.path)
 
     def afford_step(self, group: Sequence[LoadedBatch]) -> float:
         """Wait until a step of these batches has room; returns what it takes at most.
@@ -48,7 +48,7 @@ class Spending:
         """
         if self._budget is None:
             return 0.0
-        self._budget.goes_by(self._job.ensemble.route.path)  # another group may have come to stand
+        self._budget.goes_by(self._job.replica_set.route.path)  # another group may have come to stand
         self._batches = self._budget.batches_cost(group)
         cost = self._budget.step_cost(self._batches)
         if not self._has_room(cost):
@@ -71,7 +71,7 @@ class Spending:
     def _note_applied(self) -> None:
         """Steps that every member has applied are paid for: their sums were sent to everybody."""
         assert self._budget is not None
-        at = self._job.ensemble.at
+        at = self._job.replica_set.at
         current = self._job.current()
         if current:
             self._budget.applied(min(at.get(rank, -1) for rank in current))
@@ -98,7 +98,7 @@ class Spending:
 
     def affords_handover(self) -> bool:
         """Whether the state may come here from those who leave with it, and the run go on: else it is the last one."""
-        here = self._job.ensemble.master_step == self._job.ensemble.step
+        here = self._job.replica_set.master_step == self._job.replica_set.step
         return self._budget is None or here or self._has_room(self._budget.costs.state)
 
     def refuse_save(self) -> None:
@@ -107,7 +107,7 @@ class Spending:
         Raises:
             CheckpointError: how much is left, and that there will be one.
         """
-        if self._budget is None or self._job.ensemble.master_step == self._job.ensemble.step:
+        if self._budget is None or self._job.replica_set.master_step == self._job.replica_set.step:
             return
         if not self._has_room(self._budget.costs.state):
             left = self._budget.limit.limit_bytes - self._budget.used()
@@ -125,7 +125,7 @@ class Spending:
         if self._budget is None:
             return
         self._budget.gave_up()
-        if not self._budget.fits(self._budget.costs.start * max(1, self._job.ensemble.least, len(self._job.ready))):
+        if not self._budget.fits(self._budget.costs.start * max(1, self._job.replica_set.least, len(self._job.ready))):
             raise BudgetSpent
 
     @contextmanager
@@ -148,7 +148,7 @@ class Spending:
         if self._budget is None:
             yield
             return
-        self._budget.goes_by(self._job.ensemble.route.path)
+        self._budget.goes_by(self._job.replica_set.route.path)
         if not self._has_room(self._budget.validation_cost):
             raise BudgetSpent
         before = self._budget.used()

@@ -15,8 +15,8 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
-from guava_nb.sync.sharded_replica_set import GroupEnsemble
+from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
@@ -27,7 +27,7 @@ _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
 def build_ensemble(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
-) -> Ensemble:
+) -> ReplicaSet:
     """Return an ensemble whose master was built from the factory, with the weights of a registered model if there is one.
 
     Raises:
@@ -44,11 +44,11 @@ def build_ensemble(
             )
         master.load_state({"model": weights.state_dict()})
     if spec.parallel is None:
-        return Ensemble(run_id, spec, cells, master)
-    return GroupEnsemble(run_id, spec, cells, master)
+        return ReplicaSet(run_id, spec, cells, master)
+    return ShardedReplicaSet(run_id, spec, cells, master)
 
 
-def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_s: float) -> str:
+def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:
     """Go on from the last run's weights where model and cells are the same, and from its optimizer where that is too.
 
     Returns:
@@ -57,42 +57,42 @@ def from_last_run(ensemble: Ensemble, last: Ensemble, cluster: Cluster, timeout_
     Raises:
         WorkerLost: the workers that hold those weights are gone.
     """
-    if not _is_same_model(ensemble, last):
+    if not _is_same_model(replica_set, last):
         return (
-            f"begins with new weights: {_difference(ensemble, last)} since the last run. To keep them, save before the change "
+            f"begins with new weights: {_difference(replica_set, last)} since the last run. To keep them, save before the change "
             "and resume after it: %guava_save, %guava_resume"
         )
     state = fetch_between_runs(last, cluster, timeout_s)
-    same = _has_same_optimizer(ensemble, last)
-    ensemble.master.load_state(state if same else {"model": state["model"]})
+    same = _has_same_optimizer(replica_set, last)
+    replica_set.master.load_state(state if same else {"model": state["model"]})
     optimizer = "" if same else " with a new optimizer"
     return f"goes on from the weights of the last run{optimizer}; --fresh (fresh=True) starts anew"
 
 
-def goes_on(ensemble: Ensemble, last: Ensemble) -> bool:
+def goes_on(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
     """Whether a run would go on from the last one's optimizer, too."""
-    return _is_same_model(ensemble, last) and _has_same_optimizer(ensemble, last)
+    return _is_same_model(replica_set, last) and _has_same_optimizer(replica_set, last)
 
 
-def _difference(ensemble: Ensemble, last: Ensemble) -> str:
+def _difference(replica_set: ReplicaSet, last: ReplicaSet) -> str:
     """Why the weights of the last run are not those of this one."""
-    if last.spec.model != ensemble.spec.model:
+    if last.spec.model != replica_set.spec.model:
         return "another model was chosen"
-    before, now = ({cell.name: cell.text for cell in cells} for cells in (last.cells, ensemble.cells))
+    before, now = ({cell.name: cell.text for cell in cells} for cells in (last.cells, replica_set.cells))
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     return f"shared cell {' and '.join(names)} changed" if names else "the order of the shared cells changed"
 
 
-def _is_same_model(ensemble: Ensemble, last: Ensemble) -> bool:
-    return last.spec.model == ensemble.spec.model and last.cells == ensemble.cells
+def _is_same_model(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
+    return last.spec.model == replica_set.spec.model and last.cells == replica_set.cells
 
 
-def _has_same_optimizer(ensemble: Ensemble, last: Ensemble) -> bool:
-    return all(getattr(last.spec, n) == getattr(ensemble.spec, n) for n in ("optimizer", "scheduler", "precision"))
+def _has_same_optimizer(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
+    return all(getattr(last.spec, n) == getattr(replica_set.spec, n) for n in ("optimizer", "scheduler", "precision"))
 
 
 def from_checkpoint(
-    ensemble: Ensemble, plan: TrainingPlan, path: Path, content: dict[str, Any], rewind: bool = True
+    replica_set: ReplicaSet, plan: TrainingPlan, path: Path, content: dict[str, Any], rewind: bool = True
 ) -> list[str]:
     """Go on from a checkpoint: state, step and place in the data.
 
@@ -106,17 +106,17 @@ def from_checkpoint(
         CheckpointError: it belongs to another model, optimizer or scheduler.
         ConfigError: all its epochs are done.
     """
-    checkpoint.check_model(path, content, ensemble.master.model.state_dict(), ensemble.spec.model)
-    spec = ensemble.spec
+    checkpoint.check_model(path, content, replica_set.master.model.state_dict(), replica_set.spec.model)
+    spec = replica_set.spec
     notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
     notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
     try:
-        ensemble.master.load_state({key: content[key] for key in _STATES if key in content})
+        replica_set.master.load_state({key: content[key] for key in _STATES if key in content})
     except (ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
         ) from error
-    ensemble.step = ensemble.master_step = int(content["step"])
+    replica_set.step = replica_set.master_step = int(content["step"])
     plan.start = Position(**content["position"])
     if rewind:
         plan.start.rewind(plan.feed)

@@ -27,17 +27,17 @@ from guava_nb.errors import ClusterError, GuavaError, WorkerLost
 from guava_nb.evaluation.choose import GroupLost, tools_for
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 from guava_nb.sync.batch_feeder import Feeder
-from guava_nb.sync.replica_set import Ensemble, StateLate
+from guava_nb.sync.replica_set import ReplicaSet, StateLate
 from guava_nb.sync.send_credit import Credit
-from guava_nb.sync.step_in_flight import Flight
+from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.boundary_calls import BoundaryCalls
-from guava_nb.training.budget_gate import Spending
+from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import BudgetSpent
-from guava_nb.training.membership import TeamJob
+from guava_nb.training.membership import MembershipJob
 from guava_nb.training.plan import Position, Snapshot, TrainingPlan
-from guava_nb.training.poison_samples import Blame
+from guava_nb.training.poison_samples import PoisonSamples
 from guava_nb.training.run import Run
 from guava_nb.training.sample_ledger import SampleLedger
 from guava_nb.training.status_survey import note_waits, note_workers
@@ -56,7 +56,7 @@ class Handover(Exception):  # noqa: N818 - no error: unwinds a job to where it c
     """Members leave with what nobody else holds."""
 
 
-class TrainingJob(TeamJob):
+class TrainingJob(MembershipJob):
     """Runs a plan to its end on its own thread; the handle is `run`.
 
     Args:
@@ -64,22 +64,22 @@ class TrainingJob(TeamJob):
 
     Attributes:
         position: how far the data has been committed.
-        spending: asks the run's budget, if it has one.
+        budget_gate: asks the run's budget, if it has one.
     """
 
-    def __init__(self, ensemble: Ensemble, plan: TrainingPlan, run: Run, cluster: Cluster, save: Save) -> None:
+    def __init__(self, replica_set: ReplicaSet, plan: TrainingPlan, run: Run, cluster: Cluster, save: Save) -> None:
         """Prepare; `start` begins."""
         start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
-        snapshot = Snapshot(ensemble.step, start, ensemble.master.state())
-        super().__init__(cluster, ensemble, snapshot, plan.rejoin_timeout_s)
+        snapshot = Snapshot(replica_set.step, start, replica_set.master.state())
+        super().__init__(cluster, replica_set, snapshot, plan.rejoin_timeout_s)
         self.plan, self.run = plan, run
-        run.goes_by(lambda: ensemble.route, lambda: ensemble.layout_text)
+        run.goes_by(lambda: replica_set.route, lambda: replica_set.layout_text)
         run.fed_by(self.feeding, lambda: note_waits(cluster.members()))
         self.ledger = SampleLedger()
         self.position = plan.start
         self._save = save
-        self._spec = ensemble.spec
-        self._first_step = ensemble.step + 1
+        self._spec = replica_set.spec
+        self._first_step = replica_set.step + 1
         self._at_orchestrator = self._spec.optimizer_site == "orchestrator"
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
         self._feeder: Feeder | None = None
@@ -93,20 +93,20 @@ class TrainingJob(TeamJob):
         self._held: set[int] = set()  # of these, those that wait until what they hold is here
         self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._energy = RunEnergy(
-            cluster.energy, ensemble.run_id, cluster.send, cluster.name,
+            cluster.energy, replica_set.run_id, cluster.send, cluster.name,
             lambda rank: cluster.roster.members[rank].hello.device_name, cluster.worked,
         )  # fmt: skip
-        run.powered_by(self._energy, ensemble.spec.precision)
+        run.powered_by(self._energy, replica_set.spec.precision)
         self._splitter = RowSplitter(plan.split_fn)
         self._calls = BoundaryCalls()
-        self._blame = Blame()
-        ensemble.attach(self)
+        self._poison_samples = PoisonSamples()
+        replica_set.attach(self)
         if plan.cache_static:
-            ensemble.writer.leave_unread(plan.feed)
+            replica_set.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
-        self._walk, self._exchange = tools_for(self, ensemble, self._on_commit, self._on_applied, self._credit)
-        self.spending = Spending(self, plan.budget)
-        self._walk.before_batch = self.spending.before_batch
+        self._walk, self._exchange = tools_for(self, replica_set, self._on_commit, self._on_applied, self._credit)
+        self.budget_gate = BudgetGate(self, plan.budget)
+        self._walk.before_batch = self.budget_gate.before_batch
         self._ending = ""
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
@@ -140,7 +140,7 @@ class TrainingJob(TeamJob):
         except BaseException as caught:
             error = caught
         if state != "done":
-            self.ensemble.retire()
+            self.replica_set.retire()
             self.ledger.withdraw_uncommitted()
         self.run.lost_samples, self.run.duplicated_samples = self.ledger.balance()
         note_workers(self.run, self.cluster.members())
@@ -182,7 +182,7 @@ class TrainingJob(TeamJob):
                     self._do_epoch(self.position.epoch)
                 self._boundary()
                 if not self._at_orchestrator:
-                    self.ensemble.fetch(self)
+                    self.replica_set.fetch(self)
                 return
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recover(error)
@@ -198,8 +198,8 @@ class TrainingJob(TeamJob):
     def _train_epoch(self, epoch: int) -> None:
         self.run.move("training")
         self.run.begin_epoch(epoch)
-        self.spending.begin()
-        self.ensemble.writer.next_pass()
+        self.budget_gate.begin()
+        self.replica_set.writer.next_pass()
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
         feeder = self._feeder = Feeder(
             self.plan.feed.epoch(),
@@ -218,9 +218,9 @@ class TrainingJob(TeamJob):
                 group = feeder.take()
                 if group is None:
                     break
-                cost = self.spending.afford_step(group)
+                cost = self.budget_gate.afford_step(group)
                 self._issue(epoch, group)
-                self.spending.issued(self._exchange.next_step - 1, cost)
+                self.budget_gate.issued(self._exchange.next_step - 1, cost)
         finally:
             feeder.close()
 
@@ -238,7 +238,9 @@ class TrainingJob(TeamJob):
             self._tick(self.run.validations[-1]["loss"] if self.run.validations else loss)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", {"epoch": epoch + 1, "loss": loss, "samples": self.ledger.committed_in(epoch)})
-        alone = len(self._team) == 1 or not self.ensemble.elastic  # what one holds, or a part of it, nobody else does
+        alone = (
+            len(self._team) == 1 or not self.replica_set.elastic
+        )  # what one holds, or a part of it, nobody else does
         if self.plan.snapshot_every_steps is None and alone and epoch + 1 < self.plan.num_epochs:
             self._due.add("snapshot")
 
@@ -250,34 +252,34 @@ class TrainingJob(TeamJob):
         if not (self._due or newcomers or self._calls):
             return
         self.drain()
-        if newcomers and self.spending.affords_newcomers(newcomers):
-            with self.spending.aside():
+        if newcomers and self.budget_gate.affords_newcomers(newcomers):
+            with self.budget_gate.aside():
                 self.bring_in(newcomers)
         for name, action in (("validate", self._validate), ("snapshot", self._take_snapshot), ("save", self._save_now)):
             if name in self._due:
                 if name == "validate":
                     action()
-                elif self.spending.affords_state(name):
-                    with self.spending.aside():
+                elif self.budget_gate.affords_state(name):
+                    with self.budget_gate.aside():
                         action()
                 self._due.discard(name)
-        with self.spending.aside():
+        with self.budget_gate.aside():
             self._calls.answer()
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
-        self.pump(lambda: not self._exchange.flights)
+        self.pump(lambda: not self._exchange.in_flight)
         self._credit.pause()
-        self.pump(lambda: all(self.ensemble.at[r] == self.ensemble.step for r in self.available()))
+        self.pump(lambda: all(self.replica_set.at[r] == self.replica_set.step for r in self.available()))
 
     def _validate(self) -> None:
         assert self.plan.val_feed is not None
         self.run.move("validating")
         question = self.plan.validation()
-        with self.spending.validation():
+        with self.budget_gate.validation():
             self._walk.run(self.plan.val_feed, question)
         result = question.result()
-        record = {"step": self.ensemble.step + 1, **result.record()}
+        record = {"step": self.replica_set.step + 1, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
         if self._spec.scheduler is not None and self._spec.scheduler_interval == "validation":
@@ -285,14 +287,14 @@ class TrainingJob(TeamJob):
         self._call("on_validation", record)
 
     def _tick(self, metric: float | None) -> None:
-        self.cluster.send_all(self.current(), Tick(self.ensemble.run_id, metric))
+        self.cluster.send_all(self.current(), Tick(self.replica_set.run_id, metric))
         if self._at_orchestrator:
-            self.ensemble.master.tick(metric)
+            self.replica_set.master.tick(metric)
         else:
-            self.ensemble.master_step = min(self.ensemble.master_step, self.ensemble.step - 1)
+            self.replica_set.master_step = min(self.replica_set.master_step, self.replica_set.step - 1)
 
     def _take_snapshot(self) -> None:
-        self.snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.fetch(self))
+        self.snapshot = Snapshot(self.replica_set.step, self.where(), self.replica_set.fetch(self))
 
     def where(self) -> Position:
         """Return the committed position with what the loader needs to go on from it."""
@@ -302,17 +304,17 @@ class TrainingJob(TeamJob):
 
     def _save_now(self) -> None:
         assert self.plan.save_path is not None
-        self.ensemble.fetch(self)
-        self._save(self.plan.save_path, self.where(), self.ensemble.step)
+        self.replica_set.fetch(self)
+        self._save(self.plan.save_path, self.where(), self.replica_set.step)
 
     # ------------------------------------------------------------------------------------------------------ membership
 
     def check(self) -> None:
         """Unwind for an interrupt whose step is done, or when nobody holds the state any more."""
-        flights = self._exchange.flights
+        in_flight = self._exchange.in_flight
         if self.interrupts > 1 or (
             self.interrupts == 1
-            and (self.ensemble.step >= self._stop_after or not flights or time.monotonic() > self._stop_deadline)
+            and (self.replica_set.step >= self._stop_after or not in_flight or time.monotonic() > self._stop_deadline)
         ):
             raise StopRequested
         if self._held and self._in_epoch:
@@ -322,7 +324,7 @@ class TrainingJob(TeamJob):
     def on_interrupt(self) -> None:
         """The first gives the step in work its time; the second ends at once."""
         if self.interrupts == 1:
-            self._stop_after = self.ensemble.step + 1
+            self._stop_after = self.replica_set.step + 1
             self._stop_deadline = time.monotonic() + self.plan.interrupt_grace_s
             self.run.move("stopping", f"stops after step {self._stop_after + 1}; interrupt again to stop at once")
 
@@ -330,13 +332,13 @@ class TrainingJob(TeamJob):
         """Give its shards to others at once; it keeps its seat."""
         self._note_work(rank)
         self._exchange.adopt(self.available())
-        self.spending.on_broken(rank)
+        self.budget_gate.on_broken(rank)
 
     def on_leaving(self, rank: int) -> None:
         """Let it go, unless what it holds is nowhere else: then its state is brought here first."""
         self._leaving.add(rank)
         others = set(self.available()) - self._leaving  # those that were let go are in there until they are gone
-        if not self._formed or rank not in self.current() or (others and self.ensemble.elastic):
+        if not self._formed or rank not in self.current() or (others and self.replica_set.elastic):
             self.cluster.release(rank)
         else:
             self._held.add(rank)
@@ -347,24 +349,24 @@ class TrainingJob(TeamJob):
         Raises:
             SamplesKill: it was the third that was lost over the same samples.
         """
-        self.ensemble.at.pop(rank, None)
+        self.replica_set.at.pop(rank, None)
         self._note_work(rank)
         self._exchange.adopt(self.available())
-        if self.cluster.roster.members[rank].state == "lost" and (blamed := self._blame.lost(rank)):
+        if self.cluster.roster.members[rank].state == "lost" and (blamed := self._poison_samples.lost(rank)):
             raise blamed.error([self.cluster.members()[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:
         """It has its shards, and takes those that nobody could take meanwhile."""
-        self._blame.back(rank)
+        self._poison_samples.back(rank)
         self._exchange.adopt(self.available())
 
     def _note_work(self, rank: int) -> None:
         """Note what it was at when it vanished: the oldest shard that it owes; others only wait in its queue."""
-        for flight in self._exchange.flights.values():
-            task = next(iter(flight.machine.owed_by(rank)), None)
+        for in_flight in self._exchange.in_flight.values():
+            task = next(iter(in_flight.machine.owed_by(rank)), None)
             if task is not None:
                 if task.sample_ids:
-                    self._blame.hold(rank, (flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
+                    self._poison_samples.hold(rank, (in_flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
                 return
 
     def on_started_over(self) -> None:
@@ -394,13 +396,13 @@ class TrainingJob(TeamJob):
         last snapshot, data and history included.
         """
         if isinstance(cause, GroupLost):
-            self.cluster.notice(f"{cause}; step {self.ensemble.step + 2} is given up and a new group is formed")
+            self.cluster.notice(f"{cause}; step {self.replica_set.step + 2} is given up and a new group is formed")
             self._give_up(str(cause))
         elif isinstance(cause, Handover):
             self._take_over()
         self._let_go()
         self._exchange.give_up()
-        needed = self.ensemble.least - len(self.ready - self._unfit)
+        needed = self.replica_set.least - len(self.ready - self._unfit)
         if needed > 0:
             what = "one to join" if needed == 1 else f"{needed} to join"
             self.run.move(
@@ -411,7 +413,7 @@ class TrainingJob(TeamJob):
                 "train again",
                 self.plan.rejoin_timeout_s,
             )
-        self.spending.afford_start_over()
+        self.budget_gate.afford_start_over()
         self.start_over(cause)
         self._exchange.give_up()
 
@@ -422,7 +424,7 @@ class TrainingJob(TeamJob):
             BudgetSpent: it may come here once only, so that is the end of the run.
         """
         reason = "a worker leaves with what nobody else holds"
-        if not self.spending.affords_handover():
+        if not self.budget_gate.affords_handover():
             self._abort(reason, hear_all=True)
             raise BudgetSpent
         self._give_up(reason)
@@ -439,9 +441,9 @@ class TrainingJob(TeamJob):
         self._team = ()  # counted here, whoever is in the next one
         self._formed = False
         self._abort(reason, hear_all=True)
-        if self.ensemble.step > self.snapshot.step and self.ensemble.rescue(self):
-            self.snapshot = Snapshot(self.ensemble.step, self.where(), self.ensemble.master.state())
-        self.ensemble.disband()
+        if self.replica_set.step > self.snapshot.step and self.replica_set.rescue(self):
+            self.snapshot = Snapshot(self.replica_set.step, self.where(), self.replica_set.master.state())
+        self.replica_set.disband()
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -462,12 +464,12 @@ class TrainingJob(TeamJob):
     def _has_room(self, coming: int) -> bool:
         """Whether a step of so many bytes may be sent now."""
         team = self.available()
-        if not self.ensemble.connected(team):
+        if not self.replica_set.connected(team):
             return False
         parts = self._exchange.parts(self.plan.weights(team))
         bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
         away = len(team) < len(self.current())
-        busy = self._credit.must_work(len(self._exchange.flights), bytes_for, cautious=away)
+        busy = self._credit.must_work(len(self._exchange.in_flight), bytes_for, cautious=away)
         self._blocking = busy or self._blocking
         return not busy
 
@@ -477,8 +479,8 @@ class TrainingJob(TeamJob):
         self.behind.update(rank for rank in self.current() if rank not in team)
         self._note_team(team)
         self.ledger.draw(epoch, (i for batch in group for i in batch.sample_ids))
-        flight = self._exchange.issue(epoch, group, team, self._weights(team), self._splitter)
-        self._mark_due(flight.machine.step + 1 - self._first_step)
+        in_flight = self._exchange.issue(epoch, group, team, self._weights(team), self._splitter)
+        self._mark_due(in_flight.machine.step + 1 - self._first_step)
 
     def _note_team(self, team: tuple[int, ...]) -> None:
         self._energy.takes_part(team)
@@ -501,42 +503,42 @@ class TrainingJob(TeamJob):
             if every and issued % every == 0:
                 self._due.add(name)
 
-    def _on_commit(self, flight: Flight, commit: Commit, loss_sum: float, count: float) -> None:
+    def _on_commit(self, in_flight: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
         if self._at_orchestrator:
-            self.ensemble.master_step = flight.machine.step
-        for task in flight.machine.tasks:
+            self.replica_set.master_step = in_flight.machine.step
+        for task in in_flight.machine.tasks:
             if task.sample_ids:
-                self._blame.done((flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
+                self._poison_samples.done((in_flight.epoch, task.sample_ids[0], task.sample_ids[-1]))
         if count == 0:
-            self._tell_empty(flight)
-        ids = flight.sample_ids()
-        self.ledger.commit(flight.epoch, ids)
+            self._tell_empty(in_flight)
+        ids = in_flight.sample_ids()
+        self.ledger.commit(in_flight.epoch, ids)
         at = self.position
-        self.position = Position(at.epoch, at.batches + flight.batches, at.samples + len(ids))
+        self.position = Position(at.epoch, at.batches + in_flight.batches, at.samples + len(ids))
         self._feed_batches = self.position.batches
         record = {
-            "step": flight.machine.step + 1,
-            "epoch": flight.epoch + 1,
+            "step": in_flight.machine.step + 1,
+            "epoch": in_flight.epoch + 1,
             "loss": loss_sum / count if count else float("nan"),
             "count": count,
-            "samples": flight.machine.rows,
-            "tokens": flight.machine.tokens(),
+            "samples": in_flight.machine.rows,
+            "tokens": in_flight.machine.tokens(),
             "skipped": commit.skip,
-            "learning_rate": self.ensemble.learning_rate(flight.machine.step),
+            "learning_rate": self.replica_set.learning_rate(in_flight.machine.step),
         }
         self.run.add_step(record)
         self._call("on_step", record)
 
-    def _tell_empty(self, flight: Flight) -> None:
+    def _tell_empty(self, in_flight: StepInFlight) -> None:
         if not self._told_empty:
             self._told_empty = True
             self.cluster.notice(
-                f"step {flight.machine.step + 1} counted nothing: its {flight.machine.rows} samples have no target that is not "
-                "ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
+                f"step {in_flight.machine.step + 1} counted nothing: its {in_flight.machine.rows} samples have no target that "
+                "is not ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
             )
 
     def _on_applied(self, rank: int, message: Committed) -> None:
-        difference = self.ensemble.note_commit(rank, message)
+        difference = self.replica_set.note_commit(rank, message)
         if difference is not None:
             self.cluster.notice(f"{self.cluster.name(rank)}: {difference}; it gets the state again")
             self.behind.add(rank)
@@ -549,7 +551,7 @@ class TrainingJob(TeamJob):
             method = getattr(callback, hook, None)
             if method is not None and method(self.run, record) and not self.interrupts:
                 self.interrupts = 1
-                self._stop_after = self.ensemble.step
+                self._stop_after = self.replica_set.step
                 self.run.move("stopping", f"{type(callback).__name__}.{hook} asked to stop")
 
     # ------------------------------------------------------------------------------------------------------------- end
@@ -563,25 +565,25 @@ class TrainingJob(TeamJob):
         saved = None
         try:
             if self._formed and not self._at_orchestrator:
-                self.ensemble.fetch(self)
+                self.replica_set.fetch(self)
         except (NobodyLeft, WorkerLost, GroupLost):  # what the last snapshot holds is left
             self.go_back()
         except StopRequested:
             return self._spent(saved)
-        if self.ensemble.step >= 0:
-            saved = budget.path(self.plan.save_folder, self.ensemble.run_id, self.ensemble.step + 1)
-            self._save(saved, self.where(), self.ensemble.step)
+        if self.replica_set.step >= 0:
+            saved = budget.path(self.plan.save_folder, self.replica_set.run_id, self.replica_set.step + 1)
+            self._save(saved, self.where(), self.replica_set.step)
         self._calls.answer()
         return self._spent(saved)
 
     def _fetch_in_time(self) -> None:
         """Fetch the state within the grace, since it can be asked for later; from those who leave it can not."""
         try:
-            self.ensemble.fetch(self, timeout_s=self.plan.interrupt_grace_s)
+            self.replica_set.fetch(self, timeout_s=self.plan.interrupt_grace_s)
         except StateLate:
             if not self._held:
                 raise
-            self.ensemble.fetch(self)
+            self.replica_set.fetch(self)
 
     def _spent(self, saved: Path | None) -> str:
         """The sentence on a budget that is used up; steps count from the very beginning, as in the checkpoint's name."""
@@ -599,16 +601,16 @@ class TrainingJob(TeamJob):
         """
         self.cluster.roster.generation += 1
         generation = self.cluster.roster.generation
-        message = Abort(self.ensemble.run_id, generation, self.ensemble.step, reason)
-        self.cluster.send_all(list(self.ensemble.at), message)
-        lone = {t.owner for f in self._exchange.flights.values() if f.machine.solo for t in f.machine.tasks}
+        message = Abort(self.replica_set.run_id, generation, self.replica_set.step, reason)
+        self.cluster.send_all(list(self.replica_set.at), message)
+        lone = {t.owner for f in self._exchange.in_flight.values() if f.machine.solo for t in f.machine.tasks}
         self._exchange.give_up(but_solo=True)  # nobody would apply one that were committed while others are heard
-        self._hear(set(self.ensemble.at) if hear_all else lone, generation)
+        self._hear(set(self.replica_set.at) if hear_all else lone, generation)
         self._exchange.give_up()
 
     def _hear(self, ranks: set[int], generation: int) -> None:
         deadline = time.monotonic() + self.plan.interrupt_grace_s
-        while not all(self.ensemble.has_settled(rank, generation) for rank in (ranks & self.ready) - self.behind):
+        while not all(self.replica_set.has_settled(rank, generation) for rank in (ranks & self.ready) - self.behind):
             if self.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:
@@ -623,7 +625,7 @@ class TrainingJob(TeamJob):
             try:
                 self._fetch_in_time()
             except (StopRequested, NobodyLeft, WorkerLost) as error:
-                if any(rank in self.ensemble.at for rank in self.ready | self.suspects):
+                if any(rank in self.replica_set.at for rank in self.ready | self.suspects):
                     log.info("the final state stays with the workers for now: %s", error)
                     return
                 self.go_back()  # nobody has what came after the snapshot

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.errors import WorkerLost
-from guava_nb.sync.replica_set import Ensemble, preparation_text
+from guava_nb.sync.replica_set import ReplicaSet, preparation_text
 from guava_nb.training.plan import Snapshot
 
-__all__ = ["TeamJob"]
+__all__ = ["MembershipJob"]
 
 
-class TeamJob(Job):
+class MembershipJob(Job):
     """Who takes part, who is behind, who cannot.
 
     Attributes:
@@ -28,10 +28,10 @@ class TeamJob(Job):
 
     trains = True
 
-    def __init__(self, cluster: Cluster, ensemble: Ensemble, snapshot: Snapshot, rejoin_timeout_s: float) -> None:
+    def __init__(self, cluster: Cluster, replica_set: ReplicaSet, snapshot: Snapshot, rejoin_timeout_s: float) -> None:
         """Start without a team: `give_state` makes it."""
         super().__init__(cluster)
-        self.ensemble = ensemble
+        self.replica_set = replica_set
         self.snapshot = snapshot
         self.behind: set[int] = set()
         self._unfit: set[int] = set()  # members that could not build this run
@@ -40,7 +40,7 @@ class TeamJob(Job):
 
     def current(self) -> list[int]:
         """Return the members that take part in every step so far: connected or expected back, and not behind."""
-        return [r for r in sorted(self.ensemble.at) if r in self.ready | self.suspects and r not in self.behind]
+        return [r for r in sorted(self.replica_set.at) if r in self.ready | self.suspects and r not in self.behind]
 
     def available(self) -> list[int]:
         """Return those of them that are connected."""
@@ -48,7 +48,7 @@ class TeamJob(Job):
 
     def newcomers(self) -> list[int]:
         """Return connected members that need the state first."""
-        return self.ensemble.newcomers(set(self.current()), self.ready - self._unfit)
+        return self.replica_set.newcomers(set(self.current()), self.ready - self._unfit)
 
     def give_state(self, ranks: set[int]) -> None:
         """Prepare members and bring them to the snapshot's state.
@@ -56,21 +56,21 @@ class TeamJob(Job):
         Raises:
             PreparationError: one cannot build the run.
         """
-        ranks = self.ensemble.pick(ranks)
-        self.ensemble.require(self, ranks)
-        fit = ranks & self.ensemble.prepared()
-        self.ensemble.load(self, fit, self.snapshot.state, self.snapshot.step)
+        ranks = self.replica_set.pick(ranks)
+        self.replica_set.require(self, ranks)
+        fit = ranks & self.replica_set.prepared()
+        self.replica_set.load(self, fit, self.snapshot.state, self.snapshot.step)
         self._formed = True
 
     def bring_in(self, ranks: Sequence[int]) -> None:
         """Give newcomers the run and the state of the last committed step; who cannot build the run stays out."""
-        unprepared = [rank for rank in ranks if rank not in self.ensemble.prepared()]
-        for rank, answer in self.ensemble.prepare(self, unprepared).items():
+        unprepared = [rank for rank in ranks if rank not in self.replica_set.prepared()]
+        for rank, answer in self.replica_set.prepare(self, unprepared).items():
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
-        fit = [rank for rank in ranks if rank in self.ensemble.prepared() and rank not in self._unfit]
+        fit = [rank for rank in ranks if rank in self.replica_set.prepared() and rank not in self._unfit]
         if fit:
-            self.ensemble.load(self, fit, self.ensemble.fetch(self), self.ensemble.step)
+            self.replica_set.load(self, fit, self.replica_set.fetch(self), self.replica_set.step)
             self.behind.difference_update(fit)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
@@ -82,7 +82,7 @@ class TeamJob(Job):
         if not (self.current() if self._formed else self.ready | self.suspects):
             raise NobodyLeft
         if self._formed:
-            self.ensemble.check(self)
+            self.replica_set.check(self)
 
     def start_over(self, cause: Exception) -> None:
         """Wait for as many workers as are needed and bring them to the snapshot.
@@ -92,7 +92,7 @@ class TeamJob(Job):
         """
         self._formed = False
         deadline = time.monotonic() + self._rejoin_timeout_s
-        while len(self.ready - self._unfit) < self.ensemble.least:
+        while len(self.ready - self._unfit) < self.replica_set.least:
             if self.interrupts:
                 raise StopRequested
             if time.monotonic() > deadline:
@@ -104,9 +104,9 @@ class TeamJob(Job):
     def go_back(self) -> None:
         """Take the snapshot for the state of the run; what came after it is nowhere."""
         self.on_started_over()
-        self.ensemble.go_back(self.snapshot.step)
-        self.ensemble.master.load_state(self.snapshot.state)
-        self.ensemble.master_step = self.snapshot.step
+        self.replica_set.go_back(self.snapshot.step)
+        self.replica_set.master.load_state(self.snapshot.state)
+        self.replica_set.master_step = self.snapshot.step
         self.behind.clear()
 
     def on_started_over(self) -> None:
@@ -116,7 +116,7 @@ class TeamJob(Job):
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.cluster.members() if not m.alive)
         few = len(self.ready - self._unfit)
         who = (
-            f"{self.ensemble.least} workers are needed, {few} left, and too few"
+            f"{self.replica_set.least} workers are needed, {few} left, and too few"
             if few
             else "all workers are gone and none"
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from guava_nb.cluster.roster import Member
 from guava_nb.errors import SamplesKill
 
-__all__ = ["MOST_LOSSES", "Blame", "Blamed", "Samples"]
+__all__ = ["MOST_LOSSES", "PoisonSamples", "Blamed", "Samples"]
 
 MOST_LOSSES = 3
 
@@ -37,7 +37,7 @@ class Blamed:
         )
 
 
-class Blame:
+class PoisonSamples:
     """Who was lost over which samples."""
 
     def __init__(self) -> None:

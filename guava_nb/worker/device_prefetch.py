@@ -17,7 +17,7 @@ from torch import Tensor
 
 from guava_nb.replica.batch import mapped
 
-__all__ = ["Ahead", "Copier", "copier_for"]
+__all__ = ["DevicePrefetch", "Copier", "copier_for"]
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def copier_for(device: torch.device) -> Copier | None:
     return CudaCopier(device) if device.type == "cuda" else None
 
 
-class Ahead:
+class DevicePrefetch:
     """At most one shard ahead of the one in work.
 
     Args:

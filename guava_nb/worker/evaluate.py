@@ -16,7 +16,7 @@ from guava_nb.replica.outputs import columns_of, inputs_of, joined
 from guava_nb.replica.shard import EvalSums
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["Answering"]
+__all__ = ["Evaluator"]
 
 Reply = tuple[Message, Sequence[memoryview]]
 Forward = Callable[[nn.Module, Any], Any]
@@ -25,12 +25,12 @@ Forward = Callable[[nn.Module, Any], Any]
 class _Replica(Protocol):
     device: torch.device
 
-    def evaluate(self, batch: Any, rows: int | None = None, look: Any = None) -> EvalSums: ...
+    def evaluate(self, batch: Any, rows: int | None = None, observer: Any = None) -> EvalSums: ...
 
     def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]: ...
 
 
-class Answering:
+class Evaluator:
     """Answers for one replica; metrics are made once and used for every batch.
 
     Args:
@@ -54,8 +54,8 @@ class Answering:
             self._specs = message.metrics
         for measure in self._measures:
             measure.begin()
-        look = self._see if self._measures else None
-        sums = self._replica.evaluate(batch, message.rows, look)
+        observer = self._see if self._measures else None
+        sums = self._replica.evaluate(batch, message.rows, observer)
         rows = sums.rows if message.grouped else message.rows
         tree = Tree(b"")
         buffers: Sequence[memoryview] = ()

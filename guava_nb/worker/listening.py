@@ -19,9 +19,9 @@ from guava_nb.link.tunnel_keeper import TunnelKeeper
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Message
 from guava_nb.status import OwnFigures
-from guava_nb.worker.worker_session import Membership
+from guava_nb.worker.worker_session import WorkerSession
 
-__all__ = ["Reception"]
+__all__ = ["ListeningLoop"]
 
 _BUSY = "this worker works for another orchestrator already; dial again when that one has closed its session"
 _REPLACED = "another orchestrator dialled this worker while this one was away, and took its place"
@@ -29,7 +29,7 @@ _LOOK_S = 0.25
 _TURN_S = 1.0
 
 
-class Reception:
+class ListeningLoop:
     """Listens for orchestrators and works for them in turn.
 
     Args:
@@ -42,7 +42,7 @@ class Reception:
 
     def __init__(
         self,
-        new_member: Callable[[], Membership],
+        new_member: Callable[[], WorkerSession],
         options: LinkOptions,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -51,10 +51,10 @@ class Reception:
         self._new_member = new_member
         self._listener = Listener(options, self._on_event, host, port, tls=tls)
         self._lock = threading.Condition()
-        self._members: dict[bytes, Membership] = {}
+        self._members: dict[bytes, WorkerSession] = {}
         self._present: Session | None = None  # the session that is worked for, or waits to be
         self._waiting: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
-        self._working: Membership | None = None
+        self._working: WorkerSession | None = None
         self._leaving = False
 
     def open(self) -> JoinCode:

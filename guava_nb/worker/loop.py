@@ -39,7 +39,6 @@ from guava_nb.protocol.messages import (
     Leave,
     ListRows,
     LoadState,
-    MeanBucket,
     Message,
     Predict,
     Prepare,
@@ -51,35 +50,36 @@ from guava_nb.protocol.messages import (
     State,
     StateLoaded,
     StepInfo,
+    SumBucket,
     TensorInfo,
     Tick,
 )
 from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.resident import OWN_MODEL, OwnParts, describe_model
+from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
 from guava_nb.replica.rng import shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.spec import cells as source
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
-from guava_nb.worker.device_prefetch import Ahead, copier_for
+from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
 from guava_nb.worker.error_text import error_text, trace_text
-from guava_nb.worker.evaluate import Answering
+from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.worker_datasets import OwnData
 
 if TYPE_CHECKING:  # loading torch's parallel libraries costs a second, and the star needs none of them
-    from guava_nb.replica.sharded_replica import GroupReplica
+    from guava_nb.replica.sharded_replica import ShardedReplica
 
 __all__ = ["Arrival", "WorkerLoop"]
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[Message, Sequence[memoryview]], None]
-AnyReplica = Union[Replica, "GroupReplica"]
+AnyReplica = Union[Replica, "ShardedReplica"]
 Mean = tuple[bytes, torch.Tensor]
 
 
@@ -133,7 +133,7 @@ class WorkerLoop:
         self,
         send: Send,
         device: torch.device,
-        own: OwnParts | None = None,
+        own: ResidentParts | None = None,
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
         accept_source: bool = True,
@@ -157,14 +157,14 @@ class WorkerLoop:
         self._replica: AnyReplica | None = None
         self._module: ModuleType | None = None
         self._prepare: Prepare | None = None
-        self._answering: Answering | None = None
+        self._answering: Evaluator | None = None
         self._generation = 0
         self._steps: PendingSteps[Mean] = PendingSteps()
         self._leaving = ""
         self._goes_by: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self._reader = RowReader(send)
         self._data = OwnData()
-        self._ahead = Ahead(copier_for(device))
+        self._ahead = DevicePrefetch(copier_for(device))
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self.name = ""
@@ -285,7 +285,7 @@ class WorkerLoop:
                 self._on_shard(message, self._read(message, payload))
             case StepInfo():
                 self._steps.announce(message.step, message.generation, message.want_hash)
-            case MeanBucket():
+            case SumBucket():
                 self._on_mean(message, payload)
             case CommitStep():
                 self._on_commit(message)
@@ -333,7 +333,7 @@ class WorkerLoop:
         self._show("preparing")
         try:
             replica = self._build(message)
-            self._answering = Answering(replica, self._resolve, message.spec.metrics)
+            self._answering = Evaluator(replica, self._resolve, message.spec.metrics)
             self._replica = replica
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             text = error_text(error)
@@ -399,15 +399,15 @@ class WorkerLoop:
             return ()
         return describe_model(self._own.model)
 
-    def _build_group_replica(self, spec: RunSpec) -> GroupReplica:
-        from guava_nb.replica.sharded_replica import GroupReplica
+    def _build_group_replica(self, spec: RunSpec) -> ShardedReplica:
+        from guava_nb.replica.sharded_replica import ShardedReplica
 
         if self._seat is None or self._own is not None:
             raise PreparationError(
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "
                 "%guava_worker or guava worker to take part in other modes"
             )
-        return GroupReplica(spec, self._resolve, self._device)
+        return ShardedReplica(spec, self._resolve, self._device)
 
     def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
         seat = self._seat
@@ -442,7 +442,7 @@ class WorkerLoop:
         if self._goes_by is not None:
             self._goes_by = time.monotonic() + TRANSFER_S
 
-    def _on_ask(self, answering: Answering, message: Evaluate | Predict, load: Load | None) -> None:
+    def _on_ask(self, answering: Evaluator, message: Evaluate | Predict, load: Load | None) -> None:
         if load is None:
             return  # rows are lacking: it comes again
         self._show("validating" if isinstance(message, Evaluate) else "predicting")
@@ -484,7 +484,7 @@ class WorkerLoop:
         if step is not None and message.shard not in step.done and load is not None:
             step.todo.append((message, load))
 
-    def _on_mean(self, message: MeanBucket, payload: memoryview) -> None:
+    def _on_mean(self, message: SumBucket, payload: memoryview) -> None:
         step = self._steps.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)

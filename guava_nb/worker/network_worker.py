@@ -19,11 +19,11 @@ from guava_nb.link.options import link_options
 from guava_nb.processes.interrupts import interrupts_call
 from guava_nb.processes.launcher import ListenAt, WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.replica.resident import OwnParts
+from guava_nb.replica.resident import ResidentParts
 from guava_nb.telemetry.hardware import pick_device
 from guava_nb.tunnels import Tunnel
-from guava_nb.worker.listening import Reception
-from guava_nb.worker.worker_session import Membership
+from guava_nb.worker.listening import ListeningLoop
+from guava_nb.worker.worker_session import WorkerSession
 
 __all__ = [
     "ListeningWorker",
@@ -110,8 +110,8 @@ def _device(gpu_id: int | str) -> torch.device:
     return pick_device(str(gpu_id) if torch.cuda.is_available() or isinstance(gpu_id, str) else "cpu")
 
 
-def _parts(own: OwnParts | None, model_ctor: Callable[[], torch.nn.Module] | None) -> OwnParts | None:
-    return OwnParts(model_ctor()) if own is None and model_ctor is not None else own
+def _parts(own: ResidentParts | None, model_ctor: Callable[[], torch.nn.Module] | None) -> ResidentParts | None:
+    return ResidentParts(model_ctor()) if own is None and model_ctor is not None else own
 
 
 @contextlib.contextmanager
@@ -156,7 +156,7 @@ class NetworkWorker:
         master_port: int | None = None,
         gpu_id: int | str = 0,
         model_ctor: Callable[[], torch.nn.Module] | None = None,
-        own: OwnParts | None = None,
+        own: ResidentParts | None = None,
         config: DistributedConfig | None = None,
         name: str = "",
     ) -> None:
@@ -169,7 +169,7 @@ class NetworkWorker:
         own = _parts(own, model_ctor)
         self.model = None if own is None else own.model
         options = link_options(config or DistributedConfig())
-        self._member = Membership(code, self.device, name, own=own, options=options, report=self._report)
+        self._member = WorkerSession(code, self.device, name, own=own, options=options, report=self._report)
         self._told = ""
 
     @staticmethod
@@ -236,7 +236,7 @@ class ListeningWorker:
         port: int | None = None,
         gpu_id: int | str = 0,
         model_ctor: Callable[[], torch.nn.Module] | None = None,
-        own: OwnParts | None = None,
+        own: ResidentParts | None = None,
         config: DistributedConfig | None = None,
         name: str = "",
     ) -> None:
@@ -244,8 +244,8 @@ class ListeningWorker:
         self._config = config or DistributedConfig()
         self.device = _device(gpu_id)
         self.own, options = _parts(own, model_ctor), link_options(self._config)
-        self._reception = Reception(
-            lambda: Membership(None, self.device, name, own=self.own, options=options),
+        self._reception = ListeningLoop(
+            lambda: WorkerSession(None, self.device, name, own=self.own, options=options),
             options,
             host or self._config.gpu_host or "127.0.0.1",
             self._config.master_port if port is None else port,

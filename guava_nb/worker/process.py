@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch is loaded when the order is read
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.protocol.messages import Message
     from guava_nb.status import OwnFigures
-    from guava_nb.worker.worker_session import Membership
+    from guava_nb.worker.worker_session import WorkerSession
 
     Tell = Callable[[dict[str, Any]], None]
 
@@ -53,7 +53,7 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.link.options import link_options
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.telemetry.hardware import pick_device
-    from guava_nb.worker.worker_session import Membership
+    from guava_nb.worker.worker_session import WorkerSession
 
     _print_stacks_when_asked()
     tell = _teller()
@@ -67,8 +67,8 @@ def _work(order: dict[str, Any]) -> int:
         config = DistributedConfig.from_dict(order["config"])
         code = None if order["code"] is None else JoinCode.decode(order["code"])
 
-        def new_member() -> Membership:
-            return Membership(
+        def new_member() -> WorkerSession:
+            return WorkerSession(
                 code, pick_device(order["device"]), order["name"], identity=bytes.fromhex(order["identity"]),
                 report=report, options=link_options(config),
             )  # fmt: skip
@@ -99,19 +99,21 @@ def _teller() -> Tell:
     return tell
 
 
-def _dial(member: Membership, tell: Tell) -> str:
+def _dial(member: WorkerSession, tell: Tell) -> str:
     _tee(member.send)
     _obey(member.loop.leave, member.redirect)
     with _figures_told(member.figures, tell):
         return member.run()
 
 
-def _be_dialled(new_member: Callable[[], Membership], config: DistributedConfig, listen: list[Any], tell: Tell) -> str:
+def _be_dialled(
+    new_member: Callable[[], WorkerSession], config: DistributedConfig, listen: list[Any], tell: Tell
+) -> str:
     from guava_nb.link.options import link_options
-    from guava_nb.worker.listening import Reception
+    from guava_nb.worker.listening import ListeningLoop
 
     host, port = listen
-    reception = Reception(new_member, link_options(config), host, port, config.tls)
+    reception = ListeningLoop(new_member, link_options(config), host, port, config.tls)
     code = reception.open()
     _tee(reception.send)
     _obey(lambda reason: reception.leave())

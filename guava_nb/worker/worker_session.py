@@ -27,7 +27,7 @@ from guava_nb.link.session_events import (
 )
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
-from guava_nb.replica.resident import OwnParts
+from guava_nb.replica.resident import ResidentParts
 from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.telemetry.hardware import describe
@@ -37,7 +37,7 @@ from guava_nb.worker.own_figures import OwnWork
 from guava_nb.worker.path_probe import Prober
 from guava_nb.worker.process_group import GroupSeat
 
-__all__ = ["Membership"]
+__all__ = ["WorkerSession"]
 
 _ANY_GENERATION = 1 << 62
 
@@ -45,7 +45,7 @@ _ANY_GENERATION = 1 << 62
 Report = Callable[[str, int, str], None]
 
 
-class Membership:
+class WorkerSession:
     """One worker in one session.
 
     Args:
@@ -62,7 +62,7 @@ class Membership:
         device: torch.device,
         name: str = "",
         *,
-        own: OwnParts | None = None,
+        own: ResidentParts | None = None,
         identity: bytes | None = None,
         options: LinkOptions | None = None,
         report: Report = lambda state, step, detail: None,

@@ -32,7 +32,7 @@ from guava_nb.link.dialler import dial
 from guava_nb.link.listener import Listener
 from guava_nb.link.session_events import MessageArrived, SessionClosed
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Channel, FlatTensor, Leave, MeanBucket
+from guava_nb.protocol.messages import Channel, FlatTensor, Leave, SumBucket
 from guava_nb.transport.certificate import self_signed_certificate
 
 REACH = 0.9
@@ -100,7 +100,7 @@ class Ours:
             self.answers.put(event)
 
     def move(self, tensor: memoryview) -> None:
-        record = MeanBucket("", 0, 0, 0, b"", FlatTensor("uint8", len(tensor)))
+        record = SumBucket("", 0, 0, 0, b"", FlatTensor("uint8", len(tensor)))
         self.session.send(record, Channel.GRADIENT, [tensor])
         assert isinstance(self.answers.get(timeout=60), MessageArrived)
 

@@ -318,9 +318,9 @@ def test_a_state_that_stayed_with_a_worker_after_the_run_is_taken_when_it_leaves
     slow = once_after(2, State, lambda worker: go_on.wait(20))  # the first is that of the epoch
     leaver = start(cluster, [slow])[0]
     job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Stop()], interrupt_grace_s=0.1))
-    cluster.on_idle_leave = lambda rank: take_over(job.ensemble, cluster, rank)
+    cluster.on_idle_leave = lambda rank: take_over(job.replica_set, cluster, rank)
     job.start()
-    assert job.run.wait(20) and job.ensemble.master_step < job.ensemble.step, "the state is not here yet"
+    assert job.run.wait(20) and job.replica_set.master_step < job.replica_set.step, "the state is not here yet"
     model = threading.Thread(target=job.run.model)
     if asked:  # as by a save, while it leaves
         model.start()
@@ -390,7 +390,7 @@ def test_a_step_that_counts_nothing_is_told_once(cluster: Cluster, monkeypatch: 
     data = torch.utils.data.TensorDataset(torch.randn(64, 10).double(), torch.full((64,), -100))
     start(cluster, [None])
     job = job_for(cluster, spec(), plan_for(torch.utils.data.DataLoader(data, batch_size=16), 1))
-    before = {name: value.clone() for name, value in job.ensemble.master.model.state_dict().items()}
+    before = {name: value.clone() for name, value in job.replica_set.master.model.state_dict().items()}
     job.start()
     finish(job.run)
     assert sum("step 1 counted nothing: its 16 samples" in line for line in told) == 1
@@ -574,10 +574,10 @@ def test_a_buffer_that_is_not_finite_is_called_a_buffer(
 
 def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
     """A worker answers an abort at once, and applies a step that was committed before it only then."""
-    ensemble = job_for(cluster, spec(), plan_for(loader())).ensemble
-    ensemble.note_commit(0, Committed("run-1", 2, 3))
-    ensemble.note_commit(0, Committed("run-1", 1, 4))
-    assert ensemble.generation_of[0] == 2 and ensemble.at[0] == 4
+    replica_set = job_for(cluster, spec(), plan_for(loader())).replica_set
+    replica_set.note_commit(0, Committed("run-1", 2, 3))
+    replica_set.note_commit(0, Committed("run-1", 1, 4))
+    assert replica_set.generation_of[0] == 2 and replica_set.at[0] == 4
 
 
 def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster) -> None:
@@ -597,22 +597,22 @@ def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster
     job.start()
     with pytest.raises(KeyError):
         finish(job.run)
-    assert job.ensemble.in_step(job) == [0, 1]
+    assert job.replica_set.in_step(job) == [0, 1]
     model, _ = plain(spec(), loader(), limit=4)
     assert difference(job.run.model(), model) <= 1e-9
 
 
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.protocol.messages import Cell
-    from guava_nb.sync.replica_set import Ensemble
+    from guava_nb.sync.replica_set import ReplicaSet
     from guava_nb.training.job import TrainingJob
     from tests.support.training import replica
 
     start(cluster, [None])
     plan = plan_for(loader(), 1)
-    ensemble = Ensemble("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
+    replica_set = ReplicaSet("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
     run = Run("run-1", "data", 1, None)
-    job = TrainingJob(ensemble, plan, run, cluster, lambda *a: None)
+    job = TrainingJob(replica_set, plan, run, cluster, lambda *a: None)
     job.start()
     assert run.wait(30)
     with pytest.raises(PreparationError, match=r"w0 cannot import 'no_such_library_xyz': run  %pip install no_such"):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
 from guava_nb.sync.replica_set import fetch_between_runs
-from guava_nb.sync.sharded_replica_set import GroupEnsemble, GroupLost
+from guava_nb.sync.sharded_replica_set import GroupLost, ShardedReplicaSet
 from guava_nb.training.run import Run
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
@@ -238,15 +238,15 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second group breaks before it has the snapshot: data and history go back all the same."""
-    forms, calls = GroupEnsemble._try_to_form, []
+    forms, calls = ShardedReplicaSet._try_to_form, []
 
-    def breaks_once(ensemble: GroupEnsemble, job: Any, members: Any) -> Any:
+    def breaks_once(replica_set: ShardedReplicaSet, job: Any, members: Any) -> Any:
         calls.append(members)
         if len(calls) == 2:
             raise GroupLost("a member was lost while the group formed")
-        return forms(ensemble, job, members)
+        return forms(replica_set, job, members)
 
-    monkeypatch.setattr(GroupEnsemble, "_try_to_form", breaks_once)
+    monkeypatch.setattr(ShardedReplicaSet, "_try_to_form", breaks_once)
     victim = session.ensure(2)[1]
     victim.trap("forward", 7)
     run = train(session, "zero", loader(), epochs=3, detach=True, settings={"zero_stage": 2})
@@ -276,7 +276,7 @@ def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: P
     run.stop()
     assert run.wait(30) and run.state == "stopped" and len(run.history) == committed
     with pytest.raises(WorkerLost, match="still in work there. Nothing is lost"):
-        fetch_between_runs(session.orch._ensemble, session.orch._open_cluster(), 0.5)
+        fetch_between_runs(session.orch._replica_set, session.orch._open_cluster(), 0.5)
     for worker in held:
         worker.release()
     session.orch.save_checkpoint(tmp_path / "after.pt")

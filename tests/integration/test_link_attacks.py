@@ -23,7 +23,7 @@ from guava_nb.link.handshake import Deadline, attach, prove, send_record
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionSuspect
 from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof
-from guava_nb.protocol.messages import KIND_OF, Attach, Channel, Goodbye, Leave, MeanBucket, Ping
+from guava_nb.protocol.messages import KIND_OF, Attach, Channel, Goodbye, Leave, Ping, SumBucket
 from guava_nb.transport.tcp import connect
 from tests.support.links import QUICK, World, eventually, nothing_left_behind, numbered, rss_bytes, world
 from tests.support.relay import Relay
@@ -212,7 +212,7 @@ def test_huge_lengths_in_a_session_end_it_alone() -> None:
     with besieged() as made:
         good, _ = made.dial()
         control, bulk = attached(made)
-        bulk.stream.send_all([header(KIND_OF[MeanBucket], 10, 1, 1 << 63)])
+        bulk.stream.send_all([header(KIND_OF[SumBucket], 10, 1, 1 << 63)])
         closed = made.here.wait_for(SessionClosed)[0]
         assert isinstance(closed.cause, FrameTooLarge)
         until_end(control.stream)
@@ -241,7 +241,7 @@ def test_truncated_at_every_stage(where: str) -> None:
 def test_a_truncated_message_makes_a_session_suspect() -> None:
     with besieged(grace_s=0.3) as made:
         control, bulk = attached(made)
-        bulk.stream.send_all([header(KIND_OF[MeanBucket], 100, 1000, 1000)])
+        bulk.stream.send_all([header(KIND_OF[SumBucket], 100, 1000, 1000)])
         bulk.stream.close()
         assert "middle of a message" in str(made.here.wait_for(SessionSuspect)[0].cause)
         control.stream.close()

@@ -11,15 +11,15 @@ from guava_nb.link import adaptive_compression as squeeze
 from guava_nb.link import dialler, listener
 from guava_nb.link.session import Session
 from guava_nb.link.session_events import MessageArrived, SessionResumed
-from guava_nb.protocol.messages import Channel, FlatTensor, MeanBucket
+from guava_nb.protocol.messages import Channel, FlatTensor, SumBucket
 from tests.support.links import QUICK, Recorder, nothing_left_behind, world
 from tests.support.relay import Relay
 
 TEXT = b"the same words come again and again in what people write; " * 50_000  # 2.9 MB
 
 
-def bucket(number: int, payload: bytes) -> MeanBucket:
-    return MeanBucket("run", 0, number, 0, b"", FlatTensor("uint8", len(payload)))
+def bucket(number: int, payload: bytes) -> SumBucket:
+    return SumBucket("run", 0, number, 0, b"", FlatTensor("uint8", len(payload)))
 
 
 def send(session: Session, numbers: range, payload: bytes = TEXT, channel: Channel = Channel.BATCH) -> None:

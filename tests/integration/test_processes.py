@@ -153,12 +153,12 @@ def test_bf16_learns_like_float32(three: Session) -> None:
 
 def loss_scales(three: Session) -> list[float]:
     """The scale in each worker's own scaler."""
-    ensemble, job = three.orch._ensemble, Job(three.orch._cluster)  # type: ignore[arg-type]
-    assert ensemble is not None
-    ensemble.attach(job)
+    replica_set, job = three.orch._replica_set, Job(three.orch._cluster)  # type: ignore[arg-type]
+    assert replica_set is not None
+    replica_set.attach(job)
     with job.attached():
-        ranks = ensemble.in_step(job)
-        states = [ensemble._fetch_from(job, rank, True, 20) for rank in ranks]
+        ranks = replica_set.in_step(job)
+        states = [replica_set._fetch_from(job, rank, True, 20) for rank in ranks]
     return [state["scaler"]["scale"] for state in states if state is not None]
 
 

@@ -17,9 +17,9 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import Composed, Outlook, budget_of, forecast_of
+from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of
 from guava_nb.protocol.messages import CacheSpec, Committed, Factory, GradientBucket, Message, RunSpec
-from guava_nb.sync.replica_set import Ensemble
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
@@ -65,31 +65,31 @@ class Session:
         self.number = 0
         self.saved: dict[str, Any] = {}
 
-    def outlook(self, run_spec: RunSpec, plan: TrainingPlan) -> Outlook:
-        ensemble = Ensemble(f"run-{self.number + 1}", run_spec, (), replica(run_spec))
-        return Outlook(
-            ensemble, plan, Composed(run_spec, None, [], Validation), self.count, False, 0, self.cluster.caches
+    def planned(self, run_spec: RunSpec, plan: TrainingPlan) -> PlannedRun:
+        replica_set = ReplicaSet(f"run-{self.number + 1}", run_spec, (), replica(run_spec))
+        return PlannedRun(
+            replica_set, plan, Composed(run_spec, None, [], Validation), self.count, False, 0, self.cluster.caches
         )
 
     def train(self, run_spec: RunSpec, plan: TrainingPlan, folder: Path, begin: Any = None) -> Run:
         self.number += 1
-        ensemble = Ensemble(f"run-{self.number}", run_spec, (), replica(run_spec))
+        replica_set = ReplicaSet(f"run-{self.number}", run_spec, (), replica(run_spec))
         if begin is not None:
             content = checkpoint.read(begin)
-            ensemble.master.load_state({key: content[key] for key in ("model", "buffers", "optimizer")})
-            ensemble.step = ensemble.master_step = content["step"]
+            replica_set.master.load_state({key: content[key] for key in ("model", "buffers", "optimizer")})
+            replica_set.step = replica_set.master_step = content["step"]
         run = Run(f"run-{self.number}", "data", plan.num_epochs, None)
         plan.save_folder = folder
 
         def save(path: Path, position: Position, step: int) -> None:
-            checkpoint.write(path, ensemble.master.state(), step, position, run_spec)
+            checkpoint.write(path, replica_set.master.state(), step, position, run_spec)
             self.saved["path"] = path
 
         meter = wire_meter(self.cluster, run_spec)
         if plan.budget is not None:
             plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
-        job = TrainingJob(ensemble, plan, run, self.cluster, save)
-        run.connect(meter, job.interrupt, lambda: ensemble.master.model)
+        job = TrainingJob(replica_set, plan, run, self.cluster, save)
+        run.connect(meter, job.interrupt, lambda: replica_set.master.model)
         job.start()
         assert run.wait(60), run
         return run.result()
@@ -100,7 +100,7 @@ def plan_for(data: Any, val: Any = None, epochs: int = 3, **changes: Any) -> Tra
 
 
 def forecast(session: Session, run_spec: RunSpec, plan: TrainingPlan) -> Forecast:
-    return forecast_of(session.outlook(run_spec, plan), DistributedConfig(), (None, None))
+    return forecast_of(session.planned(run_spec, plan), DistributedConfig(), (None, None))
 
 
 def assert_close(made: Forecast, run: Run) -> None:
@@ -200,7 +200,7 @@ def test_a_loader_without_a_length_gives_a_step_alone(cluster: Cluster) -> None:
 
 def budgeted(session: Session, run_spec: RunSpec, limit_bytes: int, rows: int = 203, **changes: Any) -> TrainingPlan:
     plan = plan_for(loader(rows=rows), loader(rows=60), snapshot_every_steps=0, **changes)
-    plan.budget = budget_of(Limit(limit_bytes, None), session.outlook(run_spec, plan))
+    plan.budget = budget_of(Limit(limit_bytes, None), session.planned(run_spec, plan))
     return plan
 
 

@@ -20,7 +20,7 @@ from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionR
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, Message, channel_of, counted_as
 from guava_nb.protocol.tensor_bounds import check_tensors
-from guava_nb.replica.resident import OwnParts
+from guava_nb.replica.resident import ResidentParts
 from guava_nb.worker.loop import WorkerLoop
 
 
@@ -94,7 +94,7 @@ class DirectWorker:
         self._cluster = cluster
         self._hook = hook
         self._kept: list[MessageArrived] = []
-        own = None if own_model is None else OwnParts(own_model)
+        own = None if own_model is None else ResidentParts(own_model)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
         run_shard = self.loop._run_shard
 

@@ -19,7 +19,7 @@ from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
 from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
-from guava_nb.protocol.messages import Channel, FlatTensor, Leave, MeanBucket, Message
+from guava_nb.protocol.messages import Channel, FlatTensor, Leave, Message, SumBucket
 
 QUICK = LinkOptions(heartbeat_s=0.05, silence_s=1.0, grace_s=10.0, connect_timeout_s=5.0, auth_timeout_s=5.0)
 
@@ -137,7 +137,7 @@ def numbered(number: int, channel: Channel, nbytes: int) -> tuple[Message, Chann
         return Leave(str(number)), channel, []
     payload = memoryview(pattern(number, channel, nbytes))
     half = nbytes // 3
-    return MeanBucket("", 0, number, 0, b"", FlatTensor("uint8", nbytes)), channel, [payload[:half], payload[half:]]
+    return SumBucket("", 0, number, 0, b"", FlatTensor("uint8", nbytes)), channel, [payload[:half], payload[half:]]
 
 
 def pattern(number: int, channel: Channel, nbytes: int) -> bytes:

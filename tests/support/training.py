@@ -13,7 +13,7 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
-from guava_nb.sync.replica_set import Ensemble, fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
@@ -67,13 +67,13 @@ def replica(run_spec: RunSpec) -> Replica:
 
 
 def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
-    ensemble = Ensemble(run_id, run_spec, (), replica(run_spec))
+    replica_set = ReplicaSet(run_id, run_spec, (), replica(run_spec))
     run = Run(run_id, "data", plan.num_epochs, None)
-    job = TrainingJob(ensemble, plan, run, cluster, lambda path, position, step: None)
+    job = TrainingJob(replica_set, plan, run, cluster, lambda path, position, step: None)
 
     def model() -> torch.nn.Module:
-        fetch_between_runs(ensemble, cluster, 20)
-        return ensemble.master.model
+        fetch_between_runs(replica_set, cluster, 20)
+        return replica_set.master.model
 
     run.connect(run._wire, job.interrupt, model)
     return job

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel.interface import Part
-from guava_nb.parallel.loss_interface import Criterion, Forward, Look, MakeOptimizer, Measured, Predicted
+from guava_nb.parallel.loss_interface import Criterion, Forward, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
 from guava_nb.parallel.pipeline.microbatch_sums import Tally
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
@@ -191,10 +191,10 @@ class PipelinePart(Part):
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
-    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, look: Look | None = None) -> Measured:
+    def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
         """Measure a batch in evaluation mode, without gradients; arguments as for `train_batch`.
 
-        `look` sees outputs, targets and rows of each micro-batch, on the last rank.
+        `observer` sees outputs, targets and rows of each micro-batch, on the last rank.
         """
         if stand_in and not self._hooks.runs_stand_ins:
             return _NOTHING
@@ -203,8 +203,8 @@ class PipelinePart(Part):
 
         def last(number: int, outputs: Any) -> None:
             tally.add(self._criterion(outputs, targets[number], sizes[number]))
-            if look is not None and not stand_in:
-                look(whole_logits(outputs), targets[number], sizes[number])
+            if observer is not None and not stand_in:
+                observer(whole_logits(outputs), targets[number], sizes[number])
 
         count = min(self._spec.micro_batches, rows)
         sizes = micro_batch_sizes(rows, count)

@@ -32,7 +32,7 @@ class BufferAverage:
     """Averages moved buffers over a group; one small message a step tells which moved, none without buffers."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Look at the buffers of a model whose replicas are the ranks of `group`."""
+        """Observer at the buffers of a model whose replicas are the ranks of `group`."""
         self._model = model
         self._group = group
         self._before: list[Tensor] = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from guava_nb.cluster import line_rate as line_survey
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.report_checks import is_sound, odd_of_energy, odd_of_line, without_odd
+from guava_nb.cluster.report_checks import first_invalid_energy, first_invalid_rate, is_valid, without_invalid
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkClosed
 from guava_nb.link.session_events import MessageArrived, SessionClosed
@@ -29,7 +29,7 @@ from guava_nb.protocol.messages import (
     TaskEnergy,
     channel_of,
 )
-from guava_nb.sync.exchange import Exchange
+from guava_nb.sync.exchange import StepExchange
 from tests.support.direct import DirectSession
 
 HELLO = Hello("w", "spawned", {}, "host", 1, "cpu", "a CPU", "", None, 1, None)
@@ -38,10 +38,10 @@ BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_sound_figure_is_finite_and_not_negative(figure: float) -> None:
-    assert is_sound(figure) == (math.isfinite(figure) and -1e-6 <= figure <= 1e30)
-    found, odd = without_odd(Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, figure, 0.5, 0.25, tokens=figure))
-    assert (odd == "") == is_sound(figure)
-    assert (found.forward_s, found.tokens) == ((figure, figure) if is_sound(figure) else (0.0, None))
+    assert is_valid(figure) == (math.isfinite(figure) and -1e-6 <= figure <= 1e30)
+    found, odd = without_invalid(Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, figure, 0.5, 0.25, tokens=figure))
+    assert (odd == "") == is_valid(figure)
+    assert (found.forward_s, found.tokens) == ((figure, figure) if is_valid(figure) else (0.0, None))
     assert (found.backward_s, found.wait_s, found.rows) == (0.5, 0.25, 4)
 
 
@@ -51,7 +51,7 @@ def test_every_figure_of_a_report_is_looked_at(bad: float) -> None:
         BoardEnergy("k", "n", "m", 1.0),
         Energy("r", 0, 1.0, (BoardEnergy("k", "n", "m", None),), rates=(None, 0.0)),
     )
-    assert odd_of_energy(fine) == ""
+    assert first_invalid_energy(fine) == ""
     for report in (
         Energy("r", 0, bad),
         Energy("r", 0, 1.0, (board, BoardEnergy("k", "n", "m", bad))),
@@ -61,10 +61,10 @@ def test_every_figure_of_a_report_is_looked_at(bad: float) -> None:
         Energy("r", 0, 1.0, power_w=bad),
         Energy("r", 0, 1.0, up_bytes_s=bad),
     ):
-        assert odd_of_energy(report)
+        assert first_invalid_energy(report)
     for found in (LineMeasured(1, 0.1, bad, 1.0), LineMeasured(1, 0.1, 1.0, bad), LineMeasured(1, 0.1, 0.0, 1.0)):
-        assert odd_of_line(found)
-    assert odd_of_line(LineMeasured(1, 0.1, 1.0, 1.0)) == ""
+        assert first_invalid_rate(found)
+    assert first_invalid_rate(LineMeasured(1, 0.1, 1.0, 1.0)) == ""
 
 
 class Seated:
@@ -147,8 +147,8 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     assert seated.cluster.roster.members[0].line == (None, None)
     exchange = SimpleNamespace(_job=SimpleNamespace(cluster=seated.cluster))
     bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
-    assert Exchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
-    assert Exchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
+    assert StepExchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
+    assert StepExchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
     seated.lose()
     assert [n.split(" reported")[0] for n in seated.notices if "cannot be" in n] == ["w", "w"]
     assert sum("line" in n for n in seated.notices) == 1

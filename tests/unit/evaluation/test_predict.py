@@ -14,9 +14,9 @@ from guava_nb.protocol.messages import Factory, Wanted
 
 def asked(preprocess: Factory | None = None, step: Factory | None = None) -> dict[str, Any]:
     spec = SimpleNamespace(model=Factory("Net"), precision="fp32", preprocess=preprocess)
-    ensemble: Any = SimpleNamespace(spec=spec, cells=(), master=SimpleNamespace(model=nn.Linear(1, 1, bias=False)))
-    nn.init.zeros_(ensemble.master.model.weight)
-    return _asked(ensemble, [], None, Wanted(step=step))
+    replica_set: Any = SimpleNamespace(spec=spec, cells=(), master=SimpleNamespace(model=nn.Linear(1, 1, bias=False)))
+    nn.init.zeros_(replica_set.master.model.weight)
+    return _asked(replica_set, [], None, Wanted(step=step))
 
 
 @pytest.mark.parametrize("one", [None, Factory("twice"), Factory("scaled", {"by": 2})])

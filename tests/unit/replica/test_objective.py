@@ -112,9 +112,9 @@ def test_shared_modules_and_aliases_of_torch_criteria_keep_their_true_denominato
 def test_right_predictions_are_counted_where_they_have_a_meaning() -> None:
     outputs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
     run = objective("CrossEntropyLoss")
-    assert int(run(identity(), (outputs, torch.tensor([0, 1, 1])), 3, judge=True).correct) == 2
+    assert int(run(identity(), (outputs, torch.tensor([0, 1, 1])), 3, count_correct=True).correct) == 2
     assert run(identity(), (outputs, torch.tensor([0, 1, 1])), 3).correct is None
-    assert objective("MSELoss")(identity(), (outputs, torch.zeros(3, 2)), 3, judge=True).correct is None
+    assert objective("MSELoss")(identity(), (outputs, torch.zeros(3, 2)), 3, count_correct=True).correct is None
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,10 @@ def test_a_metric_that_writes_into_outputs_changes_no_loss() -> None:
     measure, plain = objective("CrossEntropyLoss"), functional.cross_entropy(outputs, labels)
     right = int((outputs.argmax(1) == labels).sum())
     loss = measure(
-        identity(), (outputs.clone(), labels), 6, judge=True, look=lambda outputs, targets, rows: outputs.zero_()
+        identity(),
+        (outputs.clone(), labels),
+        6,
+        count_correct=True,
+        observer=lambda outputs, targets, rows: outputs.zero_(),
     )
     assert mean(loss) == pytest.approx(float(plain)) and loss.correct is not None and int(loss.correct) == right

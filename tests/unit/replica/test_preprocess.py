@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory
-from guava_nb.replica.preprocess import Treatment
+from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.replica import ShardWork
 from tests.support.star import CPU, replica, resolver, spec
 
@@ -79,7 +79,7 @@ def test_augment_comes_first_and_only_in_training() -> None:
 
 
 def treat(function: Any, batch: Any, **changes: Any) -> Any:
-    return Treatment(spec(preprocess=Factory("f"), **changes), resolver(f=function), CPU).judge(batch)
+    return Preprocessing(spec(preprocess=Factory("f"), **changes), resolver(f=function), CPU).for_evaluation(batch)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_nonsense_is_named(function: Any, sentence: str) -> None:
 
 def test_what_is_no_function_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
-        Treatment(spec(preprocess=Factory("f")), resolver(f=3), CPU)
+        Preprocessing(spec(preprocess=Factory("f")), resolver(f=3), CPU)
     with pytest.raises(ConfigError, match="cannot be found"):
-        Treatment(spec(augment=Factory("missing")), resolver(), CPU)
+        Preprocessing(spec(augment=Factory("missing")), resolver(), CPU)
 
 
 def test_structure_and_dtype_stay_unless_the_run_is_in_float64() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import TensorInfo
 from guava_nb.replica.buckets import build_layout
-from guava_nb.replica.resident import HeldOptimizer, OwnParts, describe_model, likeness
+from guava_nb.replica.resident import HeldOptimizer, ResidentParts, describe_model, likeness
 
 
 class Odd(nn.Module):
@@ -84,11 +84,11 @@ def test_the_optimizer_s_state_is_kept_as_it_came() -> None:
 
 def test_what_a_worker_has_of_its_own() -> None:
     model = nn.Linear(2, 2)
-    parts = OwnParts(model, nn.MSELoss(), service="validation")
+    parts = ResidentParts(model, nn.MSELoss(), service="validation")
     assert parts.names() == ("model", "criterion", "service")
     assert parts.find("@model") is model
     for name in ("@optimizer", "@service", "@find"):
         with pytest.raises(ConfigError, match="no .* of its own"):
             parts.find(name)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert OwnParts(model, optimizer=optimizer).find("@optimizer")([]) is optimizer  # type: ignore[operator]
+    assert ResidentParts(model, optimizer=optimizer).find("@optimizer")([]) is optimizer  # type: ignore[operator]

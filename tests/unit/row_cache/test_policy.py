@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.row_cache.policy import HELD, KEEP, Holdings, cost_function, deal, digest_of
+from guava_nb.row_cache.policy import HELD, KEEP, CachePolicy, cost_function, deal, digest_of
 
 
 def key(number: int) -> bytes:
@@ -18,7 +18,7 @@ class Worker:
     def __init__(self) -> None:
         self.rows: dict[bytes, int] = {}
 
-    def obey(self, held: Holdings, numbers: list[int], size: int) -> list[int]:
+    def obey(self, held: CachePolicy, numbers: list[int], size: int) -> list[int]:
         keys = [key(n) for n in numbers]
         order = held.order(keys, [size] * len(keys))
         sent = {keys[place] for place in order.to_send()}
@@ -38,7 +38,7 @@ def test_the_worker_holds_what_stands_here_and_never_more_than_its_budget(
     history: list[list[int] | set[int] | None], room: int
 ) -> None:
     cost = cost_function("memory")(100)
-    held, worker = Holdings(room * cost), Worker()
+    held, worker = CachePolicy(room * cost), Worker()
     for event in history:
         if event is None:
             held.next_pass()
@@ -55,7 +55,7 @@ def test_the_worker_holds_what_stands_here_and_never_more_than_its_budget(
 
 
 def test_a_data_set_that_fits_is_sent_once_in_whatever_order() -> None:
-    held, worker = Holdings(100 * cost_function("memory")(10)), Worker()
+    held, worker = CachePolicy(100 * cost_function("memory")(10)), Worker()
     assert worker.obey(held, list(range(100)), 10) == list(range(100))
     for order in (range(100), range(99, -1, -1)):
         held.next_pass()
@@ -63,7 +63,7 @@ def test_a_data_set_that_fits_is_sent_once_in_whatever_order() -> None:
 
 
 def test_of_a_data_set_that_does_not_fit_a_part_stays() -> None:
-    held, worker = Holdings(40 * cost_function("memory")(10)), Worker()
+    held, worker = CachePolicy(40 * cost_function("memory")(10)), Worker()
     for _ in range(4):
         held.next_pass()
         sent = [n for start in range(0, 100, 10) for n in worker.obey(held, list(range(start, start + 10)), 10)]
@@ -71,7 +71,7 @@ def test_of_a_data_set_that_does_not_fit_a_part_stays() -> None:
 
 
 def test_rows_that_nobody_uses_any_more_make_room() -> None:
-    held, worker = Holdings(10 * cost_function("memory")(10)), Worker()
+    held, worker = CachePolicy(10 * cost_function("memory")(10)), Worker()
     for epoch in range(4):
         held.next_pass()
         worker.obey(held, [100 * epoch + n for n in range(10)], 10)  # samples that change
@@ -80,13 +80,13 @@ def test_rows_that_nobody_uses_any_more_make_room() -> None:
 
 
 def test_a_row_larger_than_the_budget_is_sent_and_not_kept() -> None:
-    held, worker = Holdings(1000), Worker()
+    held, worker = CachePolicy(1000), Worker()
     assert worker.obey(held, [1, 1, 2], 5000) == [1, 2]
     assert not worker.rows and held.used_bytes == 0
 
 
 def test_a_number_of_rows_is_a_limit_too() -> None:
-    held, worker = Holdings(1 << 40, max_rows=3), Worker()
+    held, worker = CachePolicy(1 << 40, max_rows=3), Worker()
     worker.obey(held, list(range(5)), 1)
     assert len(held) == len(worker.rows) == 3
 
@@ -110,7 +110,7 @@ def test_without_holders_shares_are_contiguous() -> None:
 
 
 def test_what_a_worker_lists_counts_from_then_on() -> None:
-    held = Holdings(10_000)
+    held = CachePolicy(10_000)
     held.order([key(1)], [10])
     held.replace({key(2): 10, key(3): 20})
     assert held.keys() == {key(2), key(3)} and held.digest() == digest_of([key(3), key(2)])

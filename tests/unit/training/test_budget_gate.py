@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from guava_nb.errors import CheckpointError
-from guava_nb.training.budget_gate import Spending
+from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent, Costs, Limit, slack_bytes
 
 COSTS = Costs(start=1000, state=5000, step=300, batch_times=1, validation=2000, workers=2)
@@ -27,7 +27,7 @@ class Job:
         self.cluster = SimpleNamespace(
             notice=self.told.append, name=lambda rank: f"w{rank}", let_go=lambda rank, reason: self.gone.append(rank)
         )
-        self.ensemble: Any = SimpleNamespace(
+        self.replica_set: Any = SimpleNamespace(
             at={0: 3, 1: 2}, step=3, master_step=-1, least=1, route=SimpleNamespace(path="relay")
         )
         self.ready, self.drained = {0, 1}, 0
@@ -40,11 +40,11 @@ class Job:
 
     def drain(self) -> None:
         self.drained += 1
-        self.ensemble.at = {0: 9, 1: 9}
+        self.replica_set.at = {0: 9, 1: 9}
 
     @property
-    def spending(self) -> Spending:
-        return Spending(self, self.budget)  # type: ignore[arg-type]
+    def budget_gate(self) -> BudgetGate:
+        return BudgetGate(self, self.budget)  # type: ignore[arg-type]
 
 
 FULL = 100_000 - RESERVE
@@ -53,45 +53,45 @@ FULL = 100_000 - RESERVE
 def test_what_has_no_room_waits_for_what_is_under_way_and_then_gives_up() -> None:
     job = Job(FULL - 2 * 315 - 100)
     job.budget.issued(5, 315, 0)
-    assert job.spending.afford_step([]) == pytest.approx(315) and job.drained == 1
+    assert job.budget_gate.afford_step([]) == pytest.approx(315) and job.drained == 1
     with pytest.raises(BudgetSpent):
-        Job(FULL - 400).spending.afford_step([])
+        Job(FULL - 400).budget_gate.afford_step([])
 
 
 def test_steps_that_all_have_applied_are_paid_for() -> None:
     job = Job(FULL - 2 * 315 * 2 - 50)
     for step in (1, 2, 3):
         job.budget.issued(step, 315, 0)
-    assert job.spending.afford_step([]) == pytest.approx(315) and not job.drained
+    assert job.budget_gate.afford_step([]) == pytest.approx(315) and not job.drained
 
 
 def test_the_state_in_between_comes_only_where_the_last_one_keeps_its_room() -> None:
-    assert Job(0).spending.affords_state("snapshot")
+    assert Job(0).budget_gate.affords_state("snapshot")
     job = Job(FULL - 5000)
-    spending = job.spending
-    assert not spending.affords_state("save") and not spending.affords_state("save") and len(job.told) == 1
+    budget_gate = job.budget_gate
+    assert not budget_gate.affords_state("save") and not budget_gate.affords_state("save") and len(job.told) == 1
     with pytest.raises(CheckpointError, match=r"takes 5\.0 kB, and of the 43\.0 kB"):
-        spending.refuse_save()
-    job.ensemble.master_step = job.ensemble.step
-    spending.refuse_save()
+        budget_gate.refuse_save()
+    job.replica_set.master_step = job.replica_set.step
+    budget_gate.refuse_save()
 
 
 def test_newcomers_and_a_new_start_need_room_for_the_state() -> None:
-    assert Job(0).spending.affords_newcomers([2])
+    assert Job(0).budget_gate.affords_newcomers([2])
     job = Job(FULL - 6000)
-    assert not job.spending.affords_newcomers([2]) and job.out == [2] and "w2 came too late" in job.told[0]
-    Job(0).spending.afford_start_over()
+    assert not job.budget_gate.affords_newcomers([2]) and job.out == [2] and "w2 came too late" in job.told[0]
+    Job(0).budget_gate.afford_start_over()
     with pytest.raises(BudgetSpent):
-        Job(FULL - 3000).spending.afford_start_over()
+        Job(FULL - 3000).budget_gate.afford_start_over()
 
 
 def test_a_validation_needs_room_and_teaches_what_it_takes() -> None:
-    with pytest.raises(BudgetSpent), Job(FULL - 3000).spending.validation():
+    with pytest.raises(BudgetSpent), Job(FULL - 3000).budget_gate.validation():
         pass
     used = [0]
     job = Job(0)
     job.budget.used = lambda: used[0]
-    with job.spending.validation():
+    with job.budget_gate.validation():
         used[0] = 70_000
     assert job.budget.validation_cost == 70_000
 
@@ -99,19 +99,21 @@ def test_a_validation_needs_room_and_teaches_what_it_takes() -> None:
 def test_who_breaks_is_let_go_only_where_nothing_can_be_sent_again() -> None:
     for used, gone in ((0, []), (FULL + 10, [1])):
         job = Job(used)
-        job.spending.on_broken(1)
+        job.budget_gate.on_broken(1)
         assert job.gone == gone
 
 
 def test_without_a_budget_everything_is_allowed() -> None:
     job = Job(10**9)
-    spending = Spending(job, None)  # type: ignore[arg-type]
-    assert spending.afford_step([]) == 0.0 and spending.affords_state("save") and spending.affords_newcomers([2])
-    spending.begin()
-    spending.issued(0, 1)
-    spending.afford_start_over()
-    spending.refuse_save()
-    spending.on_broken(0)
-    with spending.validation(), spending.aside():
+    budget_gate = BudgetGate(job, None)  # type: ignore[arg-type]
+    assert (
+        budget_gate.afford_step([]) == 0.0 and budget_gate.affords_state("save") and budget_gate.affords_newcomers([2])
+    )
+    budget_gate.begin()
+    budget_gate.issued(0, 1)
+    budget_gate.afford_start_over()
+    budget_gate.refuse_save()
+    budget_gate.on_broken(0)
+    with budget_gate.validation(), budget_gate.aside():
         pass
     assert not job.told and not job.gone

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from guava_nb.training.poison_samples import Blame
+from guava_nb.training.poison_samples import PoisonSamples
 
 A, B = (0, 0, 31), (0, 32, 63)
 
 
 def test_the_third_worker_lost_over_the_same_samples_is_told() -> None:
-    blame = Blame()
+    blame = PoisonSamples()
     for rank in (0, 1):
         blame.hold(rank, A)
         assert blame.lost(rank) is None
@@ -16,7 +16,7 @@ def test_the_third_worker_lost_over_the_same_samples_is_told() -> None:
 
 
 def test_other_samples_returns_and_success_are_no_evidence() -> None:
-    blame = Blame()
+    blame = PoisonSamples()
     for rank in (0, 1):
         blame.hold(rank, A)
         blame.lost(rank)
@@ -31,7 +31,7 @@ def test_other_samples_returns_and_success_are_no_evidence() -> None:
 
 
 def test_what_a_member_was_at_first_counts() -> None:
-    blame = Blame()
+    blame = PoisonSamples()
     for rank in (0, 1, 2):
         blame.hold(rank, A)
         blame.hold(rank, B)  # issued again to nobody in particular meanwhile

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from guava_nb.replica.batch import place
-from guava_nb.worker.device_prefetch import Ahead, copier_for
+from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
 
 
 class Slow:
@@ -45,7 +45,7 @@ def give(value: str, log: list[str]) -> Callable[[], str]:
 
 def test_the_copy_goes_on_while_the_caller_works_and_is_taken_once() -> None:
     copier = Slow()
-    ahead = Ahead(copier)
+    ahead = DevicePrefetch(copier)
     assert ahead.take("a", give("a", copier.log)) == "a"  # nothing was begun
     ahead.begin("b", give("b", copier.log))  # returns although the copy cannot end yet
     ahead.begin("b", give("b", copier.log))  # asked again: under way already
@@ -60,7 +60,7 @@ def test_the_copy_goes_on_while_the_caller_works_and_is_taken_once() -> None:
 def test_another_shard_than_the_one_begun_is_loaded_in_its_turn() -> None:
     copier = Slow()
     copier.go.set()
-    ahead = Ahead(copier)
+    ahead = DevicePrefetch(copier)
     ahead.begin("old generation", give("b", copier.log))
     assert ahead.take("new generation", give("c", copier.log)) == "c"
     ahead.close()
@@ -70,7 +70,7 @@ def test_what_fails_ahead_is_done_again_in_its_turn() -> None:
     copier = Slow()
     copier.fails = True
     copier.go.set()
-    ahead = Ahead(copier)
+    ahead = DevicePrefetch(copier)
     ahead.begin("b", give("b", copier.log))
     assert ahead.take("b", give("b", copier.log)) == "b"
 
@@ -85,7 +85,7 @@ def test_what_fails_ahead_is_done_again_in_its_turn() -> None:
 
 def test_on_the_cpu_nothing_is_begun_and_nothing_copied() -> None:
     assert copier_for(torch.device("cpu")) is None
-    ahead, batch = Ahead(None), {"x": torch.ones(3), "text": ["a"]}
+    ahead, batch = DevicePrefetch(None), {"x": torch.ones(3), "text": ["a"]}
     ahead.begin("a", lambda: pytest.fail("loaded ahead for nothing"))
     assert ahead.take("a", lambda: batch) is batch
     assert place(batch, torch.device("cpu")) is batch
@@ -94,7 +94,7 @@ def test_on_the_cpu_nothing_is_begun_and_nothing_copied() -> None:
 def test_closing_leaves_no_thread() -> None:
     before = threading.active_count()
     copier = Slow()
-    ahead = Ahead(copier)
+    ahead = DevicePrefetch(copier)
     ahead.begin("a", give("a", copier.log))
     copier.go.set()
     ahead.close()
@@ -104,7 +104,7 @@ def test_closing_leaves_no_thread() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 def test_on_cuda_the_batch_arrives_whole_while_the_device_is_busy() -> None:
     device = torch.device("cuda", 0)
-    ahead = Ahead(copier_for(device))
+    ahead = DevicePrefetch(copier_for(device))
     busy = torch.randn(4096, 4096, device=device)
     for number in range(20):
         batch = {"x": torch.full((3 << 20,), number, dtype=torch.uint8), "y": (torch.tensor(number), "text")}

@@ -8,7 +8,7 @@ import torch
 from guava_nb.errors import GuavaError, LinkBroken, LinkClosed
 from guava_nb.link.session_events import SessionClosed
 from guava_nb.protocol.messages import Leave, Message
-from guava_nb.worker.worker_session import Membership
+from guava_nb.worker.worker_session import WorkerSession
 
 
 class Session:
@@ -17,7 +17,7 @@ class Session:
     rate_bytes_s = (None, None)
 
     def __init__(self) -> None:
-        self.member = Membership(None, torch.device("cpu"), "w0")
+        self.member = WorkerSession(None, torch.device("cpu"), "w0")
         self.sent: list[Message] = []
 
     def send(self, message: Message, channel: int, buffers: object = ()) -> None:
