@@ -1,4 +1,4 @@
-"""The two-sided form: data and DataLoader in one script, model and optimizer in another; neither side trains in another way than every run does."""
+"""The two-sided form: the script with the data and the script with the model; knows sessions and runs, trains nothing itself."""
 
 from guava_nb.split.cpu import CPULoader
 from guava_nb.split.gpu import ColabGPUTrainer, GPUTrainer
