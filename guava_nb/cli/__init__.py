@@ -1,1 +1,1 @@
-"""The `guava` command: parses a line, calls one object, shows the result. Knows the objects of the rooms below; knows no message."""
+"""The `guava` command: parses a line, calls one object, shows the result. Knows the objects below; knows no message."""
