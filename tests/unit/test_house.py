@@ -288,6 +288,19 @@ def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
     assert sorted(set(paths) - there) == []
 
 
+def test_methods_named_on_the_page_of_the_house_exist() -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    classes = {
+        found.name: {function.name for function in functions(found)}
+        for path in SOURCES
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(found, ast.ClassDef)
+    }
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
+    assert named
+    assert [f"{owner}.{method}" for owner, method in named if method not in classes.get(owner, set())] == []
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
 def test_every_folder_says_what_it_is(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
