@@ -1,4 +1,4 @@
-"""The house rules that a tool can check: layers, lint, types, budgets, names, packaging, the README's commands."""
+"""The house rules that a tool can check: layers, lint, types, sizes, imports, READMEs, packaging, the README's commands."""
 
 from __future__ import annotations
 
