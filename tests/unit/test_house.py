@@ -273,10 +273,12 @@ def modules_of(room: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
-    named = {word.rstrip("/") for word in table_files(room / "README.md")}
+    """With or without its ending; a folder that is named stands for all of its files."""
+    named = {word.rstrip("/").removesuffix(".py") for word in table_files(room / "README.md")}
     folders = {word for word in named if (room / word).is_dir()}
-    assert sorted(named - folders - modules_of(room)) == [], "files that do not exist"
-    unnamed = {file for file in modules_of(room) - named if not any(file.startswith(f"{one}/") for one in folders)}
+    modules = {file.removesuffix(".py") for file in modules_of(room)}
+    assert sorted(named - folders - modules) == [], "files that do not exist"
+    unnamed = {file for file in modules - named if not any(file.startswith(f"{one}/") for one in folders)}
     assert sorted(unnamed) == [], "files that the table leaves out"
 
 
