@@ -406,7 +406,7 @@ class Orchestrator(SessionHost):
     def _guessed_start(
         self, composed: Composed, plan: TrainingPlan, resume: str | Path | None, fresh: bool
     ) -> tuple[ReplicaSet, bool]:
-        """The replica set as it would begin, as to sizes; and whether there would be an optimizer's state."""
+        """The ensemble as it would begin, as to sizes; and whether there would be an optimizer's state."""
         spec, cells = composed.spec, self._ledger.cells()
         start = None if fresh else self._resume
         if resume is not None:

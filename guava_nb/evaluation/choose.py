@@ -1,4 +1,4 @@
-"""Which exchange and which pass go with a replica set: replicas have a star, parts of one model have a group."""
+"""Which exchange and which pass go with an ensemble: replicas have a star, parts of one model have a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyExchange = StarExchange | GroupExchange
 
 
 def pass_for(job: Job, replica_set: ReplicaSet, form_again: Callable[[GroupLost], None] | None = None) -> Pass:
-    """Return what walks a loader on this replica set; `form_again` as for `GroupPass`."""
+    """Return what walks a loader on this ensemble; `form_again` as for `GroupPass`."""
     return (
         GroupPass(job, replica_set, form_again)
         if isinstance(replica_set, ShardedReplicaSet)
@@ -34,7 +34,7 @@ def pass_for(job: Job, replica_set: ReplicaSet, form_again: Callable[[GroupLost]
 def tools_for(
     job: Job, replica_set: ReplicaSet, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
 ) -> tuple[Pass, AnyExchange]:
-    """Return what validates on this replica set and what does its steps."""
+    """Return what validates on this ensemble and what does its steps."""
     walk = pass_for(job, replica_set)
     if isinstance(replica_set, ShardedReplicaSet):
         return walk, GroupExchange(job, replica_set, on_commit, on_applied, credit)

@@ -1,6 +1,6 @@
 """What a run will send and receive, reckoned before it: the arithmetic, and the record that a person sees.
 
-Pure: it is told what a step, a batch, a state takes (see `star_bytes`) and adds up. Bytes are those of the
+Pure: it is told what a step, a batch, a state takes (see `forecast_parts`) and adds up. Bytes are those of the
 orchestrator's sessions with all headers, before encryption, uncompressed.
 """
 

@@ -1,6 +1,6 @@
 """What a run consists of, measured: its own records are made of its first batches and its model, and weighed, not sent.
 
-Whole replicas here; models that are spread over a group in `group_bytes`. Nothing is started and nothing is changed.
+Whole replicas here; models that are spread over a group in `forecast_group`. Nothing is started and nothing is changed.
 """
 
 from __future__ import annotations

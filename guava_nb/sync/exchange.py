@@ -22,7 +22,7 @@ class StepExchange:
     """All steps in flight of one run.
 
     Args:
-        on_commit: called when a step is committed, with (step in flight, commit, loss_sum, count).
+        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
         on_applied: called when a worker reports that it applied a step.
         credit: is told what is sent and what is worked on.
 

@@ -83,7 +83,7 @@ class ReplicaSet:
         """Take what must be known of the data beforehand: nothing for whole replicas."""
 
     def attach(self, job: Job) -> None:
-        """Handle this replica set's messages in that job."""
+        """Handle this ensemble's messages in that job."""
         job.run_id, job.forget = self.run_id, self.drop
         for record, handler in (
             (Prepared, self._on_prepared),

@@ -69,7 +69,7 @@ def is_own(spec: RunSpec) -> bool:
 def adopt(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
 ) -> ResidentReplicaSet:
-    """Return a replica set that begins with what the first worker with a model of its own holds.
+    """Return an ensemble that begins with what the first worker with a model of its own holds.
 
     Raises:
         ClusterError: no such worker is here.

@@ -1,6 +1,6 @@
 """The `star` exchange: shards go out, buckets come in, sums and commits go out.
 
-Carries out what the step machines decide. Knows the steps in flight; what a commit means for the run is the job's business.
+Carries out what the step machines decide. Knows the flights; what a commit means for the run is the job's business.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class StepInFlight:
     """One step that has been issued and not yet committed.
 
     Attributes:
-        members: ranks that take part: they get the sums whether or not they have a shard.
+        members: ranks that take part: they get the means whether or not they have a shard.
         shards: each shard's record, still without its batch, and what it holds; kept until the commit.
         batches: loader batches in this step.
     """

@@ -82,7 +82,7 @@ class TrainingPlan:
         val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
         accumulation_steps: loader batches per optimizer step.
         shares: relative share of each worker in order of rank; None shares equally.
-        prefetch_steps: steps that are issued ahead of the one in work at least; more as `sync.send_credit` allows.
+        prefetch_steps: steps that are issued ahead of the one in work at least; more as `engine.credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
