@@ -4,8 +4,6 @@ torch asks a group by other names in other releases; each old name here is the n
 libraries and programs call is here; how bytes travel is `collectives` and `group_member`.
 """
 
-# over budget: one class with one method per call of torch; halves of it would be no easier to read.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

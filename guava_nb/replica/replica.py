@@ -8,8 +8,6 @@ The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub 
 the denominators are and however the batch was cut, and no worker needs to know them before its backward.
 """
 
-# over budget: the local part of a step is one story; what it is told with (buckets, buffers, losses) has files of its own.
-
 from __future__ import annotations
 
 import contextlib

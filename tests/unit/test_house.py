@@ -139,7 +139,7 @@ def test_modules_classes_and_functions_stay_small() -> None:
     too_long = []
     for path in SOURCES:
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
-        assert "over budget" not in text, f"{name}: the limits know no excuse"
+        too_long += [f"{name}: the limits know no excuse"] * ("over budget" in text)
         sizes = [("module", 1, len(text.splitlines()), MODULE_LINES)]
         for found in ast.walk(ast.parse(text)):
             if isinstance(found, ast.ClassDef):
@@ -147,7 +147,7 @@ def test_modules_classes_and_functions_stay_small() -> None:
             elif isinstance(found, Function):
                 sizes.append((found.name, found.lineno, body_lines(found), FUNCTION_LINES))
         too_long += [f"{name}:{line} {what}: {lines} lines" for what, line, lines, most in sizes if lines > most]
-    assert too_long == []
+    assert not too_long, "\n".join(too_long)
 
 
 def test_no_folder_holds_too_many_modules() -> None:
@@ -200,7 +200,7 @@ def test_functions_take_few_parameters_unless_users_name_them() -> None:
             count = positional if public else positional + len(function.args.kwonlyargs)
             if count > PARAMETERS:
                 too_many.append(f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: {count} parameters")
-    assert too_many == []
+    assert not too_many, "\n".join(too_many)
 
 
 # ------------------------------------------------------------------------------------------------------- import circles
@@ -241,7 +241,8 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     graph = {
         name: imported(ast.parse(path.read_text(encoding="utf-8")), set(names)) - {name} for name, path in names.items()
     }
-    assert circles(graph) == []
+    found = circles(graph)
+    assert not found, "\n".join(", ".join(sorted(ring)) for ring in found)
 
 
 def test_circles_are_found() -> None:
@@ -284,23 +285,26 @@ def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
 def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
-    paths = re.findall(r"`((?:\w+/)+\w*(?:\.\w+)?|\w+\.py)`", readme.read_text(encoding="utf-8"))
+    paths = re.findall(r"`((?:\w+/)+(?:\w+(?:\.py|\.md)?)?|\w+\.py)`", readme.read_text(encoding="utf-8"))
     bases = (readme.parent, PACKAGE, ROOT)
     there = {path for path in paths if any((base / path).exists() for base in bases)}
     assert sorted(set(paths) - there) == []
 
 
 def test_methods_named_on_the_page_of_the_house_exist() -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    classes = {
-        found.name: {function.name for function in functions(found)}
-        for path in SOURCES
-        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(found, ast.ClassDef)
-    }
-    named = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
+    methods, bases = {}, {}
+    for path in SOURCES:
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(found, ast.ClassDef):
+                methods[found.name] = {function.name for function in functions(found)}
+                bases[found.name] = [ast.unparse(base) for base in found.bases]
+
+    def has(owner: str, method: str) -> bool:
+        return method in methods.get(owner, ()) or any(has(base, method) for base in bases.get(owner, ()))
+
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", (PACKAGE / "README.md").read_text(encoding="utf-8"))
     assert named
-    assert [f"{owner}.{method}" for owner, method in named if method not in classes.get(owner, set())] == []
+    assert [f"{owner}.{method}" for owner, method in named if not has(owner, method)] == []
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
