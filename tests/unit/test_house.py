@@ -287,7 +287,7 @@ def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
 def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
     paths = re.findall(r"`((?:\w+/)+(?:\w+(?:\.py|\.md)?)?|\w+\.py)`", readme.read_text(encoding="utf-8"))
     bases = (readme.parent, PACKAGE, ROOT)
-    there = {path for path in paths if any((base / path).exists() for base in bases)}
+    there = {path for path in paths for base in bases if (base / path).exists() or (base / f"{path}.py").exists()}
     assert sorted(set(paths) - there) == []
 
 
