@@ -205,7 +205,7 @@ class ShardedReplicaSet(ReplicaSet):
     # ------------------------------------------------------------------------------------------------------------ messages
 
     def attach(self, job: Job) -> None:
-        """Handle this replica set's messages in that job."""
+        """Handle this ensemble's messages in that job."""
         super().attach(job)
         self._relay, self._routes = job.cluster.relay, job.cluster.routes
         job.on(GroupFormed, self._on_formed)

@@ -60,7 +60,7 @@ class TrainingJob(MembershipJob):
     """Runs a plan to its end on its own thread; the handle is `run`.
 
     Args:
-        save: called with (path, position, step) to write a checkpoint of the replica set's master.
+        save: called with (path, position, step) to write a checkpoint of the ensemble's master.
 
     Attributes:
         position: how far the data has been committed.
