@@ -155,11 +155,6 @@ class Feed:
             state.put(generators)
 
     @property
-    def drawn_once(self) -> bool:
-        """Whether the loader is an iterator, whose batches are gone once they are looked at."""
-        return self._drawn_once
-
-    @property
     def is_shuffled(self) -> bool:
         """Whether another order is to be expected in each epoch: all but lists, and loaders that read in order."""
         return self._is_shuffled
