@@ -79,7 +79,7 @@ class _Leaf:
             return [len(raw).to_bytes(_LENGTH_BYTES, "little") + raw for raw in self.value]
         if not self.row_bytes:
             return [b""] * count
-        raw = tensor_bytes(self.value) if self.kind == "tensor" else _array_bytes(self.value)
+        raw = self._bytes()
         return [raw[at : at + self.row_bytes] for at in range(0, count * self.row_bytes, self.row_bytes)]
 
     def pick(self, indices: Sequence[int]) -> Any:
@@ -87,34 +87,30 @@ class _Leaf:
         first, count = (indices[0], len(indices)) if indices else (0, 0)
         if indices == range(first, first + count) or list(indices) == list(range(first, first + count)):
             return self.value[first : first + count]
-        if self.kind == "list":
+        if self.row_bytes is None:
             return type(self.value)(self.value[i] for i in indices)
-        if self.kind == "array":
-            return np.ascontiguousarray(self.value)[np.asarray(indices)]
         if not self.row_bytes:
             return self.value[:count]
         # By bytes, since torch cannot index every dtype that can travel.
-        flat = np.frombuffer(tensor_bytes(self.value), np.uint8).reshape(-1, self.row_bytes)
-        picked = flat[np.asarray(indices)].reshape(-1)
-        return tensor_from(self.dtype, (count, *self.row_shape), picked.data)
+        flat = np.frombuffer(self._bytes(), np.uint8).reshape(-1, self.row_bytes)
+        return self._of_bytes(flat[np.asarray(indices)].reshape(-1).data, count)
 
     def made_of(self, columns: Sequence[memoryview], resolve: Resolve | None) -> Any:
         """A leaf of the same kind with these rows."""
         if self.row_bytes is None:
             return type(self.value)(_unpacked(raw, resolve) for raw in columns)
-        size, count = self.row_bytes, len(columns)
-        joined = bytearray(size * count)
-        for row, raw in enumerate(columns):
-            joined[row * size : (row + 1) * size] = raw
+        return self._of_bytes(bytearray().join(columns), len(columns))
+
+    def _bytes(self) -> memoryview:
         if self.kind == "tensor":
-            return tensor_from(self.dtype, (count, *self.row_shape), joined)
-        if not joined:
-            return np.empty((count, *self.row_shape), np.dtype(self.dtype))
-        return np.frombuffer(joined, np.dtype(self.dtype)).reshape(count, *self.row_shape)
+            return tensor_bytes(self.value)
+        return np.ascontiguousarray(self.value).reshape(-1).view(np.uint8).data
 
-
-def _array_bytes(value: np.ndarray[Any, Any]) -> memoryview:
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    def _of_bytes(self, raw: Any, count: int) -> Any:
+        shape = (count, *self.row_shape)
+        if self.kind == "tensor":
+            return tensor_from(self.dtype, shape, raw)
+        return np.frombuffer(raw, np.dtype(self.dtype)).reshape(shape) if len(raw) else np.empty(shape, self.dtype)
 
 
 def _packed(value: Any) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["BadCell", "Block", "ClassColumn", "Columns", "RowParser", "choose_columns", "number_reader", "target_kind"]
+__all__ = ["BadCell", "Block", "Columns", "RowParser", "choose_columns", "number_reader", "target_kind"]
 
 #: Texts that stand for a missing value, in lower case.
 _MISSING = frozenset({"", "na", "nan", "n/a", "null", "none"})
@@ -186,35 +186,6 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-class ClassColumn:
-    """Numbers classes as they come, and in alphabetical order at the end."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        """Return the number of a class for now.
-
-        Raises:
-            ValueError: the cell is empty.
-        """
-        if text not in self._numbers:
-            if not text.strip():
-                raise ValueError("is no class: the cell is empty")
-            self._numbers[text] = len(self._numbers)
-        return self._numbers[text]
-
-    def finish(self, column: np.ndarray[Any, Any]) -> tuple[str, ...]:
-        """Put the final numbers into the column; returns the classes by number."""
-        classes = sorted(self._numbers)
-        table = np.empty(len(classes), np.int64)
-        for number, text in enumerate(classes):
-            table[self._numbers[text]] = number
-        for start in range(0, len(column), _FLUSH_ROWS):
-            column[start : start + _FLUSH_ROWS] = table[column[start : start + _FLUSH_ROWS]]
-        return tuple(classes)
-
-
 class BadCell(Exception):
     """A cell that is no value of its column; never leaves this room."""
 
@@ -224,18 +195,23 @@ class BadCell(Exception):
 
 
 class RowParser:
-    """Turns the cells of a row into its numbers."""
+    """Turns the cells of a row into its numbers; classes are numbered as they come, until `finish_classes`."""
 
     def __init__(self, columns: Columns, kind: str | None, missing: float | None) -> None:
         self._readers = [
             (number_reader(wanted, missing), at) for wanted, at in zip(columns.types, columns.at, strict=True)
         ]
-        self._classes = ClassColumn() if kind == "class" else None
-        if self._classes is not None:
-            self._readers.append((self._classes.number, columns.target_at))
-        elif kind is not None:
-            self._readers.append((number_reader(kind, missing), columns.target_at))
+        self._classes: dict[str, int] = {}
         self._has_target = kind is not None
+        if kind is not None:
+            self._readers.append(
+                (self._class_number if kind == "class" else number_reader(kind, missing), columns.target_at)
+            )
+
+    def _class_number(self, text: str) -> int:
+        if not text.strip():
+            raise ValueError("is no class: the cell is empty")
+        return self._classes.setdefault(text, len(self._classes))
 
     def parse(self, cells: Sequence[str]) -> tuple[list[Any], Any]:
         """Return features and target, the latter None where there is none.
@@ -252,8 +228,20 @@ class RowParser:
         return numbers, numbers.pop() if self._has_target else None
 
     def finish_classes(self, column: np.ndarray[Any, Any] | None) -> tuple[str, ...]:
-        """Return the classes by number and put these into the column; () where the target holds numbers."""
-        return () if self._classes is None or column is None else self._classes.finish(column)
+        """Put the alphabetical numbers of the classes into the target's column.
+
+        Returns:
+            The classes by number; () where the target holds numbers.
+        """
+        classes = sorted(self._classes)
+        if column is None or not classes:
+            return ()
+        table = np.empty(len(classes), np.int64)
+        for number, text in enumerate(classes):
+            table[self._classes[text]] = number
+        for start in range(0, len(column), _FLUSH_ROWS):
+            column[start : start + _FLUSH_ROWS] = table[column[start : start + _FLUSH_ROWS]]
+        return tuple(classes)
 
 
 class Block:

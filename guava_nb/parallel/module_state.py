@@ -41,5 +41,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, value in before:
-                buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)

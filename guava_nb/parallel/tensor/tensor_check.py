@@ -105,7 +105,9 @@ class _Check:
         with torch.no_grad(), untouched(module, device), SteadyRandomness():
             if whole:
                 self._here.join()
-            output = module.forward(*_copied(args), **_copied(kwargs))
+            # A forward may change what it is given in place.
+            args, kwargs = map_leaves((args, kwargs), lambda tensor: tensor.detach().clone())
+            output = module.forward(*args, **kwargs)
             return [tensor for tensor in leaves(output) if tensor.is_floating_point()]
 
     def _anywhere(self, bad: bool) -> bool:
@@ -129,11 +131,6 @@ class _Check:
 def _is_plain(value: Any) -> bool:
     inside = children(value)
     return isinstance(value, _PLAIN) if inside is None else all(_is_plain(child) for _, child in inside)
-
-
-def _copied(value: Any) -> Any:
-    """Return a nested value with tensors of its own, which a forward may change in place."""
-    return map_leaves(value, lambda tensor: tensor.detach().clone())
 
 
 def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
