@@ -250,9 +250,8 @@ def _is_drawn_once(loader: Any) -> bool:
 def _is_in_order(loader: Any) -> bool:
     if isinstance(loader, list | tuple):
         return True
-    batches = getattr(
-        loader, "batch_sampler", None
-    )  # a loader with one of the user's own has a sampler that says nothing
+    # A loader with a batch sampler of the user's own has a sampler that says nothing.
+    batches = getattr(loader, "batch_sampler", None)
     sampler = loader.sampler if type(batches) is BatchSampler else None
     return isinstance(sampler, SequentialSampler)
 

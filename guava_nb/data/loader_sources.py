@@ -220,7 +220,7 @@ class _MapSource(Source):
             indices, left = self._recorder.drawn.popleft()
             ids = _int_ids(indices) if left else ()
             loaded = (
-                (Unread(ids, partial(self._read, index, ids)), ids, len(ids))
+                (Unread(ids, partial(self._collated, self._dataset, ids, index)), ids, len(ids))
                 if left
                 else self._identify(batch, indices, ordinal)
             )
@@ -232,9 +232,6 @@ class _MapSource(Source):
         rows = _count_rows(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
         return self._own(batch), ids or tuple(range(ordinal, ordinal + rows)), rows
-
-    def _read(self, batch: int, ids: tuple[int, ...]) -> Any:
-        return self._collated(self._dataset, ids, batch)
 
     def _collated(self, dataset: Any, ids: tuple[int, ...], batch: int) -> Any:
         try:
