@@ -155,11 +155,6 @@ class Feed:
             state.put(generators)
 
     @property
-    def drawn_once(self) -> bool:
-        """Whether the loader is an iterator, whose batches are gone once they are looked at."""
-        return self._drawn_once
-
-    @property
     def is_shuffled(self) -> bool:
         """Whether another order is to be expected in each epoch: all but lists, and loaders that read in order."""
         return self._is_shuffled
@@ -255,9 +250,8 @@ def _is_drawn_once(loader: Any) -> bool:
 def _is_in_order(loader: Any) -> bool:
     if isinstance(loader, list | tuple):
         return True
-    batches = getattr(
-        loader, "batch_sampler", None
-    )  # a loader with one of the user's own has a sampler that says nothing
+    # A loader with a batch sampler of the user's own has a sampler that says nothing.
+    batches = getattr(loader, "batch_sampler", None)
     sampler = loader.sampler if type(batches) is BatchSampler else None
     return isinstance(sampler, SequentialSampler)
 

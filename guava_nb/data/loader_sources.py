@@ -1,7 +1,7 @@
 """The user's DataLoader, built again so that each batch comes with the ids of its samples.
 
 Knows torch's DataLoader; knows no run and no position in it. A rebuilt loader draws the same random numbers in the same
-order as the user's own would. Three kinds of source have one face: `open(skip_batches)` walks one epoch.
+order as the user's own would. Three kinds of source have one interface: `open(skip_batches)` walks one epoch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -53,28 +53,61 @@ class LoadError(TrainingError):
         return [*super()._render_traceback_(), "", *self.loader_traceback.rstrip().splitlines()]
 
 
-class Source(Protocol):
-    """One thing to load batches from, epoch after epoch."""
+class Source:
+    """One thing to load batches from, epoch after epoch; as it stands, any iterable of batches.
 
-    #: Whether batches are loaded in this process, so that its random state is part of a position.
-    in_process: bool
-    #: Samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
-    skipped: int | None
+    Without a data set that has indices the ids of samples are their ordinals within the epoch.
+
+    Attributes:
+        in_process: whether batches are loaded in this process, so that its random state is part of a position.
+        skipped: samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
+    """
+
+    in_process = True
+    skipped: int | None = 0
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+        self._walked: Any = theirs
+        #: Whether batches lie in memory that nobody fills again: loading goes on while they wait to be sent.
+        self._is_kept = isinstance(theirs, list | tuple)
+        self._random_parts = {"loader": theirs}
+        self._epoch_parts = [theirs]
 
     def __len__(self) -> int:
         """Batches per epoch; TypeError when it is unknown."""
-        ...
+        return len(self._theirs)
 
     def num_samples(self) -> int | None:
         """Samples drawn in an epoch; None when it is unknown."""
-        ...
+        return None  # a stream's length is a promise at best
 
     def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
         """Walk one epoch, from the batch after the skipped ones on.
 
         `when_skipped` is called when batches were skipped without loading them, before anything is drawn for the next.
         """
-        ...
+        ordinal = self.skipped = 0
+
+        def failing() -> tuple[int, ...]:
+            return (ordinal,)
+
+        for index, loaded in _each(iter(self._walked), 0, failing, self.in_process):
+            drawn, batch = self._counted(loaded)
+            rows = _count_rows(batch, drawn)
+            ids = tuple(range(ordinal, ordinal + (rows if drawn is None else drawn)))
+            ordinal += len(ids)
+            if index >= skip_batches:
+                yield self._own(batch), ids, rows
+            else:
+                self.skipped = ordinal
+
+    def _counted(self, loaded: Any) -> tuple[int | None, Any]:
+        """How many samples were drawn for a batch, where that is known, and the batch."""
+        return None, loaded
+
+    def _own(self, batch: Any) -> Any:
+        return batch if self._is_kept else snapshot(batch)
 
     def leave_out(self, wanted: LeaveOut) -> None:
         """Do not load batches of which `wanted(indices)` says so; they come as `Unread`.
@@ -82,23 +115,37 @@ class Source(Protocol):
         Raises:
             ConfigError: there are no indices.
         """
-        ...
+        raise ConfigError(
+            "cache_static needs a DataLoader that makes batches of a data set with indices, and this "
+            f"{type(self._theirs).__name__} does not; leave it out, the samples are then compared in each epoch"
+        )
 
     def example(self, parts: int) -> Any:
-        """The first samples, as a batch of the size of one of `parts` equal parts of a batch; ConfigError without."""
-        ...
+        """The first samples, as a batch of the size of one of `parts` equal parts of a batch.
+
+        Raises:
+            ConfigError: there are no indices.
+        """
+        raise ConfigError(
+            f"this {type(self._theirs).__name__} has no data set with indices, so no sample can be looked at before its "
+            "turn; balance stages by parameters, or name the split points"
+        )
 
     def generators(self) -> dict[str, torch.Generator]:
         """The generators that decide about order, by name."""
-        ...
+        found = {name: getattr(part, "generator", None) for name, part in self._random_parts.items()}
+        return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers that want to know."""
-        ...
+        """Tell samplers and streams that want to know."""
+        for part in {id(part): part for part in self._epoch_parts}.values():
+            tell = getattr(part, "set_epoch", None)
+            if callable(tell):
+                tell(epoch)
 
     def close(self) -> None:
         """End processes that persist."""
-        ...
+        self._walked = ()  # they end with their loader
 
 
 def make_source(loader: Any) -> Source:
@@ -108,7 +155,7 @@ def make_source(loader: Any) -> Source:
         ConfigError: it is nothing that batches come from.
     """
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        return _IterableSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
+        return _StreamSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
     if isinstance(loader, WorkerData):
         raise ConfigError(
             "data that lies at the workers is given to start_training, as train_loader or val_loader; validating and "
@@ -120,33 +167,36 @@ def make_source(loader: Any) -> Source:
         raise ConfigError(
             f"batches come from a DataLoader or an iterable of batches, not from a {type(loader).__name__}"
         )
-    return _PlainSource(loader)
+    return Source(loader)
 
 
-class _MapSource:
+class _MapSource(Source):
     """A loader over a data set with indices: ids are the indices that its sampler draws."""
 
     skipped: int | None = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._theirs = loader
+        super().__init__(loader)
         self._batched = loader.batch_sampler is not None
         self._recorder = Recorder(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         sampling = (
             {"batch_sampler": self._recorder} if self._batched else {"sampler": self._recorder, "batch_size": None}
         )
-        dataset = loader.dataset
-        if not isinstance(dataset, MapDataPipe):  # a pipe's graph is walked by torch and must stay as it is
-            dataset = Located(dataset)
-        self._loader = rebuild(loader, dataset, Collate(loader.collate_fn), sampling)
-        self.in_process = loader.num_workers == 0
+        # A pipe's graph is walked by torch and must stay as it is.
+        self._dataset = loader.dataset if isinstance(loader.dataset, MapDataPipe) else Located(loader.dataset)
+        self._walked = rebuild(loader, self._dataset, Collate(loader.collate_fn), sampling)
+        self.in_process, self._is_kept = loader.num_workers == 0, _is_made_anew(loader)
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler, "batch_sampler.sampler": inner}
+        self._random_parts |= samplers
+        self._epoch_parts = list(samplers.values())
 
     def __len__(self) -> int:
         return len(self._recorder)
 
     def leave_out(self, wanted: LeaveOut) -> None:
-        if not self._batched or isinstance(self._theirs.dataset, MapDataPipe):
-            raise _not_static(self._theirs)
+        if not self._batched or isinstance(self._dataset, MapDataPipe):
+            super().leave_out(wanted)
         self._recorder.leave_out = wanted
 
     def num_samples(self) -> int | None:
@@ -154,7 +204,7 @@ class _MapSource:
         if not self._batched or theirs.batch_size is None:  # whatever one index, or the user's own batches, may hold
             return None
         try:
-            drawn = len(theirs.sampler)  # type: ignore[arg-type]
+            drawn = len(theirs.sampler)
         except (TypeError, NotImplementedError):
             return None
         return drawn - drawn % theirs.batch_size if theirs.drop_last else drawn
@@ -166,11 +216,11 @@ class _MapSource:
         def failing() -> tuple[int, ...]:
             return _int_ids(self._recorder.drawn[0][0]) if self._recorder.drawn else ()
 
-        for index, batch in _each(iter(self._loader), skip_batches, failing, self.in_process):
+        for index, batch in _each(iter(self._walked), skip_batches, failing, self.in_process):
             indices, left = self._recorder.drawn.popleft()
             ids = _int_ids(indices) if left else ()
             loaded = (
-                (Unread(ids, partial(self._read, index, ids)), ids, len(ids))
+                (Unread(ids, partial(self._collated, self._dataset, ids, index)), ids, len(ids))
                 if left
                 else self._identify(batch, indices, ordinal)
             )
@@ -181,10 +231,9 @@ class _MapSource:
         ids = _int_ids(indices)
         rows = _count_rows(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
-        return _own(batch, self._theirs), ids or tuple(range(ordinal, ordinal + rows)), rows
+        return self._own(batch), ids or tuple(range(ordinal, ordinal + rows)), rows
 
-    def _read(self, batch: int, ids: tuple[int, ...]) -> Any:
-        dataset = self._loader.dataset
+    def _collated(self, dataset: Any, ids: tuple[int, ...], batch: int) -> Any:
         try:
             return self._theirs.collate_fn([dataset[index] for index in ids])
         except Exception as error:
@@ -194,127 +243,29 @@ class _MapSource:
         theirs = self._theirs
         rows = -(-(theirs.batch_size or getattr(theirs.batch_sampler, "batch_size", None) or parts) // parts)
         if not self._batched or not hasattr(theirs.dataset, "__len__"):
-            raise _without_indices(theirs)
-        ids = tuple(range(min(rows, len(theirs.dataset))))
-        try:
-            return theirs.collate_fn([theirs.dataset[index] for index in ids])
-        except Exception as error:
-            raise LoadError(0, ids, error) from error
-
-    def generators(self) -> dict[str, torch.Generator]:
-        owners = {
-            "loader": self._theirs,
-            "sampler": self._theirs.sampler,
-            "batch_sampler": self._theirs.batch_sampler,
-            "batch_sampler.sampler": getattr(self._theirs.batch_sampler, "sampler", None),
-        }
-        return _generators_of(owners)
-
-    def set_epoch(self, epoch: int) -> None:
-        theirs = self._theirs
-        _tell_epoch((theirs.sampler, theirs.batch_sampler, getattr(theirs.batch_sampler, "sampler", None)), epoch)
-
-    def close(self) -> None:
-        del self._loader  # its processes end with it
+            return super().example(parts)
+        return self._collated(theirs.dataset, tuple(range(min(rows, len(theirs.dataset)))), 0)
 
 
-class _IterableSource:
-    """A loader over a stream: ids are ordinals within the epoch."""
-
-    skipped: int | None = 0
+class _StreamSource(Source):
+    """A loader over a stream."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._theirs = loader
+        super().__init__(loader)
         self._batched = loader.batch_size is not None
         collate = Counted(loader.collate_fn) if self._batched else loader.collate_fn
         sampling = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        self._loader = rebuild(loader, loader.dataset, collate, sampling)
-        self.in_process = loader.num_workers == 0
+        self._walked = rebuild(loader, loader.dataset, collate, sampling)
+        self.in_process, self._is_kept = loader.num_workers == 0, _is_made_anew(loader)
+        self._epoch_parts = [loader.dataset]
 
     def __len__(self) -> int:
         if self._theirs.num_workers:
             raise TypeError("each loader process walks the stream in its own way")
         return len(self._theirs)
 
-    def num_samples(self) -> int | None:
-        return None  # a stream's length is a promise at best
-
-    def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
-        ordinal = self.skipped = 0
-
-        def failing() -> tuple[int, ...]:
-            return (ordinal,)
-
-        for index, batch in _each(iter(self._loader), 0, failing, self.in_process):
-            drawn, batch = batch if self._batched else (None, batch)
-            rows = _count_rows(batch, drawn)
-            ids = tuple(range(ordinal, ordinal + (rows if drawn is None else drawn)))
-            ordinal += len(ids)
-            if index >= skip_batches:
-                yield _own(batch, self._theirs), ids, rows
-            else:
-                self.skipped = ordinal
-
-    def leave_out(self, wanted: LeaveOut) -> None:
-        raise _not_static(self._theirs)
-
-    def example(self, parts: int) -> Any:
-        raise _without_indices(self._theirs)
-
-    def generators(self) -> dict[str, torch.Generator]:
-        return _generators_of({"loader": self._theirs})
-
-    def set_epoch(self, epoch: int) -> None:
-        _tell_epoch((self._theirs.dataset,), epoch)
-
-    def close(self) -> None:
-        del self._loader  # its processes end with it
-
-
-class _PlainSource:
-    """Any iterable of batches: ids are ordinals within the epoch."""
-
-    in_process = True
-    skipped: int | None = 0
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # TypeError is the answer where there is no length
-
-    def num_samples(self) -> int | None:
-        return None
-
-    def open(self, skip_batches: int, when_skipped: Callable[[], None] | None) -> Iterator[Loaded]:
-        ordinal = self.skipped = 0
-
-        def failing() -> tuple[int, ...]:
-            return (ordinal,)
-
-        for index, batch in _each(iter(self._batches), 0, failing, self.in_process):
-            rows = num_rows(batch)
-            ordinal += rows
-            if index >= skip_batches:
-                kept = isinstance(self._batches, (list, tuple))  # the batches of a list lie there anyway
-                yield batch if kept else snapshot(batch), tuple(range(ordinal - rows, ordinal)), rows
-            else:
-                self.skipped = ordinal
-
-    def leave_out(self, wanted: LeaveOut) -> None:
-        raise _not_static(self._batches)
-
-    def example(self, parts: int) -> Any:
-        raise _without_indices(self._batches)
-
-    def generators(self) -> dict[str, torch.Generator]:
-        return _generators_of({"loader": self._batches})
-
-    def set_epoch(self, epoch: int) -> None:
-        _tell_epoch((self._batches,), epoch)
-
-    def close(self) -> None:
-        """Nothing persists here."""
+    def _counted(self, loaded: Any) -> tuple[int | None, Any]:
+        return loaded if self._batched else (None, loaded)
 
 
 # ------------------------------------------------------------------------------------------------------------- details
@@ -342,10 +293,9 @@ def _each(
         index += 1
 
 
-def _own(batch: Any, loader: DataLoader[Any]) -> Any:
-    """The batch in memory that nobody fills again: loading goes on while it waits to be sent."""
-    made_anew = loader.num_workers > 0 or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
-    return batch if made_anew else snapshot(batch)
+def _is_made_anew(loader: DataLoader[Any]) -> bool:
+    """Whether each batch lies in memory of its own."""
+    return loader.num_workers > 0 or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
 
 
 def _count_rows(batch: Any, drawn: int | None) -> int:
@@ -360,13 +310,6 @@ def _count_rows(batch: Any, drawn: int | None) -> int:
         return drawn
 
 
-def _not_static(loader: Any) -> ConfigError:
-    return ConfigError(
-        f"cache_static needs a DataLoader that makes batches of a data set with indices, and this {type(loader).__name__} does "
-        "not; leave it out, the samples are then compared in each epoch"
-    )
-
-
 def _are_fields(batch: Any, drawn: int) -> bool:
     """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
 
@@ -378,31 +321,12 @@ def _are_fields(batch: Any, drawn: int) -> bool:
     return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
 
 
-def _without_indices(loader: Any) -> ConfigError:
-    return ConfigError(
-        f"this {type(loader).__name__} has no data set with indices, so no sample can be looked at before its turn; "
-        "balance stages by parameters, or name the split points"
-    )
-
-
 def _int_ids(indices: Any) -> tuple[int, ...]:
     """Indices as ids; () when they are not a series of integers."""
     try:
         return tuple(map(operator.index, indices))
     except TypeError:
         return ()
-
-
-def _generators_of(owners: dict[str, Any]) -> dict[str, torch.Generator]:
-    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
-
-
-def _tell_epoch(owners: Iterable[Any], epoch: int) -> None:
-    for owner in {id(owner): owner for owner in owners}.values():
-        set_epoch = getattr(owner, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 def _reason(cause: BaseException) -> str:

@@ -6,7 +6,6 @@ torch can show as bytes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,8 +17,9 @@ import torch
 from guava_nb.data import node_kinds as nodes
 from guava_nb.data.classes import class_name, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.refusals import Refused, hint
-from guava_nb.data.tensors import dtype_name, tensor_bytes
+from guava_nb.data.tensors import dtype_name, same_memory, tensor_bytes
 from guava_nb.errors import ConfigError
+from guava_nb.nested import children
 from guava_nb.protocol.messages import TensorSpec, Tree
 
 __all__ = ["pack"]
@@ -106,10 +106,6 @@ class _Packer:
         return _encode([nodes.FAR_STRUCTURE, self.add_bytes(memoryview(structure))])
 
 
-def _itself(_packer: _Packer, value: Any) -> _Node:
-    return value
-
-
 def _int(_packer: _Packer, value: int) -> _Node:
     if _MIN_INT <= value <= _MAX_INT:
         return value
@@ -130,30 +126,6 @@ def _bytes(packer: _Packer, value: bytes) -> _Node:
     if len(value) <= nodes.INLINE_BYTES:
         return value
     return [nodes.LONG_BYTES, packer.add_bytes(memoryview(value))]
-
-
-def _bytearray(packer: _Packer, value: bytearray) -> _Node:
-    return [nodes.BYTEARRAY, packer.add_bytes(memoryview(value))]
-
-
-def _complex(_packer: _Packer, value: complex) -> _Node:
-    return [nodes.COMPLEX, value.real, value.imag]
-
-
-def _slice(packer: _Packer, value: slice) -> _Node:
-    return [nodes.SLICE, packer.node(value.start), packer.node(value.stop), packer.node(value.step)]
-
-
-def _size(_packer: _Packer, value: torch.Size) -> _Node:
-    return [nodes.SIZE, *value]
-
-
-def _dtype(_packer: _Packer, value: torch.dtype) -> _Node:
-    return [nodes.DTYPE, str(value).removeprefix("torch.")]
-
-
-def _device(_packer: _Packer, value: torch.device) -> _Node:
-    return [nodes.DEVICE, str(value)]
 
 
 def _sequence(tag: int) -> Callable[[_Packer, Iterable[Any]], _Node]:
@@ -191,7 +163,7 @@ def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
     except RuntimeError:  # sparse tensors have no address
         raise Refused(value, "it has no plain memory; make it dense first") from None
     known = packer.seen.get(address)
-    if known is not None and _same_view(known[0], value):
+    if known is not None and same_memory(known[0], value):
         return [nodes.TENSOR, known[1]]
     try:
         index = packer.add(dtype_name(value.dtype), tuple(value.shape), tensor_bytes(value))
@@ -199,19 +171,6 @@ def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
         raise Refused(value, str(error)) from None
     packer.seen[address] = value, index
     return [nodes.TENSOR, index]
-
-
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors at one address have the same values. Lazily conjugated ones share memory and do not."""
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.device == other.device
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-        and one.numel() > 0
-    )
 
 
 def _array(packer: _Packer, value: np.ndarray[Any, Any]) -> _Node:
@@ -237,12 +196,12 @@ def _numpy_dtype(value: Any, dtype: np.dtype[Any]) -> str:
     return str(dtype.str)
 
 
-def _fields(packer: _Packer, tag: int, value: Any, names: Iterable[str]) -> _Node:
-    present = [name for name in names if hasattr(value, name)]
-    node: list[_Node] = [tag, class_name(type(value)), present]
-    for name in present:
+def _fields(packer: _Packer, tag: int, value: Any) -> _Node:
+    present = children(value) or []
+    node: list[_Node] = [tag, class_name(type(value)), [name for name, _ in present]]
+    for name, item in present:
         try:
-            node.append(packer.node(getattr(value, name)))
+            node.append(packer.node(item))
         except Refused as refused:
             raise refused.inside(f".{name}") from None
     return node
@@ -252,9 +211,9 @@ def _pack_by_kind(packer: _Packer, value: Any) -> _Node:
     """Values whose exact type is not in the table."""
     cls = type(value)
     if is_namedtuple_type(cls):
-        return _fields(packer, nodes.NAMEDTUPLE, value, cls._fields)
+        return _fields(packer, nodes.NAMEDTUPLE, value)
     if is_dataclass_type(cls):
-        return _fields(packer, nodes.DATACLASS, value, [field.name for field in dataclasses.fields(cls)])
+        return _fields(packer, nodes.DATACLASS, value)
     if isinstance(value, np.generic):
         return _scalar(packer, value)
     if isinstance(value, np.memmap):
@@ -266,24 +225,22 @@ _PACK_LIST = _sequence(nodes.LIST)
 _PACKERS: dict[type, Callable[[_Packer, Any], _Node]] = {
     torch.Tensor: _tensor,
     torch.nn.Parameter: _tensor,
-    type(None): _itself,
-    bool: _itself,
-    float: _itself,
+    **dict.fromkeys((type(None), bool, float), lambda _, value: value),
     int: _int,
     str: _str,
     bytes: _bytes,
-    bytearray: _bytearray,
-    complex: _complex,
-    slice: _slice,
+    bytearray: lambda packer, value: [nodes.BYTEARRAY, packer.add_bytes(memoryview(value))],
+    complex: lambda _, value: [nodes.COMPLEX, value.real, value.imag],
+    slice: lambda packer, value: [nodes.SLICE, *map(packer.node, (value.start, value.stop, value.step))],
     list: _PACK_LIST,
     tuple: _sequence(nodes.TUPLE),
     set: _sequence(nodes.SET),
     frozenset: _sequence(nodes.FROZENSET),
     dict: _mapping(nodes.DICT),
     OrderedDict: _mapping(nodes.ORDERED_DICT),
-    torch.Size: _size,
-    torch.dtype: _dtype,
-    torch.device: _device,
+    torch.Size: lambda _, value: [nodes.SIZE, *value],
+    torch.dtype: lambda _, value: [nodes.DTYPE, str(value).removeprefix("torch.")],
+    torch.device: lambda _, value: [nodes.DEVICE, str(value)],
     np.ndarray: _array,
 }
 _KEY_TYPES = frozenset(

@@ -9,6 +9,7 @@ elements in row-major order, of a list a length (4 bytes, little endian) and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,7 +22,7 @@ import torch
 from guava_nb.data.classes import Resolve
 from guava_nb.data.packing import pack
 from guava_nb.data.split import RowSplitter, rewrite_marked
-from guava_nb.data.tensors import dtype_name, tensor_bytes, tensor_from
+from guava_nb.data.tensors import dtype_name, same_memory, tensor_bytes, tensor_from
 from guava_nb.data.unpacking import unpack
 from guava_nb.errors import ConfigError, RemoteProtocolError
 from guava_nb.protocol.messages import Tree
@@ -64,21 +65,21 @@ class _Leaf:
     def of(cls, value: Any) -> _Leaf:
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape[1:])
-            return cls("tensor", dtype_name(value.dtype), shape, shape_bytes(shape, value.dtype.itemsize), value)
+            return cls("tensor", dtype_name(value.dtype), shape, math.prod(shape, start=value.dtype.itemsize), value)
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 raise NotSeparable(f"it has a numpy array of Python objects (dtype {value.dtype})")
             shape = value.shape[1:]
-            return cls("array", value.dtype.str, shape, shape_bytes(shape, value.dtype.itemsize), value)
+            return cls("array", value.dtype.str, shape, math.prod(shape, start=value.dtype.itemsize), value)
         return cls("list", "", (), None, value)
 
     def rows(self, count: int) -> Sequence[Any]:
-        """The bytes of each row as they stand in an entry; of lists without the length."""
+        """The bytes of each row as they stand in an entry."""
         if self.row_bytes is None:
-            return list(self.value)
+            return [len(raw).to_bytes(_LENGTH_BYTES, "little") + raw for raw in self.value]
         if not self.row_bytes:
             return [b""] * count
-        raw = tensor_bytes(self.value) if self.kind == "tensor" else _array_bytes(self.value)
+        raw = self._bytes()
         return [raw[at : at + self.row_bytes] for at in range(0, count * self.row_bytes, self.row_bytes)]
 
     def pick(self, indices: Sequence[int]) -> Any:
@@ -86,42 +87,30 @@ class _Leaf:
         first, count = (indices[0], len(indices)) if indices else (0, 0)
         if indices == range(first, first + count) or list(indices) == list(range(first, first + count)):
             return self.value[first : first + count]
-        if self.kind == "list":
+        if self.row_bytes is None:
             return type(self.value)(self.value[i] for i in indices)
-        if self.kind == "array":
-            return np.ascontiguousarray(self.value)[np.asarray(indices)]
         if not self.row_bytes:
             return self.value[:count]
         # By bytes, since torch cannot index every dtype that can travel.
-        flat = np.frombuffer(tensor_bytes(self.value), np.uint8).reshape(-1, self.row_bytes)
-        picked = flat[np.asarray(indices)].reshape(-1)
-        return tensor_from(self.dtype, (count, *self.row_shape), picked.data)
+        flat = np.frombuffer(self._bytes(), np.uint8).reshape(-1, self.row_bytes)
+        return self._of_bytes(flat[np.asarray(indices)].reshape(-1).data, count)
 
     def made_of(self, columns: Sequence[memoryview], resolve: Resolve | None) -> Any:
         """A leaf of the same kind with these rows."""
         if self.row_bytes is None:
             return type(self.value)(_unpacked(raw, resolve) for raw in columns)
-        size, count = self.row_bytes, len(columns)
-        joined = bytearray(size * count)
-        for row, raw in enumerate(columns):
-            joined[row * size : (row + 1) * size] = raw
+        return self._of_bytes(bytearray().join(columns), len(columns))
+
+    def _bytes(self) -> memoryview:
         if self.kind == "tensor":
-            return tensor_from(self.dtype, (count, *self.row_shape), joined)
-        if not joined:
-            return np.empty((count, *self.row_shape), np.dtype(self.dtype))
-        return np.frombuffer(joined, np.dtype(self.dtype)).reshape(count, *self.row_shape)
+            return tensor_bytes(self.value)
+        return np.ascontiguousarray(self.value).reshape(-1).view(np.uint8).data
 
-
-def shape_bytes(shape: Sequence[int], item_bytes: int) -> int:
-    """Bytes of one row."""
-    total = item_bytes
-    for size in shape:
-        total *= size
-    return total
-
-
-def _array_bytes(value: np.ndarray[Any, Any]) -> memoryview:
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    def _of_bytes(self, raw: Any, count: int) -> Any:
+        shape = (count, *self.row_shape)
+        if self.kind == "tensor":
+            return tensor_from(self.dtype, shape, raw)
+        return np.frombuffer(raw, np.dtype(self.dtype)).reshape(shape) if len(raw) else np.empty(shape, self.dtype)
 
 
 def _packed(value: Any) -> bytes:
@@ -176,7 +165,7 @@ class Rows:
         elif isinstance(value, torch.Tensor):
             value = value.detach()
         for number, leaf in enumerate(self._leaves):
-            if _is_same(leaf.value, value):
+            if same_memory(leaf.value, value):
                 self._slots.append(number)
                 return leaf.value
         self._slots.append(len(self._leaves))
@@ -185,37 +174,20 @@ class Rows:
 
     def _name_rows(self) -> None:
         signature = _signature(self.marks, self.slots, self._leaves)
-        columns = [leaf.rows(self.count) for leaf in self._leaves]
-        lists = [leaf.row_bytes is None for leaf in self._leaves]
-        fixed = _SIGNATURE_BYTES + sum(leaf.row_bytes or 0 for leaf in self._leaves)
         self.keys: list[bytes] = []
         self.sizes: list[int] = []
-        for row in zip(*columns, strict=True):
-            name, size = blake2b(signature, digest_size=KEY_BYTES), fixed
-            for raw, is_list in zip(row, lists, strict=True):
-                if is_list:
-                    name.update(len(raw).to_bytes(_LENGTH_BYTES, "little"))
-                    size += _LENGTH_BYTES + len(raw)
+        for row in zip(*(leaf.rows(self.count) for leaf in self._leaves), strict=True):
+            name = blake2b(signature, digest_size=KEY_BYTES)
+            for raw in row:
                 name.update(raw)
             self.keys.append(name.digest())
-            self.sizes.append(size)
+            self.sizes.append(_SIGNATURE_BYTES + sum(map(len, row)))
 
     def only(self, indices: Sequence[int]) -> Any:
         """The batch with these rows alone, and all that is not per row."""
         picked = [leaf.pick(indices) for leaf in self._leaves]
         slots = iter(self.slots)
         return rewrite_marked(self._batch, self.marks, lambda _: picked[next(slots)])
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two leaves are one memory seen in one way: `pack` sends such tensors once, and so is their entry."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return False
-    return (
-        one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.shape == other.shape
-        and one.stride() == other.stride() and one.device == other.device and one.numel() > 0
-        and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
-    )  # fmt: skip
 
 
 class Received:
@@ -249,17 +221,8 @@ class Received:
     def entries(self) -> list[bytes]:
         """The entries of the rows that came."""
         signature = _signature(self._marks, self._slots, self._leaves)
-        columns = [leaf.rows(self._sent) for leaf in self._leaves]
-        lists = [leaf.row_bytes is None for leaf in self._leaves]
-        made = []
-        for row in zip(*columns, strict=True):
-            parts = [signature]
-            for raw, is_list in zip(row, lists, strict=True):
-                if is_list:
-                    parts.append(len(raw).to_bytes(_LENGTH_BYTES, "little"))
-                parts.append(raw)
-            made.append(b"".join(parts))
-        return made
+        rows = zip(*(leaf.rows(self._sent) for leaf in self._leaves), strict=True)
+        return [b"".join((signature, *row)) for row in rows]
 
     def as_came(self, resolve: Resolve | None = None) -> Any:
         """The batch of the rows that came, which are all of its rows and in order."""

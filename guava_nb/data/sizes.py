@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from guava_nb.nested import ARRAYS, leaves
 
 __all__ = ["size_of"]
 
@@ -17,16 +17,10 @@ def size_of(value: Any) -> int:
 
     An estimate on the safe side: what is sent once although it is seen twice counts twice.
     """
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes)
-    if isinstance(value, bytes | bytearray | str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(size_of(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(size_of(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return sum(size_of(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return 0
+    return sum(map(_leaf_bytes, leaves(value, (*ARRAYS, bytes, bytearray, str))))
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    if isinstance(leaf, Tensor):
+        return leaf.numel() * leaf.element_size()
+    return int(leaf.nbytes) if isinstance(leaf, np.ndarray) else len(leaf)

@@ -18,7 +18,7 @@ import torch
 
 from guava_nb.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["DTYPES", "MAX_AXES", "dtype_name", "tensor_bytes", "tensor_from"]
+__all__ = ["DTYPES", "MAX_AXES", "dtype_name", "same_memory", "tensor_bytes", "tensor_from"]
 
 # Going through numpy takes half the time of reinterpreting in torch; these have the same bytes in both.
 _NUMPY_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -116,6 +116,25 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
     if raw.data_ptr() % item_bytes:
         raw = raw.clone()  # vector kernels may fault on such an address; a new one is aligned
     return raw.view(DTYPES[dtype]).view(tuple(shape))
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Whether two values are tensors on one memory that have the same values.
+
+    Tensors that are lazily conjugated or negated share memory with the original and differ from it.
+    """
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+        and one.numel() > 0
+    )
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:

@@ -20,6 +20,7 @@ from guava_nb.data import node_kinds as nodes
 from guava_nb.data.classes import Resolve, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.tensors import MAX_AXES, tensor_from
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError
+from guava_nb.nested import rebuild
 from guava_nb.protocol.messages import TensorSpec, Tree
 
 __all__ = ["unpack"]
@@ -122,14 +123,6 @@ class _Unpacker:
         return self.payload[spec.offset : spec.offset + spec.nbytes]
 
 
-def _tensor(unpacker: _Unpacker, node: list[Any]) -> torch.Tensor:
-    return unpacker.tensor(node[1])
-
-
-def _tuple(unpacker: _Unpacker, node: list[Any]) -> tuple[Any, ...]:
-    return tuple(unpacker.nodes(node))
-
-
 def _dict(unpacker: _Unpacker, node: list[Any]) -> dict[Any, Any]:
     values = unpacker.nodes(node)
     if len(values) % 2:
@@ -148,14 +141,11 @@ def _array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
     return flat.reshape(tuple(shape))
 
 
-def _object_array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
+def _object_array(unpacker: _Unpacker, node: list[Any]) -> Any:
     values = unpacker.nodes(node, 2)
     if _numel(node[1]) != len(values):
         raise ValueError(f"{len(values)} elements for an array of {node[1]}")
-    flat: np.ndarray[Any, Any] = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):  # an assignment of the whole list would look into nested lists
-        flat[place] = value
-    return flat.reshape(tuple(node[1]))
+    return rebuild(np.empty(tuple(node[1]), object), values)
 
 
 def _scalar(_unpacker: _Unpacker, node: list[Any]) -> Any:
@@ -214,9 +204,9 @@ def _dataclass(unpacker: _Unpacker, node: list[Any]) -> Any:
 
 
 _READERS: dict[int, Callable[[_Unpacker, list[Any]], Any]] = {
-    nodes.TENSOR: _tensor,
+    nodes.TENSOR: lambda unpacker, node: unpacker.tensor(node[1]),
     nodes.LIST: _Unpacker.nodes,
-    nodes.TUPLE: _tuple,
+    nodes.TUPLE: lambda unpacker, node: tuple(unpacker.nodes(node)),
     nodes.DICT: _dict,
     nodes.ORDERED_DICT: lambda unpacker, node: OrderedDict(_dict(unpacker, node)),
     nodes.SET: lambda unpacker, node: set(unpacker.nodes(node)),

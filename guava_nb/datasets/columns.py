@@ -14,7 +14,7 @@ import numpy as np
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["BadCell", "Block", "ClassColumn", "Columns", "RowParser", "choose_columns", "number_reader", "target_kind"]
+__all__ = ["BadCell", "Block", "Columns", "RowParser", "choose_columns", "number_reader", "target_kind"]
 
 #: Texts that stand for a missing value, in lower case.
 _MISSING = frozenset({"", "na", "nan", "n/a", "null", "none"})
@@ -61,22 +61,13 @@ def choose_columns(
     Raises:
         ConfigError: a name is unknown or stands twice, or a type is none of numbers.
     """
-    if isinstance(features, str):
-        features = [features]
     _check_header(path, header, delimiter)
-    wanted = [name for name in header if name != target] if features is None else list(features)
-    for name in [*wanted, *([] if target is None else [target]), *dtypes]:
-        if name not in header:
-            raise ConfigError(f"{path} has no column {name!r}{_near(name, header)}; there are: {', '.join(header)}")
-    if not wanted:
-        raise ConfigError(f"{path} has no column but the target {target!r}: there is nothing to learn from")
-    if target in wanted:
-        raise ConfigError(f"{target!r} is both a feature and the target; take it out of features=")
+    wanted = _wanted_names(path, header, [features] if isinstance(features, str) else features, target, dtypes)
     types = tuple(dtypes.get(name, dtype) for name in wanted)
+    target_type = dtypes.get(target, "") if target is not None else ""
     for name, kind in zip(wanted, types, strict=True):
         _check_type(name, kind)
-    target_type = dtypes.get(target, "") if target is not None else ""
-    if target_type and target_type != "class":
+    if target_type not in ("", "class"):
         _check_type(str(target), target_type)
     return Columns(
         header=tuple(header),
@@ -88,6 +79,21 @@ def choose_columns(
         target_at=len(header) - 1 if target is None else header.index(target),
         target_type=target_type,
     )
+
+
+def _wanted_names(
+    path: Path, header: Sequence[str], features: Sequence[str] | None, target: str | None, dtypes: Mapping[str, str]
+) -> list[str]:
+    """Return the names of the features."""
+    wanted = [name for name in header if name != target] if features is None else list(features)
+    for name in [*wanted, *([] if target is None else [target]), *dtypes]:
+        if name not in header:
+            raise ConfigError(f"{path} has no column {name!r}{_near(name, header)}; there are: {', '.join(header)}")
+    if not wanted:
+        raise ConfigError(f"{path} has no column but the target {target!r}: there is nothing to learn from")
+    if target in wanted:
+        raise ConfigError(f"{target!r} is both a feature and the target; take it out of features=")
+    return wanted
 
 
 def _check_header(path: Path, header: Sequence[str], delimiter: str) -> None:
@@ -123,38 +129,34 @@ def _near(name: str, known: Sequence[str]) -> str:
 def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
     """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
     whole = np.dtype(kind).kind in "iu"
+    convert: type[int] | type[float] = int if whole else float
     limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
-    low, high = (int(limits.min), int(limits.max)) if whole else (float(limits.min), float(limits.max))
+    low, high = convert(limits.min), convert(limits.max)
 
     def read(text: str) -> Any:
         try:
             if "_" in text:  # Python's spelling of numbers, and nobody else's
                 raise ValueError
-            value = int(text) if whole else float(text)
+            value = convert(text)
         except ValueError:
-            return _missing_or(text, kind, missing, whole)
+            return stand_in(text)
+        if low <= value <= high:
+            return value
         if whole:
-            if not low <= value <= high:
-                raise ValueError(f"does not fit {kind} ({low} to {high})")
-        elif not low <= value <= high:
-            return _missing_or(text, kind, missing, whole)
-        return value
+            raise ValueError(f"does not fit {kind} ({low} to {high})")
+        return stand_in(text)  # "nan" is a number to Python
+
+    def stand_in(text: str) -> Any:
+        if text.strip().lower() not in _MISSING:
+            raise ValueError(f"is no {'whole number' if whole else 'finite number'} ({kind})")
+        if missing is None:
+            raise ValueError("is a missing value; give missing= to put a number there")
+        fits = low <= missing <= high or not math.isfinite(missing)
+        if not fits or (whole and not float(missing).is_integer()):
+            raise ValueError(f"is a missing value, and missing={missing} does not fit {kind} ({low} to {high})")
+        return convert(missing)
 
     return read
-
-
-def _missing_or(text: str, kind: str, missing: float | None, whole: bool) -> float | int:
-    word = text.strip().lower()
-    if word not in _MISSING:
-        raise ValueError(f"is no {'whole number' if whole else 'finite number'} ({kind})")
-    if missing is None:
-        raise ValueError("is a missing value; give missing= to put a number there")
-    limits: Any = np.iinfo(kind) if whole else np.finfo(kind)
-    low, high = (int(limits.min), int(limits.max)) if whole else (float(limits.min), float(limits.max))
-    usable = float(missing).is_integer() if whole else True
-    if not usable or (math.isfinite(missing) and not low <= missing <= high):
-        raise ValueError(f"is a missing value, and missing={missing} does not fit {kind} ({low} to {high})")
-    return int(missing) if whole else float(missing)
 
 
 def target_kind(columns: Columns, rows: Sequence[Sequence[str]]) -> str | None:
@@ -184,35 +186,6 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-class ClassColumn:
-    """Numbers classes as they come, and in alphabetical order at the end."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        """Return the number of a class for now.
-
-        Raises:
-            ValueError: the cell is empty.
-        """
-        if text not in self._numbers:
-            if not text.strip():
-                raise ValueError("is no class: the cell is empty")
-            self._numbers[text] = len(self._numbers)
-        return self._numbers[text]
-
-    def finish(self, column: np.ndarray[Any, Any]) -> tuple[str, ...]:
-        """Put the final numbers into the column; returns the classes by number."""
-        classes = sorted(self._numbers)
-        table = np.empty(len(classes), np.int64)
-        for number, text in enumerate(classes):
-            table[self._numbers[text]] = number
-        for start in range(0, len(column), _FLUSH_ROWS):
-            column[start : start + _FLUSH_ROWS] = table[column[start : start + _FLUSH_ROWS]]
-        return tuple(classes)
-
-
 class BadCell(Exception):
     """A cell that is no value of its column; never leaves this room."""
 
@@ -222,18 +195,23 @@ class BadCell(Exception):
 
 
 class RowParser:
-    """Turns the cells of a row into its numbers."""
+    """Turns the cells of a row into its numbers; classes are numbered as they come, until `finish_classes`."""
 
     def __init__(self, columns: Columns, kind: str | None, missing: float | None) -> None:
         self._readers = [
             (number_reader(wanted, missing), at) for wanted, at in zip(columns.types, columns.at, strict=True)
         ]
-        self._classes = ClassColumn() if kind == "class" else None
-        if self._classes is not None:
-            self._readers.append((self._classes.number, columns.target_at))
-        elif kind is not None:
-            self._readers.append((number_reader(kind, missing), columns.target_at))
+        self._classes: dict[str, int] = {}
         self._has_target = kind is not None
+        if kind is not None:
+            self._readers.append(
+                (self._class_number if kind == "class" else number_reader(kind, missing), columns.target_at)
+            )
+
+    def _class_number(self, text: str) -> int:
+        if not text.strip():
+            raise ValueError("is no class: the cell is empty")
+        return self._classes.setdefault(text, len(self._classes))
 
     def parse(self, cells: Sequence[str]) -> tuple[list[Any], Any]:
         """Return features and target, the latter None where there is none.
@@ -250,8 +228,20 @@ class RowParser:
         return numbers, numbers.pop() if self._has_target else None
 
     def finish_classes(self, column: np.ndarray[Any, Any] | None) -> tuple[str, ...]:
-        """Return the classes by number and put these into the column; () where the target holds numbers."""
-        return () if self._classes is None or column is None else self._classes.finish(column)
+        """Put the alphabetical numbers of the classes into the target's column.
+
+        Returns:
+            The classes by number; () where the target holds numbers.
+        """
+        classes = sorted(self._classes)
+        if column is None or not classes:
+            return ()
+        table = np.empty(len(classes), np.int64)
+        for number, text in enumerate(classes):
+            table[self._classes[text]] = number
+        for start in range(0, len(column), _FLUSH_ROWS):
+            column[start : start + _FLUSH_ROWS] = table[column[start : start + _FLUSH_ROWS]]
+        return tuple(classes)
 
 
 class Block:

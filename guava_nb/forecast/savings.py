@@ -6,8 +6,8 @@ Only what this version can do, and only what saves something worth a sentence.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from guava_nb.errors import GuavaError
 from guava_nb.forecast.forecast import Feeding, Parts, Saving
 from guava_nb.forecast.star_bytes import Sizes, star_parts
 from guava_nb.forecast.state_bytes import Asked
+from guava_nb.nested import ARRAYS, leaves
 from guava_nb.protocol.messages import CacheSpec, ParallelSpec, RunSpec
 
 __all__ = ["looks_like_bytes", "savings"]
@@ -144,26 +145,18 @@ def _byte_share(sizes: Sizes) -> float:
     """Which part of a batch's bytes would be left if floats that look like normalised bytes were sent as bytes."""
     if not sizes.groups:
         return 1.0
-    leaves = list(_tensors(sizes.groups[0][0].batch))
-    before = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    after = sum(leaf.numel() * (1 if looks_like_bytes(leaf) else leaf.element_size()) for leaf in leaves)
+    tensors = list(_tensors(sizes.groups[0][0].batch))
+    before = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+    after = sum(leaf.numel() * (1 if looks_like_bytes(leaf) else leaf.element_size()) for leaf in tensors)
     return after / before if before else 1.0
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        yield torch.from_numpy(np.ascontiguousarray(value))
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    for leaf in leaves(batch, ARRAYS):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif leaf.dtype.kind == "f":
+            yield torch.from_numpy(np.ascontiguousarray(leaf))
 
 
 def looks_like_bytes(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from guava_nb.cluster.traffic import Gauge, Traffic
 from guava_nb.data.codec import pack
+from guava_nb.nested import map_leaves
 from guava_nb.protocol.messages import (
     CacheHeld,
     FetchState,
@@ -67,20 +68,14 @@ def state_bytes(state: Any) -> tuple[Tree, int]:
     seen: set[int] = set()
     total = 0
 
-    def emptied(value: Any) -> Any:
+    def emptied(value: Tensor) -> Tensor:
         nonlocal total
-        if isinstance(value, Tensor):
-            if id(value) not in seen:
-                seen.add(id(value))
-                total += value.numel() * value.element_size() + _SPEC_BYTES
-            return torch.empty(0, dtype=value.dtype)
-        if isinstance(value, dict):
-            return {key: emptied(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(emptied, value))
-        return value
+        if id(value) not in seen:
+            seen.add(id(value))
+            total += value.numel() * value.element_size() + _SPEC_BYTES
+        return torch.empty(0, dtype=value.dtype)
 
-    tree, buffers = pack(emptied(state), "state")
+    tree, buffers = pack(map_leaves(state, emptied), "state")
     return tree, total + sum(buffer.nbytes for buffer in buffers)
 
 

@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from guava_nb.nested import map_leaves
 
 __all__ = ["evaluating", "to_device", "unchanged"]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a nested value with its tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: to_device(child, device) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        children = [to_device(child, device) for child in value]
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    return value
+    # A packed sequence is moved as a whole, because the lengths in it stay on the CPU.
+    return map_leaves(value, lambda part: part.to(device), (Tensor, PackedSequence))
 
 
 @contextmanager
@@ -44,5 +41,6 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, value in before:
-                buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)

@@ -208,6 +208,9 @@ def _is_count(count: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------- torch's criteria
 
 
+_Denominator = Callable[[nn.Module, Tensor, Tensor], float | Tensor]
+
+
 def _per_element(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
     # The mean of an element-wise loss divides by the elements of the broadcast result.
     shape: torch.Size = torch.broadcast_shapes(outputs.shape, targets.shape)  # type: ignore[no-untyped-call]
@@ -230,42 +233,26 @@ def _per_class(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | T
     return weight[targets[valid]].sum()
 
 
-_DENOMINATORS: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], float | Tensor]] = {
-    nn.CrossEntropyLoss: _per_class,
-    nn.NLLLoss: _per_class,
-    nn.MSELoss: _per_element,
-    nn.L1Loss: _per_element,
-    nn.SmoothL1Loss: _per_element,
-    nn.HuberLoss: _per_element,
-    nn.BCELoss: _per_element,
-    nn.BCEWithLogitsLoss: _per_element,
-    nn.SoftMarginLoss: _per_element,
-    nn.PoissonNLLLoss: _per_element,
-    nn.KLDivLoss: _per_element,
-    nn.HingeEmbeddingLoss: _per_element,
-    nn.MultiMarginLoss: _per_row,
-    nn.MultiLabelMarginLoss: _per_row,
-    nn.MultiLabelSoftMarginLoss: _per_row,
-}
-
-#: Functions of torch.nn.functional and the class that does the same.
-_FUNCTIONS: dict[str, type[nn.Module]] = {
-    "cross_entropy": nn.CrossEntropyLoss,
-    "nll_loss": nn.NLLLoss,
-    "mse_loss": nn.MSELoss,
-    "l1_loss": nn.L1Loss,
-    "smooth_l1_loss": nn.SmoothL1Loss,
-    "huber_loss": nn.HuberLoss,
-    "binary_cross_entropy": nn.BCELoss,
-    "binary_cross_entropy_with_logits": nn.BCEWithLogitsLoss,
-    "soft_margin_loss": nn.SoftMarginLoss,
-    "poisson_nll_loss": nn.PoissonNLLLoss,
-    "kl_div": nn.KLDivLoss,
-    "hinge_embedding_loss": nn.HingeEmbeddingLoss,
-    "multi_margin_loss": nn.MultiMarginLoss,
-    "multilabel_margin_loss": nn.MultiLabelMarginLoss,
-    "multilabel_soft_margin_loss": nn.MultiLabelSoftMarginLoss,
-}
+#: torch's criteria of outputs and targets: class, the function of torch.nn.functional that does the same, denominator.
+_CRITERIA: tuple[tuple[type[nn.Module], str, _Denominator], ...] = (
+    (nn.CrossEntropyLoss, "cross_entropy", _per_class),
+    (nn.NLLLoss, "nll_loss", _per_class),
+    (nn.MSELoss, "mse_loss", _per_element),
+    (nn.L1Loss, "l1_loss", _per_element),
+    (nn.SmoothL1Loss, "smooth_l1_loss", _per_element),
+    (nn.HuberLoss, "huber_loss", _per_element),
+    (nn.BCELoss, "binary_cross_entropy", _per_element),
+    (nn.BCEWithLogitsLoss, "binary_cross_entropy_with_logits", _per_element),
+    (nn.SoftMarginLoss, "soft_margin_loss", _per_element),
+    (nn.PoissonNLLLoss, "poisson_nll_loss", _per_element),
+    (nn.KLDivLoss, "kl_div", _per_element),
+    (nn.HingeEmbeddingLoss, "hinge_embedding_loss", _per_element),
+    (nn.MultiMarginLoss, "multi_margin_loss", _per_row),
+    (nn.MultiLabelMarginLoss, "multilabel_margin_loss", _per_row),
+    (nn.MultiLabelSoftMarginLoss, "multilabel_soft_margin_loss", _per_row),
+)
+_DENOMINATORS = {cls: count for cls, _, count in _CRITERIA}
+_FUNCTIONS = {name: cls for cls, name, _ in _CRITERIA}
 _BY_FUNCTION = {getattr(functional, name): cls for name, cls in _FUNCTIONS.items()}
 _NAMES: dict[str, type[nn.Module]] = {**{cls.__name__: cls for cls in _DENOMINATORS}, **_FUNCTIONS}
 #: Criteria of torch that take more than outputs and targets.
@@ -327,9 +314,7 @@ def _adapt_module(name: str, module: nn.Module) -> Criterion:
     return _adapt_torch_module(name, copy.copy(module), count)
 
 
-def _adapt_torch_module(
-    name: str, module: nn.Module, count: Callable[[nn.Module, Tensor, Tensor], float | Tensor]
-) -> Criterion:
+def _adapt_torch_module(name: str, module: nn.Module, count: _Denominator) -> Criterion:
     reduction = module.reduction
     if reduction == "batchmean":
         count = _per_row

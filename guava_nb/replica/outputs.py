@@ -16,7 +16,6 @@ Outputs in float64 are ranked in float64, all others in float32.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from guava_nb.errors import ConfigError, TrainingError
+from guava_nb.nested import children
 from guava_nb.protocol.messages import Wanted
 
 __all__ = ["Columns", "columns_of", "inputs_of", "joined", "unpacked", "without_targets"]
@@ -137,18 +137,13 @@ def _leaves(name: str, value: Any) -> list[tuple[str, Tensor]]:
         return [(name, value.float() if value.dtype == torch.bfloat16 else value)]
     if value is None:
         return []
-    if isinstance(value, Mapping):
-        children = [(str(key), child) for key, child in value.items()]
-    elif isinstance(value, list | tuple):
-        children = list(zip(getattr(value, "_fields", map(str, range(len(value)))), value, strict=True))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    else:
+    inside = children(value)
+    if inside is None:
         raise ConfigError(
             f"{name} of the model is a {type(value).__name__}, and only tensors come back; let predict_step (--step) return "
             "tensors, alone or in a dict or tuple"
         )
-    return [leaf for key, child in children for leaf in _leaves(f"{name}.{key}", child)]
+    return [leaf for key, child in inside for leaf in _leaves(f"{name}.{key}", child)]
 
 
 def _form(outputs: Any) -> str:

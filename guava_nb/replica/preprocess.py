@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from guava_nb.data.split import count_rows
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
-from guava_nb.replica.batch import count_rows, place
+from guava_nb.replica.batch import place
 from guava_nb.spec.factories import Resolve, build, find
 
 __all__ = ["Preprocessing", "pair_of"]

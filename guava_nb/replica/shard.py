@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from guava_nb.data.split import count_rows
 from guava_nb.errors import ConfigError
-from guava_nb.replica.batch import count_rows
 
 __all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 

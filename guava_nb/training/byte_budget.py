@@ -8,7 +8,7 @@ and a little for what nobody plans: acknowledgements, heartbeats, lines that wor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.loader_wrappers import Unread
 from guava_nb.data.sizes import size_of
 from guava_nb.errors import ConfigError
+from guava_nb.nested import children
 
 __all__ = ["Budget", "BudgetSpent", "Costs", "Limit", "chosen_limit", "slack_bytes"]
 
@@ -85,9 +86,8 @@ def _check_writable(path: Path) -> None:
 
 def _lists(value: Any, rows: int) -> int:
     """How many lists with an element per sample a batch may hold."""
-    children = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     own = isinstance(value, list | tuple) and len(value) == rows
-    return own + sum(_lists(child, rows) for child in children if isinstance(child, Mapping | list | tuple))
+    return own + sum(_lists(child, rows) for _, child in children(value) or ())
 
 
 def slack_bytes(workers: int) -> int:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from guava_nb.replica.batch import mapped
+from guava_nb.nested import map_leaves
 
 __all__ = ["DevicePrefetch", "Copier", "copier_for"]
 
@@ -43,14 +44,14 @@ class CudaCopier:
     def copy(self, parts: Any) -> tuple[Any, torch.cuda.Event]:
         """Begin to copy."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            placed = mapped(parts, self._to_device)
+            placed = map_leaves(parts, self._to_device, (Tensor, PackedSequence))
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return placed, event
 
-    def _to_device(self, value: Tensor) -> Tensor:
-        if value.device.type != "cpu" or value.layout is not torch.strided:
-            return value
+    def _to_device(self, value: Tensor | PackedSequence) -> Tensor | PackedSequence:
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.layout is not torch.strided:
+            return value  # it is moved in its own turn
         # From memory that is not pinned the copy would wait for the device, on this thread and under the driver's lock.
         return value.pin_memory().to(self._device, non_blocking=True)
 
@@ -65,7 +66,7 @@ class CudaCopier:
                 value.record_stream(stream)  # else its memory may be given away while this stream still reads it
             return value
 
-        return mapped(placed, used_here)
+        return map_leaves(placed, used_here)
 
 
 def copier_for(device: torch.device) -> Copier | None:

@@ -1,4 +1,4 @@
-"""Arithmetic of micro-batches: how many, how large, and how nested values are cut into them.
+"""Arithmetic of micro-batches: how many, how large, and which rows each gets.
 
 Parts differ by one row at most and no part is empty, so nothing has to be padded: no row is computed that is not in
 the batch, and criteria, dropout and batch statistics see true rows only.
@@ -7,13 +7,16 @@ the batch, and criteria, dropout and batch statistics see true rows only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
-
 from guava_nb.errors import ConfigError
+from guava_nb.nested import ARRAYS, RowCut, leaves
 
 __all__ = ["check_micro_batches", "count_micro_batches", "cut_rows", "micro_batch_sizes"]
+
+#: Inputs and targets are fields of a batch, so a list in their place is judged as one inside a batch.
+_IN_A_BATCH = ("field",)
 
 
 def _fits(schedule: str, count: int, ranks: int) -> bool:
@@ -57,49 +60,24 @@ def micro_batch_sizes(rows: int, count: int) -> list[int]:
 
 
 def cut_rows(value: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Cut a nested value into consecutive parts along the first dimension of its tensors.
-
-    Length decides: a tensor of `rows` rows is cut, anything else (a mask for all samples, a number) goes whole into
-    every part.
+    """Cut the inputs or the targets of a batch into consecutive parts, by the table of `guava_nb.nested`.
 
     Args:
-        value: any nesting of tuple, list, dict and tensors.
+        value: any nesting of containers, tensors and arrays.
         rows: samples.
         sizes: rows of each part.
 
     Raises:
-        ConfigError: there are tensors, and none of them has `rows` rows.
+        ConfigError: there are tensors or arrays, and none of them has `rows` rows.
     """
-    tensors = list(_tensors(value))
-    if tensors and not any(_is_cut(tensor, rows) for tensor in tensors):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
+    stops = list(accumulate(sizes))
+    cut = RowCut(rows, list(zip([0, *stops], stops, strict=False)))
+    parts = cut.parts(value, _IN_A_BATCH)
+    arrays = [] if cut.found_rows else list(leaves(value, ARRAYS))
+    if arrays:
+        shapes = ", ".join(str(tuple(array.shape)) for array in arrays[:4])
         raise ConfigError(
             f"a batch of {rows} samples holds tensors of shape {shapes}; a pipeline cuts a batch along the first "
             f"dimension, so at least one tensor must have {rows} rows"
         )
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [_part(value, rows, start, size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _is_cut(tensor: Tensor, rows: int) -> bool:
-    return tensor.ndim > 0 and tensor.shape[0] == rows
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for child in children for tensor in _tensors(child)]
-
-
-def _part(value: Any, rows: int, start: int, size: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start : start + size] if _is_cut(value, rows) else value
-    if isinstance(value, dict):
-        return {key: _part(child, rows, start, size) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_part(child, rows, start, size) for child in value]
-        if isinstance(value, list):
-            return parts
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
+    return parts

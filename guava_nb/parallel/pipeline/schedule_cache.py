@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guava_nb.errors import CollectiveError
+from guava_nb.nested import ARRAYS, children
 from guava_nb.parallel.module_state import unchanged
 from guava_nb.parallel.pipeline.forward_only import Passage
 from guava_nb.parallel.pipeline.schedules import Program, Shapes
@@ -134,13 +135,12 @@ class Programs:
 
 def _signature(value: Any) -> tuple[Any, ...]:
     """Return what tells shapes apart: structure, and dtype and sizes of every tensor."""
-    if isinstance(value, Tensor):
+    if isinstance(value, ARRAYS):
         return ((str(value.dtype), tuple(value.shape)),)
-    if isinstance(value, dict):
-        return ("dict", *(part for key, child in value.items() for part in (key, _signature(child))))
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, *(_signature(child) for child in value))
-    return (repr(value),)
+    inside = children(value)
+    if inside is None:
+        return (repr(value),)
+    return (type(value).__name__, *((key, _signature(child)) for key, child in inside))
 
 
 def _context(device: torch.device, model: nn.Module) -> tuple[Any, ...]:

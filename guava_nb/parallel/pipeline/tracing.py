@@ -78,17 +78,13 @@ def _encoder(
     return src if module.norm is None else module.norm(src)
 
 
-def _decoder(
-    module: nn.TransformerDecoder, tgt: Any, memory: Any, tgt_mask: Any = None, memory_mask: Any = None,
-    tgt_key_padding_mask: Any = None, memory_key_padding_mask: Any = None, tgt_is_causal: Any = None,
-    memory_is_causal: bool = False,
-) -> Any:  # fmt: skip
+_DECODER_MASKS = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask", "tgt_is_causal")
+
+
+def _decoder(module: nn.TransformerDecoder, tgt: Any, memory: Any, *masks: Any, **named: Any) -> Any:
     """The same for torch's decoder."""
-    given = {
-        "tgt_mask": tgt_mask, "memory_mask": memory_mask, "tgt_key_padding_mask": tgt_key_padding_mask,
-        "memory_key_padding_mask": memory_key_padding_mask, "tgt_is_causal": bool(tgt_is_causal),
-        "memory_is_causal": memory_is_causal,
-    }  # fmt: skip
+    given = {**dict(zip((*_DECODER_MASKS, "memory_is_causal"), masks, strict=False)), **named}
+    given["tgt_is_causal"] = bool(given.get("tgt_is_causal"))
     for layer in module.layers:
         tgt = layer(tgt, memory, **given)
     return tgt if module.norm is None else module.norm(tgt)

@@ -8,14 +8,16 @@ must end with no gradient at all, as in plain PyTorch, where AdamW leaves it alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Touch", "tensors_in"]
+from guava_nb.nested import leaves, map_leaves
+
+__all__ = ["Touch"]
 
 
 class _Touch(torch.autograd.Function):
@@ -30,18 +32,6 @@ class _Touch(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
         return (gradient, *zeros)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from tensors_in(entry)
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
 
 
 class Touch:
@@ -80,9 +70,9 @@ class Touch:
 
 def _leaves(output: Any, inputs: Any) -> set[int]:
     """Return the ids of the leaves that `output` depends on, not looking behind `inputs`."""
-    nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in leaves(output) if tensor.grad_fn is not None]
     # The nodes themselves, not their ids: Python's side of a node that nobody holds goes, and its id goes to another.
-    seen = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+    seen = {tensor.grad_fn for tensor in leaves(inputs) if tensor.grad_fn is not None}
     found = set()
     while nodes:
         node = nodes.pop()
@@ -103,32 +93,19 @@ def _owned(output: Any) -> Any:
     later (`x = block(x); x += y`) loses it: ZeRO 3 then fails in backward, ZeRO 2 may leave gradients unsummed. torch only
     warns of it, at every view, also of those that nobody changes. A copy costs one activation and takes both away.
     """
-    if isinstance(output, Tensor):
-        return output.clone() if output.requires_grad and output._base is not None else output
-    if isinstance(output, list | tuple):
-        entries = [_owned(entry) for entry in output]
-        if all(new is old for new, old in zip(entries, output, strict=True)):
-            return output
-        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
-    if isinstance(output, dict):
-        for key, entry in output.items():
-            if (own := _owned(entry)) is not entry:
-                output[key] = own
-    return output
+    if not any(map(_is_view, leaves(output))):
+        return output
+    return map_leaves(output, lambda tensor: tensor.clone() if _is_view(tensor) else tensor)
+
+
+def _is_view(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor._base is not None
 
 
 def _touched(output: Any, unused: list[nn.Parameter]) -> Any:
     """Hang the unused parameters on the first floating-point tensor of the output."""
-    if isinstance(output, Tensor):
-        return _Touch.apply(output, *unused) if output.is_floating_point() else output  # type: ignore[no-untyped-call]
-    if isinstance(output, list | tuple):
-        for number, entry in enumerate(output):
-            if any(t.is_floating_point() for t in tensors_in(entry)):
-                entries = [*output[:number], _touched(entry, unused), *output[number + 1 :]]
-                return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
-    if isinstance(output, dict):
-        for key, entry in output.items():
-            if any(t.is_floating_point() for t in tensors_in(entry)):
-                output[key] = _touched(entry, unused)
-                return output
-    return output
+    first = next((tensor for tensor in leaves(output) if tensor.is_floating_point()), None)
+    if first is None:
+        return output
+    touched = _Touch.apply(first, *unused)  # type: ignore[no-untyped-call]
+    return map_leaves(output, lambda tensor: touched if tensor is first else tensor)

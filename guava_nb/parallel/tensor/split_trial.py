@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from guava_nb.parallel.replicas.unused_parameters import tensors_in
+from guava_nb.nested import leaves
 from guava_nb.parallel.tensor.without_randomness import SteadyRandomness
 
 __all__ = ["Proof", "prove"]
@@ -137,7 +137,7 @@ def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
     leaf = given.clone().requires_grad_()
     with torch.enable_grad():
         with SteadyRandomness():
-            outputs = [t for t in tensors_in(module(*[leaf] * count)) if t.is_floating_point()]
+            outputs = [t for t in leaves(module(*[leaf] * count)) if t.is_floating_point()]
         weights = torch.Generator().manual_seed(1)
         total = sum((o * torch.randn(o.shape, generator=weights, dtype=o.dtype)).sum() for o in outputs)
         assert isinstance(total, Tensor)

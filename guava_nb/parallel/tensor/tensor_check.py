@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.errors import TrainingError
-from guava_nb.parallel.replicas.unused_parameters import tensors_in
+from guava_nb.nested import children, leaves, map_leaves
 from guava_nb.parallel.tensor.tensor_layers import ColumnLinear, RowLinear
 from guava_nb.parallel.tensor.without_randomness import SteadyRandomness, untouched
 
@@ -105,8 +105,10 @@ class _Check:
         with torch.no_grad(), untouched(module, device), SteadyRandomness():
             if whole:
                 self._here.join()
-            output = module.forward(*_copied(args), **_copied(kwargs))
-            return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+            # A forward may change what it is given in place.
+            args, kwargs = map_leaves((args, kwargs), lambda tensor: tensor.detach().clone())
+            output = module.forward(*args, **kwargs)
+            return [tensor for tensor in leaves(output) if tensor.is_floating_point()]
 
     def _anywhere(self, bad: bool) -> bool:
         layer = next(iter(self._here.layers.values()))
@@ -127,21 +129,8 @@ class _Check:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, _PLAIN)
-
-
-def _copied(value: Any) -> Any:
-    """Return a nested value with tensors of its own, which a forward may change in place."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(child) for key, child in value.items()}
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        children = [_copied(child) for child in value]
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    return value
+    inside = children(value)
+    return isinstance(value, _PLAIN) if inside is None else all(_is_plain(child) for _, child in inside)
 
 
 def _difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

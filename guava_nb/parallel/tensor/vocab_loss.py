@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from guava_nb.nested import map_leaves
 from guava_nb.parallel.tensor.tensor_ops import Ranks, gather
 
 __all__ = ["SplitLogits", "split_cross_entropy", "whole_logits"]
@@ -69,14 +70,7 @@ class SplitLogits(Tensor):
 
 def whole_logits(value: Any) -> Any:
     """Return a nested value with all split logits in it put together; all ranks must call it alike."""
-    if isinstance(value, SplitLogits):
-        return value.gathered()
-    if isinstance(value, tuple | list):
-        entries = [whole_logits(entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    if isinstance(value, dict):
-        return {key: whole_logits(entry) for key, entry in value.items()}
-    return value
+    return map_leaves(value, SplitLogits.gathered, SplitLogits)
 
 
 # ------------------------------------------------------------------------------------------- what a part can answer

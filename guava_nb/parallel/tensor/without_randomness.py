@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from guava_nb.parallel.module_state import unchanged
+
 __all__ = ["SteadyRandomness", "untouched"]
 
 _DROPOUTS = {
@@ -68,14 +70,10 @@ def _without_dropout(func: Callable[..., Any], args: Sequence[Any], words: dict[
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back buffers, random state and plain attributes of a module, whatever runs inside."""
     attributes = [(part, dict(part.__dict__)) for part in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with unchanged(module, device):
         try:
             yield
         finally:
             for part, values in attributes:
                 part.__dict__.clear()
                 part.__dict__.update(values)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)

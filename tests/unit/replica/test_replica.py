@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from guava_nb.data.split import count_rows
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Commit, Factory
-from guava_nb.replica.batch import count_rows, place
+from guava_nb.replica.batch import place
 from guava_nb.replica.buckets import BUFFERS, present_at
 from guava_nb.replica.replica import Replica, ShardWork
 from guava_nb.replica.rng import seeded, shard_seed

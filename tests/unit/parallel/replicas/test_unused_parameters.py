@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guava_nb.parallel.replicas.unused_parameters import Touch, tensors_in
+from guava_nb.nested import leaves
+from guava_nb.parallel.replicas.unused_parameters import Touch
 
 Pair = namedtuple("Pair", "first second")
 
@@ -45,9 +46,9 @@ def test_no_output_with_a_gradient_is_a_view(form: str) -> None:
     x = torch.randn(2, 5, 3)
     theirs, ours = plain(x), watched(x)
     assert type(ours) is type(theirs)
-    assert any(t._base is not None for t in tensors_in(theirs) if t.requires_grad)
-    assert not any(t._base is not None for t in tensors_in(ours) if t.requires_grad)
-    for a, b in zip(tensors_in(theirs), tensors_in(ours), strict=True):
+    assert any(t._base is not None for t in leaves(theirs) if t.requires_grad)
+    assert not any(t._base is not None for t in leaves(ours) if t.requires_grad)
+    for a, b in zip(leaves(theirs), leaves(ours), strict=True):
         assert torch.equal(a, b)
 
 
