@@ -20,7 +20,7 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import ConfigError, TrainingError
-from guava_nb.evaluation.passes import Answer, span_text
+from guava_nb.evaluation.batch_orders import Answer, span_text
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
 from guava_nb.protocol.messages import Predict, Predicted, Tree, Wanted
 from guava_nb.replica.outputs import inputs_of, unpacked, without_targets
@@ -103,7 +103,7 @@ def least_row_bytes(wanted: Wanted) -> int | None:
 
 
 class Prediction:
-    """The question that a prediction asks; a `guava_nb.evaluation.passes.Question`.
+    """The question that a prediction asks; a `guava_nb.evaluation.batch_orders.Question`.
 
     Args:
         wanted: what is asked for.

@@ -19,14 +19,15 @@ from guava_nb.protocol.messages import Cell, Message, Prepare, Prepared, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import ReplicaSet, preparation_text
+from guava_nb.sync.replica_set import preparation_text
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
 __all__ = ["ResidentReplicaSet", "adopt", "is_own"]
 
 _NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
 
 
-class ResidentReplicaSet(ReplicaSet):
+class ResidentReplicaSet(WholeReplicaSet):
     """Replicas that were there before the run. Made by `adopt`."""
 
     def __init__(
@@ -69,7 +70,7 @@ def is_own(spec: RunSpec) -> bool:
 def adopt(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
 ) -> ResidentReplicaSet:
-    """Return an ensemble that begins with what the first worker with a model of its own holds.
+    """Return replicas that begin with what the first worker with a model of its own holds.
 
     Raises:
         ClusterError: no such worker is here.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from guava_nb.data.loader_feed import LoadedBatch
@@ -18,10 +19,14 @@ from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["NO_BATCH", "StepInFlight", "plan_step"]
+__all__ = ["NO_BATCH", "PlannedShards", "StepHead", "StepInFlight", "no_samples", "plan_step"]
 
 #: Stands in a record until it is known who gets it.
 NO_BATCH = Tree(b"")
+
+
+#: Each shard's record, still without its batch, and what it holds.
+PlannedShards = list[tuple[Shard, OutgoingBatch]]
 
 
 @dataclass(slots=True)
@@ -30,14 +35,14 @@ class StepInFlight:
 
     Attributes:
         members: ranks that take part: they get the means whether or not they have a shard.
-        shards: each shard's record, still without its batch, and what it holds; kept until the commit.
+        shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
     """
 
     machine: StepMachine
     epoch: int
     members: tuple[int, ...]
-    shards: list[tuple[Shard, OutgoingBatch]]
+    shards: PlannedShards
     batches: int
     sums: dict[int, BucketSum] = field(default_factory=dict)
 
@@ -52,19 +57,42 @@ class StepInFlight:
         return [i for task in self.machine.tasks for i in task.sample_ids]
 
 
+@dataclass(frozen=True, slots=True)
+class StepHead:
+    """Which step it is, before its shards are known.
+
+    Attributes:
+        run_id: of the run.
+        generation: the membership in which this attempt begins.
+        step: number of the optimizer step.
+        want_hash: workers report a hash of their parameters after it.
+        solo: the only worker may commit it by itself.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    want_hash: bool = False
+    solo: bool = False
+
+    def shard(
+        self, task: ShardTask, num_shards: int, global_rows: int, outgoing: OutgoingBatch, ids: Sequence[int]
+    ) -> Shard:
+        """Return a shard's record, still without its batch; `ids` are of its samples, for error messages."""
+        return Shard(
+            self.run_id, self.generation, self.step, task.index, num_shards, task.rows, global_rows, len(outgoing.parts),
+            NO_BATCH, self.solo, self.want_hash, (ids[0], ids[-1]) if ids else None,
+        )  # fmt: skip
+
+
 def plan_step(
-    run_id: str,
-    generation: int,
-    step: int,
+    head: StepHead,
     group: Sequence[LoadedBatch],
     team: Sequence[int],
     weights: Sequence[float],
-    *,
-    solo: bool,
-    want_hash: bool,
     splitter: RowSplitter,
     writer: RowWriter,
-) -> tuple[list[ShardTask], list[tuple[Shard, OutgoingBatch]]]:
+) -> tuple[list[ShardTask], PlannedShards]:
     """Share a group of batches among the team: the tasks, and each one's record with what it holds.
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean. Where workers
@@ -78,29 +106,31 @@ def plan_step(
     rows = [0] * len(team)
     for batch in group:
         shares = _share(batch, team, weights, splitter, writer)
-        for k, part, indices in shares:
-            pieces[k].append(part)
-            rows[k] += len(indices)
+        for place, part, indices in shares:
+            pieces[place].append(part)
+            rows[place] += len(indices)
             if len(batch.sample_ids) == batch.rows:
-                ids[k].extend(batch.sample_ids[i] for i in indices)
+                ids[place].extend(batch.sample_ids[i] for i in indices)
         if len(batch.sample_ids) != batch.rows and shares:
             # The collate function dropped or added rows: the ids belong to the batch as a whole.
             ids[shares[0][0]].extend(batch.sample_ids)
-    busy = [k for k in range(len(team)) if rows[k]]
-    if not busy:  # nobody would ever report on a step without shards
-        raise ConfigError(
-            f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
-        )
+    busy = [place for place, count in enumerate(rows) if count]
+    if not busy:  # a step without shards would never be reported
+        raise no_samples(group)
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
-    messages: list[tuple[Shard, OutgoingBatch]] = []
-    for index, k in enumerate(busy):
-        span = (ids[k][0], ids[k][-1]) if ids[k] else None
-        shard = Shard(
-            run_id, generation, step, index, len(busy), rows[k], sum(rows), len(pieces[k]), NO_BATCH, solo, want_hash, span,
-            source=group[0].source,
-        )  # fmt: skip
-        messages.append((shard, OutgoingBatch(pieces[k])))
-    return tasks, messages
+    shards: PlannedShards = []
+    for task, place in zip(tasks, busy, strict=True):
+        outgoing = OutgoingBatch(pieces[place])
+        shard = head.shard(task, len(busy), sum(rows), outgoing, ids[place])
+        shards.append((msgspec.structs.replace(shard, source=group[0].source), outgoing))
+    return tasks, shards
+
+
+def no_samples(group: Sequence[LoadedBatch]) -> ConfigError:
+    """Return the error on batches of an optimizer step that have no sample."""
+    return ConfigError(
+        f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
+    )
 
 
 def _share(
