@@ -1,9 +1,9 @@
-"""A pass between runs: has workers stand at the last committed state, walks the loader, and leaves everybody fit for more."""
+"""A pass between runs: brings workers to the last committed state, walks the loader, and leaves them ready for more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
@@ -31,7 +31,7 @@ def ask(
     """Ask about every batch of the feed's next epoch; no run may be in progress.
 
     Args:
-        cluster: who is here.
+        cluster: the workers of the session.
         replica_set: whose last committed state is asked.
         feed: the loader; closed at the end.
         question: what is asked, and what takes the answers.
@@ -49,7 +49,7 @@ def ask(
     job = Job(cluster)
     replica_set.attach(job)
     walk = pass_over(job, replica_set, lambda lost: _bring_up(job, replica_set, lost))
-    with interrupts_call(lambda: job.post(Interrupted())), job.attached(), _errors_for_users():
+    with interrupts_call(lambda: job.post(Interrupted())), job.attached(), closing(feed), _errors_for_users():
         try:
             replica_set.look_at(feed)
             _bring_up(job, replica_set)
@@ -57,8 +57,6 @@ def ask(
         except BaseException as error:
             walk.leave(grace_s if isinstance(error, StopRequested) else 0.0)
             raise
-        finally:
-            feed.close()
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Pass(ABC):
                     self.before_batch(group[0])
                     self._deal(group[0])
             self._pump(lambda: not self._asked)
-            self._progress(self._done, self._total)  # whatever was shown last
+            self._progress(self._done, self._total)  # the last report may have come earlier
         finally:
             feeder.close()
 
@@ -182,8 +182,18 @@ class Pass(ABC):
         """Send a batch to the workers that do it."""
 
     @abstractmethod
+    def _mend(self) -> None:
+        """Deal again what was lost, or unwind where nothing would ever be answered."""
+
     def _pump(self, until: Callable[[], bool]) -> None:
         """Wait; meanwhile take answers, and deal again what was lost."""
+
+        def condition() -> bool:
+            self._fold()
+            self._mend()
+            return until()
+
+        self._job.pump(condition)
 
 
 class StarPass(Pass):
@@ -200,18 +210,10 @@ class StarPass(Pass):
         # Answers come once or, after a loss, twice with the same content: the first one counts, whoever gives it.
         asked.answers, asked.orders = [answer], {}
 
-    def _pump(self, until: Callable[[], bool]) -> None:
-        def condition() -> bool:
-            self._fold()
-            self._deal_again()
-            self._check()
-            return until()
-
-        self._job.pump(condition)
-
-    def _check(self) -> None:
-        """Refuse to wait where all workers that are here have dropped the run: no answer would ever come."""
+    def _mend(self) -> None:
+        self._deal_again()
         self._job.check()
+        # Where all workers that are here have dropped the run no answer would ever come.
         at, step = self._replica_set.at, self._replica_set.step
         if not any(at.get(rank) == step for rank in self._job.ready | self._job.suspects):
             raise WorkerLost("the workers that are here have dropped the model after an error; %guava_log tells which")
@@ -297,16 +299,13 @@ class GroupPass(Pass):
         if len(asked.came) == len(self._group.team):
             asked.answers = [asked.came[member] for member in self._group.team]
 
-    def _pump(self, until: Callable[[], bool]) -> None:
-        def condition() -> bool:
-            self._fold()
-            self._group.check(self._job)
-            return until()
+    def _mend(self) -> None:
+        self._group.check(self._job)
 
+    def _pump(self, until: Callable[[], bool]) -> None:
         while True:
             try:
-                self._job.pump(condition)
-                return
+                return super()._pump(until)
             except GroupLost as lost:
                 if self._form_again is None:
                     raise

@@ -8,13 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.traffic import NOTHING, Gauge, Traffic
 from guava_nb.data.loader_feed import Feed, LoadedBatch
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows
@@ -94,13 +92,12 @@ def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
 
 
 def writer_for(spec: RunSpec, workers: int) -> RowWriter:
-    """A writer of the run to nobody, whose workers hold nothing yet."""
-    caches = WorkerCaches()
+    """Return a writer of the run for workers that are only reckoned with, and hold nothing yet."""
+    caches: WorkerCaches = {}
     if spec.cache is not None:
         cost = cost_function(spec.cache.mode)
-        caches.of = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
-    nobody = SimpleNamespace(caches=caches, notice=lambda sentence: None, name=str)
-    return RowWriter(spec, cast(Cluster, nobody))
+        caches = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
+    return RowWriter(spec, caches, lambda sentence: None)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.report_checks import without_invalid
@@ -35,7 +35,10 @@ class Replicas(Protocol):
     writer: RowWriter
 
 
-class StepExchange(ABC):
+_Replicas = TypeVar("_Replicas", bound=Replicas)
+
+
+class StepExchange(ABC, Generic[_Replicas]):
     """All steps in flight of one run.
 
     Args:
@@ -51,7 +54,7 @@ class StepExchange(ABC):
     """
 
     def __init__(
-        self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replicas: _Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
         """Handle the exchange's messages in that job; no step is in flight."""
         self.in_flight: dict[int, StepInFlight] = {}

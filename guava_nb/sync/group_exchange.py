@@ -10,16 +10,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from guava_nb.cluster.job import Job
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.protocol.messages import Ready
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
-from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
-from guava_nb.sync.send_credit import Credit
-from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight, no_samples
+from guava_nb.sync.exchange import Replicas, StepExchange
+from guava_nb.sync.step_in_flight import PlannedShards, Share, StepHead, StepInFlight, add_to_shares, no_samples
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
 __all__ = ["GroupExchange", "parts_for", "shares_of", "tasks_of"]
@@ -36,23 +34,19 @@ class Group(Replicas, Protocol):
         """Sizes of the group that stands."""
 
 
-class GroupExchange(StepExchange):
+class GroupExchange(StepExchange[Group]):
     """Parts of one model: every rank gets its share, they sum among themselves and vote here. See `StepExchange`."""
 
-    def __init__(self, job: Job, group: Group, on_commit: OnCommit, on_applied: OnApplied, credit: Credit) -> None:
-        """Handle the exchange's messages in that job."""
-        super().__init__(job, group, on_commit, on_applied, credit)
-        self._group = group
-        self._looked = False
+    _looked = False  # at how many rows a pipeline gets
 
     def _plan(
         self, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
-        members, mesh, spec = self._group.team, self._group.mesh, self._group.spec
+        members, mesh, spec = self._replicas.team, self._replicas.mesh, self._replicas.spec
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
         shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
-        head = self._head(self._group.generation)
+        head = self._head(self._replicas.generation)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
         scaled = spec.precision == "fp16"
         machine = StepMachine(head.step, head.generation, tasks, (), scaled, max_grad_norm=spec.max_grad_norm)
@@ -60,8 +54,8 @@ class GroupExchange(StepExchange):
 
     def _tell_few_rows(self, most: int) -> None:
         """Say once that batches are smaller than the pipeline's parts; a last batch of an epoch is no reason to."""
-        assert self._group.spec.parallel is not None
-        wanted = self._group.spec.parallel.micro_batches
+        assert self._replicas.spec.parallel is not None
+        wanted = self._replicas.spec.parallel.micro_batches
         if not self._looked and most < wanted:
             self._job.cluster.notice(
                 f"micro_batches (--micro-batches) is {wanted}, but a pipeline gets {most} rows of a batch, so it cuts them into "
@@ -71,7 +65,7 @@ class GroupExchange(StepExchange):
 
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""
-        mesh = self._group.mesh
+        mesh = self._replicas.mesh
         ranks = mesh.stages * mesh.tensor  # that share one replica's part: counted as if each got all of it
         total = sum(weights[::ranks]) or 1.0
         return [weights[rank - rank % ranks] / total for rank in range(len(weights))]
@@ -86,18 +80,7 @@ class GroupExchange(StepExchange):
 # ----------------------------------------------------------------------------------------------------------- who gets what
 
 
-class _Share:
-    """What one replica does of a step: the pieces of every loader batch, their rows and ids."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Any] = []
-        self.rows: list[int] = []
-        self.ids: list[int] = []
-
-
-def shares_of(
-    group: Sequence[LoadedBatch], mesh: Mesh, weights: Sequence[float], splitter: RowSplitter
-) -> list[_Share]:
+def shares_of(group: Sequence[LoadedBatch], mesh: Mesh, weights: Sequence[float], splitter: RowSplitter) -> list[Share]:
     """Share loader batches among the replicas of a mesh.
 
     A replica whose share rounds to no sample gets one row as a stand-in, marked with 0 rows: it has to take part in the
@@ -106,19 +89,12 @@ def shares_of(
     Raises:
         ConfigError: a batch cannot be shared out, or the whole group has no samples.
     """
-    shares = [_Share() for _ in range(mesh.data)]
+    shares = [Share() for _ in range(mesh.data)]
     for batch in (batch for batch in group if batch.rows):
         ranges = share_ranges(batch.rows, weights)
         taken = [r if r[1] > r[0] else (0, 1) for r in ranges]
         parts = splitter.split(batch.batch, taken, batch.rows)
-        for share, (first, last), part in zip(shares, ranges, parts, strict=True):
-            share.pieces.append(part)
-            share.rows.append(last - first)
-            if len(batch.sample_ids) == batch.rows:
-                share.ids.extend(batch.sample_ids[first:last])
-        if len(batch.sample_ids) != batch.rows:
-            # The collate function dropped or added rows: the ids belong to the batch as a whole.
-            shares[0].ids.extend(batch.sample_ids)
+        add_to_shares(shares, batch, [(k, part, range(*ranges[k])) for k, part in enumerate(parts)])
     if not any(sum(share.rows) for share in shares):
         raise no_samples(group)
     return shares
@@ -145,7 +121,7 @@ def tasks_of(
     head: StepHead,
     mesh: Mesh,
     team: Sequence[int],
-    shares: Sequence[_Share],
+    shares: Sequence[Share],
     treated: bool,
     writer: RowWriter,
     splitter: RowSplitter,
@@ -162,6 +138,6 @@ def tasks_of(
             outgoing = OutgoingBatch([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         task = ShardTask(rank, sum(share.rows) if reports else 0, owner, tuple(share.ids) if reports else ())
         tasks.append(task)
-        shard = head.shard(task, len(team), global_rows, outgoing, share.ids)
+        shard = head.shard(task, len(team), global_rows, share)
         shards.append((msgspec.structs.replace(shard, part_rows=tuple(share.rows)), outgoing))
     return tasks, shards

@@ -1,4 +1,4 @@
-"""The orders by which workers become a process group: who is which rank, on which way. Sends nothing."""
+"""The orders by which workers become a process group: which of them is which rank, on which way. Sends nothing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def group_orders(
 
 
 def side_by_side(roster: Mapping[int, Member], members: Iterable[int]) -> list[int]:
-    """Order members so that those of one machine are neighbours: who talks most is laid out along neighbours."""
+    """Order members so that those of one machine are neighbours: ranks that exchange most lie side by side."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(members):
         hosts.setdefault(roster[rank].hello.host_id, []).append(rank)

@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Route
-from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
 from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
@@ -32,10 +31,9 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.cells import pip_name
-from guava_nb.sync.exchange import OnApplied, OnCommit, StepExchange
-from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.exchange import StepExchange
 
-__all__ = ["GroupLost", "ReplicaSet", "StateLate", "fetch_between_runs", "preparation_text"]
+__all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
@@ -62,9 +60,12 @@ class ReplicaSet(ABC):
         writer: writes batches for the workers; made by `attach`.
         elastic: every replica is whole, so any number of workers can go on.
         least: how many workers the run needs.
+        layout_text: how one model is spread over the workers, in words; "" for whole replicas.
     """
 
     writer: RowWriter
+    #: Does the steps of these replicas; takes the job and the replica set, and what else `StepExchange` takes.
+    exchange: type[StepExchange[Any]]
     #: Finds the classes that may come in a worker's state.
     _resolve: Resolve | None = None
 
@@ -80,6 +81,7 @@ class ReplicaSet(ABC):
         self.master_step = -1
         self.route = route
         self.elastic, self.least = elastic, least
+        self.layout_text = ""
         self.step = -1
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
@@ -100,7 +102,7 @@ class ReplicaSet(ABC):
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
-        self.writer = RowWriter(self.spec, job.cluster)
+        self.writer = RowWriter(self.spec, job.cluster.caches, job.cluster.notice)
         self.writer.attach(job, self.run_id)
 
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
@@ -172,10 +174,8 @@ class ReplicaSet(ABC):
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
-        return {r: answer for r, answer in answers.items() if not answer.ok or self._has_other_layout(answer)}
-
-    def _has_other_layout(self, answer: Prepared) -> bool:
-        return bool(answer.layout) and answer.layout != self.master.layout.digest()
+        layouts = ("", self.master.layout.digest())
+        return {r: answer for r, answer in answers.items() if not answer.ok or answer.layout not in layouts}
 
     def require(self, job: Job, ranks: Iterable[int]) -> None:
         """Have workers build the run.
@@ -197,11 +197,6 @@ class ReplicaSet(ABC):
         self.at.pop(rank, None)
 
     # ------------------------------------------------------------------------------------------- who can take part
-
-    @property
-    def layout_text(self) -> str:
-        """How one model is spread over the workers, in words; "" for whole replicas."""
-        return ""
 
     def look_at(self, feed: Feed) -> None:  # noqa: B027 - whole replicas need nothing
         """Take what must be known of the data beforehand; whole replicas need nothing."""
@@ -240,10 +235,6 @@ class ReplicaSet(ABC):
         roster = job.cluster.roster
         roster.generation += 1
         job.cluster.send_all(ranks, Abort(self.run_id, roster.generation, self.step, reason))
-
-    @abstractmethod
-    def exchange(self, job: Job, on_commit: OnCommit, on_applied: OnApplied, credit: Credit) -> StepExchange:
-        """Return what does the steps of these replicas in a job; arguments as for `StepExchange`."""
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -389,32 +380,6 @@ class ReplicaSet(ABC):
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]
-
-
-class _Fetching(Job):
-    def on_leaving(self, rank: int) -> None:
-        """It may have what is fetched; the end of this job releases it."""
-
-
-def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
-    """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
-
-    Raises:
-        WorkerLost: the workers that hold it are gone.
-        ClusterError: a run is in progress.
-    """
-    if replica_set.master_step == replica_set.step:
-        return replica_set.master.state()
-    job = _Fetching(cluster)
-    replica_set.attach(job)
-    try:
-        with job.attached():
-            return replica_set.fetch(job, timeout_s=timeout_s)
-    except NobodyLeft as error:
-        raise WorkerLost(
-            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
-            f"{replica_set.master_step + 1}. {WAYS_ON}"
-        ) from error
 
 
 def preparation_text(name: str, answer: Prepared) -> str:

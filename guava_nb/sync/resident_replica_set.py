@@ -24,7 +24,7 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
 __all__ = ["ResidentReplicaSet", "adopt", "is_own"]
 
-_NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
+_NOT_HERE = -2  # a step that is never committed: the master does not hold the run's state yet
 
 
 class ResidentReplicaSet(WholeReplicaSet):
@@ -41,7 +41,7 @@ class ResidentReplicaSet(WholeReplicaSet):
         self._origin: int | None = origin
 
     def _alone(self, ranks: Iterable[int]) -> bool:
-        """Whether the only one who is asked is the origin, which holds the state already."""
+        """Whether only the origin is asked, which holds the state already."""
         return self._origin is not None and set(ranks) == {self._origin} and self.at.get(self._origin) == self.step
 
     def require(self, job: Job, ranks: Iterable[int]) -> None:
@@ -58,7 +58,7 @@ class ResidentReplicaSet(WholeReplicaSet):
         self._origin = None
 
     def is_gone(self, cluster: Cluster) -> bool:
-        """Whether nobody has this state any more: its workers have left, and it was not fetched."""
+        """Whether no worker has this state any more: its workers have left, and it was not fetched."""
         return self.master_step != self.step and not set(self.at) & set(cluster.roster.alive())
 
 

@@ -1,6 +1,7 @@
-"""The parts of one model that is spread over a process group: who is which rank, and how the whole state goes to and fro.
+"""The parts of one model that is spread over a process group: the group, and how the whole state is sent and fetched.
 
-A group is good for one generation. Whoever is lost ends it; a new one is formed of whoever is there and gets the state anew.
+A group is good for one generation. A lost member ends it; a new one is formed of the workers that are there, and gets the
+state anew.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerL
 from guava_nb.hub.relay import Relay
 from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
 from guava_nb.replica.replica import Replica
-from guava_nb.sync.exchange import OnApplied, OnCommit
 from guava_nb.sync.group_exchange import GroupExchange
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
-from guava_nb.sync.send_credit import Credit
 
 __all__ = ["ShardedReplicaSet"]
 
@@ -55,6 +54,7 @@ class ShardedReplicaSet(ReplicaSet):
 
     _relay: Relay  # of the cluster, like the routes; known from `attach` on
     _routes: Routes
+    exchange = GroupExchange
     _resolve = staticmethod(_piece)
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
@@ -81,11 +81,6 @@ class ShardedReplicaSet(ReplicaSet):
     def group_name(self) -> str:
         """Name of the group of this generation at the relay."""
         return group_name(self.run_id, self.generation)
-
-    @property
-    def layout_text(self) -> str:
-        """How the model is spread, in words."""
-        return next((answer.layout for answer in self._formed.values() if answer.layout), "")
 
     def look_at(self, feed: Feed) -> None:
         """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
@@ -141,7 +136,7 @@ class ShardedReplicaSet(ReplicaSet):
             GroupLost: a member is lost, or away for too long, or reported that the group broke.
         """
         now = time.monotonic()
-        # All are away, so nobody waits for another; or a tunnel broke: whoever is away comes back with its part of the state.
+        # All are away, so none waits for another; or a tunnel broke: members that are away come back with their parts.
         outage = all(rank in job.suspects for rank in self.team)
         for rank in self.team:
             if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
@@ -156,18 +151,18 @@ class ShardedReplicaSet(ReplicaSet):
             raise GroupLost(self._broken)
 
     def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
-        """A member says that its group broke; whose loss it was is known in a moment."""
+        """Note that a member reports a broken group; which member was lost is known in a moment."""
         if torn:
             self.drop(rank)
         if not self._broken and not self._retired:  # that a group which was given up is broken is no news
             self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {text}", time.monotonic()
 
     def retire(self) -> None:
-        """The group was woken and is of no use any more; its members hold the state until another one is formed."""
+        """Note that the group was woken and is over; its members hold the state until another one is formed."""
         self._retired, self._broken = True, ""
 
     def disband(self) -> None:
-        """The group is given up.
+        """Note that the group is given up.
 
         Raises:
             ClusterError: too many broke in a row without a step between them.
@@ -196,7 +191,7 @@ class ShardedReplicaSet(ReplicaSet):
     # ------------------------------------------------------------------------------------------------------------ messages
 
     def attach(self, job: Job) -> None:
-        """Handle this ensemble's messages in that job."""
+        """Handle the messages of this run's parts in that job."""
         super().attach(job)
         self._relay, self._routes = job.cluster.relay, job.cluster.routes
         job.on(GroupFormed, self._on_formed)
@@ -205,10 +200,7 @@ class ShardedReplicaSet(ReplicaSet):
     def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.generation == self.generation:
             self._formed[rank] = message
-
-    def exchange(self, job: Job, on_commit: OnCommit, on_applied: OnApplied, credit: Credit) -> GroupExchange:
-        """Return the group exchange of this run; arguments as for `StepExchange`."""
-        return GroupExchange(job, self, on_commit, on_applied, credit)
+            self.layout_text = self.layout_text or message.layout
 
     # ------------------------------------------------------------------------------------------------------------ the group
 
@@ -229,7 +221,10 @@ class ShardedReplicaSet(ReplicaSet):
     def _form(self, job: Job, members: Sequence[int]) -> None:
         """Form a group on the best way there is; where a direct one fails, on the relay."""
         first = self.generation < 0
-        self.route = self._choose(job, members, first)
+        if self._relay_only:
+            self.route = Route("relay", "guava", self._relay_only)
+        else:
+            self.route = job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
         failed = self._try_to_form(job, members)
         if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
             self._fall_back(job, members, failed)
@@ -240,15 +235,11 @@ class ShardedReplicaSet(ReplicaSet):
         if first and self.layout_text:
             job.cluster.notice(self.layout_text)
 
-    def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
-        if self._relay_only:
-            return Route("relay", "guava", self._relay_only)
-        return job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
-
     def _try_to_form(self, job: Job, members: Sequence[int]) -> dict[int, GroupFormed]:
-        """Give everybody an order and wait for the answers; returns those that say no."""
+        """Send every member its order and wait for the answers; returns those that refuse."""
         roster, route = job.cluster.roster, self.route
         roster.generation += 1
+        self.layout_text = ""
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
         for rank in members:
             self.at.pop(rank, None)
@@ -272,7 +263,7 @@ class ShardedReplicaSet(ReplicaSet):
         return failed
 
     def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
-        """Keep to the relay, and wake whoever still waits for the direct group."""
+        """Keep to the relay, and wake the members that still wait for the direct group."""
         rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
         job.cluster.routes.forget(members)
         self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
@@ -311,7 +302,7 @@ class ShardedReplicaSet(ReplicaSet):
     # ------------------------------------------------------------------------------------------------------------ the state
 
     def in_step(self, job: Job) -> list[int]:
-        """Return the members when all of them are connected and in step, else nobody: only together they are the model."""
+        """Return the members when all of them are connected and in step, else none: only together they are the model."""
         return sorted(self.team) if self.complete(job) else []
 
     def _may_have(self, job: Job) -> bool:
@@ -330,7 +321,7 @@ class ShardedReplicaSet(ReplicaSet):
         return self.master.state()
 
     def rescue(self, job: Job) -> bool:
-        """Before a new group: take the state of the last committed step from whoever is left, if all of it is there."""
+        """Before a new group: take the state of the last committed step from the members that are left, if all of it is there."""
         here = [rank for rank in self.team if rank in job.ready and self.at.get(rank) == self.step]
         if self.master_step == self.step:
             return True

@@ -24,7 +24,7 @@ from guava_nb.sync.step_machine import Add, Decided, Halt, Instruction, Reissue,
 __all__ = ["StarExchange"]
 
 
-class StarExchange(StepExchange):
+class StarExchange(StepExchange[Replicas]):
     """Whole replicas: shards go out, buckets come in and are summed here. See `StepExchange`."""
 
     def __init__(

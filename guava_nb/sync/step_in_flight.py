@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
 from guava_nb.data.loader_feed import LoadedBatch
@@ -19,9 +18,9 @@ from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["NO_BATCH", "PlannedShards", "StepHead", "StepInFlight", "no_samples", "plan_step"]
+__all__ = ["NO_BATCH", "PlannedShards", "Share", "StepHead", "StepInFlight", "add_to_shares", "no_samples", "plan_step"]
 
-#: Stands in a record until it is known who gets it.
+#: Stands in a record until its receiver is known.
 NO_BATCH = Tree(b"")
 
 
@@ -75,14 +74,37 @@ class StepHead:
     want_hash: bool = False
     solo: bool = False
 
-    def shard(
-        self, task: ShardTask, num_shards: int, global_rows: int, outgoing: OutgoingBatch, ids: Sequence[int]
-    ) -> Shard:
-        """Return a shard's record, still without its batch; `ids` are of its samples, for error messages."""
+    def shard(self, task: ShardTask, num_shards: int, global_rows: int, share: Share, source: int = 0) -> Shard:
+        """Return a shard's record, still without its batch."""
+        span = (share.ids[0], share.ids[-1]) if share.ids else None
         return Shard(
-            self.run_id, self.generation, self.step, task.index, num_shards, task.rows, global_rows, len(outgoing.parts),
-            NO_BATCH, self.solo, self.want_hash, (ids[0], ids[-1]) if ids else None,
+            self.run_id, self.generation, self.step, task.index, num_shards, task.rows, global_rows, len(share.pieces),
+            NO_BATCH, self.solo, self.want_hash, span, source=source,
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker, or one replica of a group, does of a step: a piece of every loader batch, its rows, and all ids."""
+
+    pieces: list[Any] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+def add_to_shares(
+    shares: Sequence[Share], batch: LoadedBatch, pieces: Sequence[tuple[int, Any, Sequence[int]]]
+) -> None:
+    """Add pieces of a loader batch, each with the place of its share and its rows, to the shares."""
+    has_ids = len(batch.sample_ids) == batch.rows
+    for place, piece, rows in pieces:
+        shares[place].pieces.append(piece)
+        shares[place].rows.append(len(rows))
+        if has_ids:
+            shares[place].ids.extend(batch.sample_ids[i] for i in rows)
+    if pieces and not has_ids:
+        # The collate function dropped or added rows: the ids belong to the batch as a whole.
+        shares[pieces[0][0]].ids.extend(batch.sample_ids)
 
 
 def plan_step(
@@ -101,28 +123,20 @@ def plan_step(
     Raises:
         ConfigError: a batch cannot be shared out, or the whole group has no samples.
     """
-    pieces: list[list[Any]] = [[] for _ in team]
-    ids: list[list[int]] = [[] for _ in team]
-    rows = [0] * len(team)
+    shares = [Share() for _ in team]
     for batch in group:
-        shares = _share(batch, team, weights, splitter, writer)
-        for place, part, indices in shares:
-            pieces[place].append(part)
-            rows[place] += len(indices)
-            if len(batch.sample_ids) == batch.rows:
-                ids[place].extend(batch.sample_ids[i] for i in indices)
-        if len(batch.sample_ids) != batch.rows and shares:
-            # The collate function dropped or added rows: the ids belong to the batch as a whole.
-            ids[shares[0][0]].extend(batch.sample_ids)
-    busy = [place for place, count in enumerate(rows) if count]
+        add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer))
+    busy = [place for place, share in enumerate(shares) if share.pieces]
     if not busy:  # a step without shards would never be reported
         raise no_samples(group)
-    tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
+    global_rows = sum(sum(share.rows) for share in shares)
+    tasks: list[ShardTask] = []
     shards: PlannedShards = []
-    for task, place in zip(tasks, busy, strict=True):
-        outgoing = OutgoingBatch(pieces[place])
-        shard = head.shard(task, len(busy), sum(rows), outgoing, ids[place])
-        shards.append((msgspec.structs.replace(shard, source=group[0].source), outgoing))
+    for index, place in enumerate(busy):
+        share = shares[place]
+        tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
+        shard = head.shard(tasks[-1], len(busy), global_rows, share, group[0].source)
+        shards.append((shard, OutgoingBatch(share.pieces)))
     return tasks, shards
 
 
@@ -133,7 +147,7 @@ def no_samples(group: Sequence[LoadedBatch]) -> ConfigError:
     )
 
 
-def _share(
+def _pieces_of(
     batch: LoadedBatch, team: Sequence[int], weights: Sequence[float], splitter: RowSplitter, writer: RowWriter
 ) -> list[tuple[int, Any, Sequence[int]]]:
     """Share one batch: place in the team, part, and its rows, of every share that is not empty."""

@@ -10,9 +10,7 @@ from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Cell, RunSpec
 from guava_nb.replica.replica import Replica
-from guava_nb.sync.exchange import OnApplied, OnCommit
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.send_credit import Credit
 from guava_nb.sync.star_exchange import StarExchange
 
 __all__ = ["WholeReplicaSet"]
@@ -20,6 +18,8 @@ __all__ = ["WholeReplicaSet"]
 
 class WholeReplicaSet(ReplicaSet):
     """All replicas of one run, each of them whole."""
+
+    exchange = StarExchange
 
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
         """Start with no worker prepared."""
@@ -31,16 +31,12 @@ class WholeReplicaSet(ReplicaSet):
         return set(ranks)
 
     def connected(self, available: Sequence[int]) -> bool:
-        """Whether a step can be issued: somebody is connected."""
+        """Whether a step can be issued: a worker is connected."""
         return bool(available)
 
     def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
         """Return who is there and does not hold the state."""
         return sorted(fit - holders)
-
-    def exchange(self, job: Job, on_commit: OnCommit, on_applied: OnApplied, credit: Credit) -> StarExchange:
-        """Return the star exchange of this run; arguments as for `StepExchange`."""
-        return StarExchange(job, self, on_commit, on_applied, credit)
 
     def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
         """Bring workers to a state.

@@ -15,7 +15,8 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint

@@ -105,7 +105,7 @@ class TrainingJob(MembershipJob):
             replica_set.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
         self._walk = pass_over(self, replica_set)
-        self._exchange = replica_set.exchange(self, self._on_commit, self._on_applied, self._credit)
+        self._exchange = replica_set.exchange(self, replica_set, self._on_commit, self._on_applied, self._credit)
         self.budget_gate = BudgetGate(self, plan.budget)
         self._walk.before_batch = self.budget_gate.before_batch
         self._ending = ""

@@ -13,7 +13,7 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
-from guava_nb.sync.replica_set import fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
