@@ -29,7 +29,7 @@ from guava_nb.errors import CheckpointError, ClusterError, ConfigError, SourceEr
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import Metrics, merges_for, metric_specs
 from guava_nb.evaluation.passes import Progress
-from guava_nb.evaluation.predict import predict
+from guava_nb.evaluation.predict import Deadlines, predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.compression import squeezed_so_far
@@ -56,8 +56,8 @@ from guava_nb.spec.run_spec import (
     plain_arguments,
 )
 from guava_nb.status import Status
-from guava_nb.sync.handover import take_over
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs, take_over
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
@@ -654,7 +654,7 @@ class Orchestrator(SessionHost):
         with reporting("predicting", progress) as report:
             return predict(
                 cluster, replica_set, loader, wanted, path=None if path is None else Path(path), resume=resume,
-                patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
+                deadlines=Deadlines(self._patience_s, self.config.interrupt_grace_s), progress=report,
             )  # fmt: skip
 
     def _ensemble_for(self, criterion: Reference | None, preprocess: Reference | None) -> ReplicaSet:

@@ -10,6 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 from guava_nb import errors
 from guava_nb.cluster.cluster import Cluster
@@ -30,6 +31,7 @@ from guava_nb.protocol.messages import Failure, Message
 __all__ = ["Job", "NobodyLeft", "StopRequested"]
 
 Handler = Callable[[int, Message, memoryview], None]
+_Record = TypeVar("_Record", bound=Message)
 
 #: The longest a pump sleeps without looking at its condition again: conditions on the clock need no event to come true.
 _TICK_S = 0.25
@@ -73,9 +75,9 @@ class Job:
         """Take an event; called from any thread."""
         self._mailbox.put(event)
 
-    def on(self, record: type[Message], handler: Handler) -> None:
+    def on(self, record: type[_Record], handler: Callable[[int, _Record, memoryview], None]) -> None:
         """Handle messages of this type with `handler(rank, message, payload)`."""
-        self._handlers[record] = handler
+        self._handlers[record] = cast(Handler, handler)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

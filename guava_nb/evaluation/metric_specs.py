@@ -66,9 +66,8 @@ def merges_for(specs: Sequence[MetricSpec], shared: ModuleType | None) -> list[M
 def _named(metrics: Metrics | None) -> list[tuple[str, Any]]:
     if metrics is None:
         return []
-    if isinstance(metrics, Mapping):  # a MetricCollection is none, but has the same items
-        return [(str(name), metric) for name, metric in metrics.items()]
-    if hasattr(metrics, "items") and hasattr(metrics, "compute_groups"):
+    # A MetricCollection is no mapping, but has the same items.
+    if isinstance(metrics, Mapping) or (hasattr(metrics, "items") and hasattr(metrics, "compute_groups")):
         return [(str(name), metric) for name, metric in metrics.items()]
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         metrics = [metrics]

@@ -1,34 +1,35 @@
 """One pass over a loader without training: batches dealt to the workers, answers taken in the loader's order.
 
-Validation and prediction are two `Question`s; what differs is what travels and what is done with the answers. Whoever is
-lost, each batch counts once: an answer is taken the first time it comes, and a batch without one is asked again.
+Validation and prediction are two `Question`s; what differs is what travels and what is done with the answers. Whichever
+worker is lost, each batch counts once: an answer is taken the first time it comes, and a batch without one is asked again.
+`pass_over` chooses how batches are dealt: whole ones to whole replicas, or each to all ranks of a group.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from guava_nb.cluster.job import Job
+from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Wake
-from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import Feed, LoadedBatch
 from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import WorkerLost
-from guava_nb.protocol.messages import Evaluate, Evaluated, Message, Predict, Predicted, Tree
-from guava_nb.row_cache.writer import OutgoingBatch, RowSlice
+from guava_nb.evaluation.batch_orders import Answer, BatchOrders, Order, Question, span_text
+from guava_nb.protocol.messages import Evaluated, Predicted
+from guava_nb.row_cache.writer import RowSlice
 from guava_nb.sync.batch_feeder import Feeder
-from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.step_in_flight import NO_BATCH
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet
+from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 
-__all__ = ["WINDOW", "Answer", "Asked", "Pass", "Progress", "Question", "StarPass", "span_text"]
+__all__ = ["Pass", "Progress", "pass_over"]
+
+log = logging.getLogger(__name__)
 
 #: Batches that a worker holds at once: one in work, one waiting, so that the wire and the device overlap.
 WINDOW = 2
@@ -37,35 +38,26 @@ AHEAD = 4
 #: Seconds between two reports of progress.
 PROGRESS_S = 0.25
 
-#: A worker's answer, and the bytes that came with it.
-Answer = tuple[Message, memoryview]
-#: Takes samples done, and how many there are (None: nobody knows).
+#: Takes samples done, and how many there are (None: not known).
 Progress = Callable[[int, int | None], None]
-
-
-class Question(Protocol):
-    """What is asked of every batch, and what becomes of the answers."""
-
-    def part(self, batch: Any, treated: bool) -> Any:
-        """Return what of a batch travels; `treated`: a function of the user's shall see all of it at the worker."""
-
-    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
-        """Return what a stage of a pipeline needs of it."""
-
-    def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
-        """Return the record that asks."""
-
-    def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
-        """Take the answers on a batch, one per share, in the order of its rows; batches come in the loader's order."""
-
-    verb: str
 
 
 @dataclass(slots=True)
 class Asked:
-    """One batch that was asked about; the batch itself is kept while it may have to be asked again."""
+    """One batch that was asked about.
+
+    Attributes:
+        batch: kept while it may have to be asked again.
+        request: number of the question.
+        orders: what workers were sent and have not answered, by rank.
+        came: answers of some of the workers that share the batch, by rank.
+        answers: all of them, in the order of rows; empty until they are here.
+    """
 
     batch: LoadedBatch
+    request: int
+    orders: dict[int, Order]
+    came: dict[int, Answer] = field(default_factory=dict)
     answers: Sequence[Answer] = ()
 
 
@@ -80,11 +72,14 @@ class Pass(ABC):
         before_batch: called with each batch before it is sent; may raise, and the pass is given up.
     """
 
+    _question: Question
+    _orders: BatchOrders
+
     def __init__(self, job: Job, replica_set: ReplicaSet) -> None:
         """Register for the workers' answers."""
         self._job, self._replica_set = job, replica_set
-        self._asked: dict[int, Asked] = {}  # in the loader's order
-        self._question: Question | None = None
+        self._asked: list[Asked] = []  # in the loader's order
+        self._splitter = RowSplitter()
         self._progress: Progress = lambda done, total: None
         self._done, self._shown = 0, 0.0
         self._total: int | None = None
@@ -98,6 +93,8 @@ class Pass(ABC):
         """Ask about every batch of the loader's next epoch, each answered once.
 
         Args:
+            feed: the loader.
+            question: what is asked, and what takes the answers.
             skip_batches: of the loader, that were done before.
             progress: called a few times a second, with the samples of this call.
 
@@ -108,6 +105,9 @@ class Pass(ABC):
             ConfigError: a batch or an output has no form that this can take.
         """
         self._question, self._progress = question, progress or self._progress
+        replicas = self._replica_set
+        treated = replicas.spec.preprocess is not None
+        self._orders = BatchOrders(question, replicas.run_id, treated, replicas.writer, self._splitter)
         self._done, self._total = 0, feed.samples_per_epoch
         self._asked.clear()
         feeder = Feeder(feed.epoch(skip_batches), 1, WINDOW, lambda: self._job.post(Wake()))
@@ -122,27 +122,21 @@ class Pass(ABC):
                     self.before_batch(group[0])
                     self._deal(group[0])
             self._pump(lambda: not self._asked)
-            self._progress(self._done, self._total)  # whatever was shown last
+            self._progress(self._done, self._total)  # the last report may have come earlier
         finally:
             feeder.close()
 
-    @property
-    def outstanding(self) -> bool:
-        """Whether workers still have something of this pass to do."""
-        return any(not asked.answers for asked in self._asked.values())
+    def leave(self, grace_s: float) -> None:  # noqa: B027 - whole replicas go on by themselves
+        """End a pass that raised: no worker may be left waiting for another.
 
-    def forget(self) -> None:
-        """Take no more answers."""
-        self._asked.clear()
+        Args:
+            grace_s: how long the batches in work may take; 0 gives them up at once.
+        """
 
-    def fold(self) -> None:
+    def _fold(self) -> None:
         """Take what is answered, as far as everything before it is."""
-        assert self._question is not None
-        while self._asked:
-            request, asked = next(iter(self._asked.items()))
-            if not asked.answers:
-                break
-            del self._asked[request]
+        while self._asked and self._asked[0].answers:
+            asked = self._asked.pop(0)
             self._question.take(asked.batch, asked.answers)
             self._done += asked.batch.rows
         now = time.monotonic()
@@ -150,34 +144,34 @@ class Pass(ABC):
             self._shown = now
             self._progress(self._done, self._total)
 
+    def _find(self, request: int) -> Asked | None:
+        return next((asked for asked in self._asked if asked.request == request), None)
+
     def _about(self, request: int) -> str | None:
         """Say what a request was about; None: it is none of this pass."""
-        for number, asked in self._asked.items():
-            if self._is(number, request):
-                assert self._question is not None
-                return f"while {self._question.verb} batch {asked.batch.index} of the loader{span_text(asked.batch)}"
-        return None
+        asked = self._find(request)
+        if asked is None:
+            return None
+        return f"while {self._question.verb} batch {asked.batch.index} of the loader{span_text(asked.batch)}"
 
-    def _is(self, number: int, request: int) -> bool:
-        return number == request
+    def _send(self, asked: Asked, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._job.cluster.send(rank, *self._replica_set.writer.write(rank, *asked.orders[rank]))
 
-    @property
-    def _treated(self) -> bool:
-        return self._replica_set.spec.preprocess is not None
-
-    def _record(self, request: int, batch: LoadedBatch, rows: int, grouped: bool = False) -> Evaluate | Predict:
-        """The record that asks, still without its batch."""
-        assert self._question is not None
-        record = self._question.message(self._replica_set.run_id, request, rows, NO_BATCH, grouped)
-        return msgspec.structs.replace(record, source=batch.source)
-
-    @abstractmethod
     def _on_wanted(self, rank: int, request: int) -> None:
-        """Send a worker a batch again: it lacks rows that it was thought to hold."""
+        """A worker lacks rows of its batch that it was thought to hold: send it again."""
+        asked = self._find(request)
+        if asked is not None and rank in asked.orders:
+            self._send(asked, [rank])
+
+    def _on_answer(self, rank: int, message: Evaluated | Predicted, payload: memoryview) -> None:
+        asked = self._find(message.request_id)
+        if message.run_id == self._replica_set.run_id and asked is not None and not asked.answers:
+            self._take(asked, rank, (message, payload))
 
     @abstractmethod
-    def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
-        """Take an answer, if it is one to this pass and the first."""
+    def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
+        """Take an answer on a batch that is not answered yet."""
 
     @abstractmethod
     def _has_room(self) -> bool:
@@ -185,63 +179,41 @@ class Pass(ABC):
 
     @abstractmethod
     def _deal(self, batch: LoadedBatch) -> None:
-        """Send a batch to whoever does it."""
+        """Send a batch to the workers that do it."""
 
     @abstractmethod
+    def _mend(self) -> None:
+        """Deal again what was lost, or unwind where nothing would ever be answered."""
+
     def _pump(self, until: Callable[[], bool]) -> None:
         """Wait; meanwhile take answers, and deal again what was lost."""
 
+        def condition() -> bool:
+            self._fold()
+            self._mend()
+            return until()
 
-def span_text(batch: LoadedBatch) -> str:
-    """Return " (samples 32 to 63)", or nothing where ids are not known."""
-    ids = batch.sample_ids
-    return f" (samples {ids[0]} to {ids[-1]})" if len(ids) > 1 else f" (sample {ids[0]})" if ids else ""
+        self._job.pump(condition)
 
 
 class StarPass(Pass):
     """Whole batches to whole replicas, each to the worker that has least to do."""
 
-    def __init__(self, job: Job, replica_set: ReplicaSet) -> None:
-        """Nobody has anything to do."""
-        super().__init__(job, replica_set)
-        self._kept: dict[int, tuple[Evaluate | Predict, OutgoingBatch]] = {}  # until it is answered
-        self._splitter = RowSplitter()
-        self._holder: dict[int, int] = {}
-
-    def forget(self) -> None:
-        """Take no more answers."""
-        super().forget()
-        self._kept.clear()
-        self._holder.clear()
-
     def run(self, feed: Feed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None) -> None:
-        """Ask about every batch, see `Pass.run`."""
-        self._kept.clear()
-        self._holder.clear()
+        """Ask about every batch, see `Pass.run`; answers that come later are dropped."""
         try:
             super().run(feed, question, skip_batches=skip_batches, progress=progress)
         finally:
-            self.forget()
+            self._asked.clear()
 
-    def _on_answer(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, Evaluated | Predicted)
-        # Answers come once or, after a loss, twice with the same content: the first one counts.
-        if message.run_id == self._replica_set.run_id and self._kept.pop(message.request_id, None) is not None:
-            self._asked[message.request_id].answers = [(message, payload)]
-            self._holder.pop(message.request_id, None)
+    def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
+        # Answers come once or, after a loss, twice with the same content: the first one counts, whoever gives it.
+        asked.answers, asked.orders = [answer], {}
 
-    def _pump(self, until: Callable[[], bool]) -> None:
-        def condition() -> bool:
-            self.fold()
-            self._deal_again()
-            self._check()
-            return until()
-
-        self._job.pump(condition)
-
-    def _check(self) -> None:
-        """Nobody would ever answer if those that are here had all dropped the run."""
+    def _mend(self) -> None:
+        self._deal_again()
         self._job.check()
+        # Where all workers that are here have dropped the run no answer would ever come.
         at, step = self._replica_set.at, self._replica_set.step
         if not any(at.get(rank) == step for rank in self._job.ready | self._job.suspects):
             raise WorkerLost("the workers that are here have dropped the model after an error; %guava_log tells which")
@@ -250,44 +222,115 @@ class StarPass(Pass):
         here = self._replica_set.in_step(self._job)
         return len(self._asked) < AHEAD * len(here) and bool(self._free())
 
+    def _load(self) -> Counter[int]:
+        """How many batches each worker has not answered."""
+        return Counter(rank for asked in self._asked for rank in asked.orders)
+
     def _free(self) -> list[int]:
         """Ranks that can take a batch, those with least to do first."""
-        load = dict.fromkeys(self._replica_set.in_step(self._job), 0)
-        for rank in self._holder.values():
-            if rank in load:
-                load[rank] += 1
-        return sorted((rank for rank in load if load[rank] < WINDOW), key=lambda rank: (load[rank], rank))
+        load, here = self._load(), self._replica_set.in_step(self._job)
+        return sorted((rank for rank in here if load[rank] < WINDOW), key=lambda rank: (load[rank], rank))
 
     def _deal(self, batch: LoadedBatch) -> None:
-        assert self._question is not None
         request = self._replica_set.next_request()
-        part, free = self._question.part(batch.batch, self._treated), self._free()
-        apart = part if batch.source else self._replica_set.writer.apart(part, batch.rows, self._splitter)
-        if isinstance(apart, Rows):
-            free = self._by_rows(apart, free)
-            part = RowSlice(apart, range(apart.count))
-        self._kept[request] = (self._record(request, batch, batch.rows), OutgoingBatch([part], single=True))
-        self._asked[request] = Asked(LoadedBatch(batch.index, None, batch.sample_ids, batch.rows))
-        self._send(request, free[0])
+        order, free = self._orders.whole(request, batch), self._free()
+        part = order[1].parts[0]
+        if isinstance(part, RowSlice):
+            free = self._by_rows(part.rows, free)
+        asked = Asked(replace(batch, batch=None), request, {free[0]: order})
+        self._asked.append(asked)
+        self._send(asked, asked.orders)
 
     def _by_rows(self, rows: Rows, free: list[int]) -> list[int]:
-        """Who holds most of a batch comes first; who holds all of it takes it whether or not it has more to do."""
-        ranks, load = self._replica_set.in_step(self._job), Counter(self._holder.values())
+        """Order ranks by how much of a batch they hold; one that holds all of it takes it however much it has to do."""
+        ranks, load = self._replica_set.in_step(self._job), self._load()
         held = Counter(ranks[place] for places in self._replica_set.writer.holders(rows, ranks) for place in places)
         whole = [rank for rank in ranks if held[rank] == rows.count]
         return sorted(whole or free, key=lambda rank: (-held[rank], load[rank], rank))
 
-    def _send(self, request: int, rank: int) -> None:
-        self._holder[request] = rank
-        self._job.cluster.send(rank, *self._replica_set.writer.write(rank, *self._kept[request]))
-
-    def _on_wanted(self, rank: int, request: int) -> None:
-        if self._holder.get(request) == rank:
-            self._send(request, rank)
-
     def _deal_again(self) -> None:
         here = self._replica_set.in_step(self._job)
-        for request in [r for r, rank in self._holder.items() if rank not in here]:
-            free = self._free()
-            if free:
-                self._send(request, free[0])
+        for asked in self._asked:
+            for rank in asked.orders.keys() - set(here):
+                free = self._free()
+                if free:
+                    asked.orders = {free[0]: asked.orders[rank]}
+                    self._send(asked, asked.orders)
+
+
+class GroupPass(Pass):
+    """Every batch shared among the replicas of a group: all ranks do their part, the reporting ones count.
+
+    Args:
+        job: attached, or about to be.
+        replica_set: parts of one model.
+        form_again: forms another group after one was lost, or raises; None: `run` raises that one was lost.
+    """
+
+    def __init__(
+        self, job: Job, replica_set: ShardedReplicaSet, form_again: Callable[[GroupLost], None] | None = None
+    ) -> None:
+        """No rank has anything to do."""
+        super().__init__(job, replica_set)
+        self._group = replica_set
+        self._form_again = form_again
+
+    @property
+    def _open(self) -> list[Asked]:
+        """Batches that are not answered."""
+        return [asked for asked in self._asked if not asked.answers]
+
+    def leave(self, grace_s: float) -> None:
+        """Wait for the batches in work, or wake the ranks; see `Pass.leave`."""
+        if not self._group.team:
+            return
+        self._job.interrupts = 0
+        try:
+            if grace_s and self._group.complete(self._job) and self._job.pump(lambda: not self._open, grace_s):
+                return
+        except (StopRequested, NobodyLeft) as hurry:  # a second interrupt, or no worker to wait for
+            log.info("the batch in work is not waited for: %s", type(hurry).__name__)
+        self._group.wake(self._job, list(self._group.at), "the pass over the data was given up")
+        self._group.retire()
+
+    def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
+        asked.came[rank] = answer
+        asked.orders.pop(rank, None)
+        if len(asked.came) == len(self._group.team):
+            asked.answers = [asked.came[member] for member in self._group.team]
+
+    def _mend(self) -> None:
+        self._group.check(self._job)
+
+    def _pump(self, until: Callable[[], bool]) -> None:
+        while True:
+            try:
+                return super()._pump(until)
+            except GroupLost as lost:
+                if self._form_again is None:
+                    raise
+                self._form_again(lost)
+                for asked in self._open:
+                    self._ask(asked)
+
+    def _has_room(self) -> bool:
+        return len(self._open) < WINDOW
+
+    def _deal(self, batch: LoadedBatch) -> None:
+        part = self._question.part(batch.batch, self._orders.treated)
+        self._asked.append(Asked(replace(batch, batch=part), 0, {}))
+        self._ask(self._asked[-1])
+
+    def _ask(self, asked: Asked) -> None:
+        """Ask the group that stands about a batch; answers of one that is gone are for another request."""
+        asked.request, asked.came = self._group.next_request(), {}
+        orders = self._orders.shared(asked.request, asked.batch, self._group.mesh)
+        asked.orders = dict(zip(self._group.team, orders, strict=True))
+        self._send(asked, self._group.team)
+
+
+def pass_over(job: Job, replicas: ReplicaSet, form_again: Callable[[GroupLost], None] | None = None) -> Pass:
+    """Return what walks a loader on these replicas; `form_again` as for `GroupPass`."""
+    if isinstance(replicas, ShardedReplicaSet):
+        return GroupPass(job, replicas, form_again)
+    return StarPass(job, replicas)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,23 @@ from guava_nb.evaluation.predictions import Prediction, Predictions, in_id_order
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
 from guava_nb.protocol.messages import Factory, Wanted
 from guava_nb.replica.state_dict import parameter_hash
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet
 
-__all__ = ["predict"]
+__all__ = ["Deadlines", "predict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a prediction waits for workers.
+
+    Attributes:
+        fetch_s: for the state, from a worker that holds it and does not answer.
+        grace_s: for the batches in work after an interrupt, as for `ask`.
+    """
+
+    fetch_s: float = 60.0
+    grace_s: float = 5.0
 
 
 def predict(
@@ -30,23 +47,52 @@ def predict(
     *,
     path: Path | None = None,
     resume: bool = False,
-    patience_s: float = 60.0,
-    grace_s: float = 5.0,
+    deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     progress: Progress | None = None,
 ) -> Predictions:
     """Predict all of a loader; arguments and errors as for `Orchestrator.predict`.
 
     Args:
-        cluster: who is here.
+        cluster: the workers of the session.
         replica_set: whose last committed state predicts.
         loader: the user's.
         wanted: what comes back.
         path: of memory maps; None keeps results in memory.
         resume: go on with what `path` holds.
-        patience_s: for a worker that holds the state and does not answer.
-        grace_s: as for `ask`.
+        deadlines: how long workers are waited for.
         progress: as for `ask`.
     """
+    _check_fits(replica_set, wanted, path, resume)
+    feed = Feed(loader)
+    results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
+    if path is not None:
+        fetch_between_runs(replica_set, cluster, deadlines.fetch_s)
+        results = DiskResults(path, _asked(replica_set, loader, feed.samples_per_epoch, wanted), resume)
+    question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
+    if not results.complete:
+        with _written(results):
+            ask(
+                cluster, replica_set, feed, question, skip_batches=results.batches, grace_s=deadlines.grace_s,
+                progress=progress,
+            )  # fmt: skip
+            question.check_skipped()
+    arrays = in_id_order(results.arrays()) if path is None else results.arrays()
+    return Predictions(arrays, question.estimated_bytes, path)
+
+
+@contextmanager
+def _written(results: MemoryResults | DiskResults) -> Iterator[None]:
+    """Close results after the block: as complete, unless it raises."""
+    complete = False
+    try:
+        yield
+        complete = True
+    finally:
+        results.close(complete)
+
+
+def _check_fits(replica_set: ReplicaSet, wanted: Wanted, path: Path | None, resume: bool) -> None:
+    """Refuse what contradicts itself, or the mode."""
     if resume and path is None:
         raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
     if wanted.step is not None and replica_set.spec.parallel is not None and replica_set.spec.parallel.pp > 1:
@@ -54,25 +100,6 @@ def predict(
             "predict_step calls a whole model, and here each worker holds some of its layers: leave it out for batches of "
             "inputs or (inputs, targets), or train in another mode"
         )
-    feed = Feed(loader)
-    results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
-    if path is not None:
-        fetch_between_runs(replica_set, cluster, patience_s)
-        results = DiskResults(path, _asked(replica_set, loader, feed.samples_per_epoch, wanted), resume)
-    question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
-    if not (isinstance(results, DiskResults) and results.complete):
-        skip = results.batches if isinstance(results, DiskResults) else 0
-        complete = False
-        try:
-            ask(cluster, replica_set, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
-            question.check_skipped()
-            complete = True
-        finally:
-            results.close(complete)
-    arrays = results.arrays()
-    if path is None:
-        return Predictions(in_id_order(arrays) if arrays else arrays, question.estimated_bytes)
-    return Predictions(arrays, question.estimated_bytes, path)
 
 
 def _asked(replica_set: ReplicaSet, loader: Any, total: int | None, wanted: Wanted) -> dict[str, Any]:

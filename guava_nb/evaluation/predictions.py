@@ -20,7 +20,7 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.errors import ConfigError, TrainingError
-from guava_nb.evaluation.passes import Answer, span_text
+from guava_nb.evaluation.batch_orders import Answer, span_text
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
 from guava_nb.protocol.messages import Predict, Predicted, Tree, Wanted
 from guava_nb.replica.outputs import inputs_of, unpacked, without_targets
@@ -103,16 +103,16 @@ def least_row_bytes(wanted: Wanted) -> int | None:
 
 
 class Prediction:
-    """The question that a prediction asks; a `guava_nb.evaluation.passes.Question`.
+    """The question that a prediction asks; a `guava_nb.evaluation.batch_orders.Question`.
 
     Args:
         wanted: what is asked for.
         results: where rows go.
-        expected_rows: of the whole loader; None where nobody knows.
-        skipped: samples that the loader skipped because the results have them; None where nobody counts them.
+        expected_rows: of the whole loader; None where it is not known.
+        skipped: samples that the loader skipped because the results have them; None where they are not counted.
 
     Attributes:
-        estimated_bytes: of all results; None while nobody can tell.
+        estimated_bytes: of all results; None while it is not known.
 
     Raises:
         ConfigError: the results cannot fit; the message has the arithmetic.
@@ -129,7 +129,7 @@ class Prediction:
     ) -> None:
         """Estimate what can be told before the first outputs."""
         self._skipped = skipped
-        self._had = results.last_id if isinstance(results, DiskResults) else None
+        self._had = results.last_id
         self._wanted, self._results, self._expected = wanted, results, expected_rows
         self.estimated_bytes: int | None = None
         self._estimated = False
@@ -175,7 +175,7 @@ class Prediction:
     def check_skipped(self) -> None:
         """Refuse to go on where the loader's skipped batches are not the samples that the folder holds."""
         skipped, last = self._skipped(), self._had
-        if not isinstance(self._results, DiskResults) or skipped is None or last is None or skipped == last + 1:
+        if skipped is None or last is None or skipped == last + 1:
             return
         raise ConfigError(
             f"{self._results.folder} holds the first {last + 1} samples of an earlier prediction, and as many batches of this "
@@ -184,7 +184,7 @@ class Prediction:
 
     def _check_order(self, batch: LoadedBatch) -> None:
         """Files only grow, so what comes must come in the order of the data set."""
-        if not isinstance(self._results, DiskResults) or not batch.sample_ids:
+        if self._results.folder is None or not batch.sample_ids:
             return
         ids, before = batch.sample_ids, self._results.last_id
         if any(a >= b for a, b in zip(ids, ids[1:], strict=False)) or (before is not None and before >= ids[0]):
@@ -205,12 +205,12 @@ class Prediction:
         if self._expected is None:
             return
         self.estimated_bytes = self._expected * row_bytes
-        if isinstance(self._results, DiskResults):
-            missing = self.estimated_bytes - self._results.rows * row_bytes
+        missing = self.estimated_bytes - self._results.rows * row_bytes
+        if self._results.folder is not None:
             free, where = shutil.disk_usage(self._results.folder).free, f"the disk of {self._results.folder}"
             advice = "give a path on a larger disk, or ask for less"
         else:
-            missing, free, where = self.estimated_bytes, psutil.virtual_memory().available, "memory"
+            free, where = psutil.virtual_memory().available, "memory"
             advice = (
                 "give path= (--path), a folder for memory maps, or ask for less (top_k instead of all probabilities)"
             )
@@ -223,7 +223,7 @@ class Prediction:
 
 def in_id_order(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return all rows in the order of their sample ids, rows of equal ids as they came; as they came if one has no id."""
-    ids = arrays["sample_ids"]
+    ids = arrays["sample_ids"] if arrays else np.empty(0)
     if len(ids) < 2 or ids.min() < 0 or bool((ids[1:] >= ids[:-1]).all()):
         return dict(arrays)
     order = np.argsort(ids, kind="stable")

@@ -2,7 +2,7 @@
 
 Knows numpy and files; knows no model and no worker. Rows come in order, so a file only ever grows at its end: a header of
 a fixed length, then the rows. The header and a small record are written anew every few seconds, after the rows are on the
-disk. So whoever dies leaves files that `np.load` reads, and the record tells how much of them counts.
+disk. So a process that dies leaves files that `np.load` reads, and the record tells how much of them counts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ class MemoryResults:
     """Arrays that grow; where the number of rows is known, they are made once.
 
     Args:
-        expected_rows: None where nobody knows.
+        expected_rows: None where it is not known.
+
+    Attributes:
+        rows, batches, last_id, complete, folder: those of `DiskResults`; nothing is there before, and there is no folder.
     """
+
+    folder = last_id = None
+    batches, complete = 0, False
 
     def __init__(self, expected_rows: int | None = None) -> None:
         self.rows = 0

@@ -9,7 +9,7 @@ from typing import Any
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.evaluation.passes import Answer
+from guava_nb.evaluation.batch_orders import Answer
 from guava_nb.protocol.messages import Evaluate, Evaluated, MetricSpec, Tree
 from guava_nb.replica.metrics import Merge
 from guava_nb.sync.group_exchange import parts_for
@@ -32,7 +32,7 @@ class EvaluationResult:
 
 
 class Validation:
-    """The question that a validation asks; a `guava_nb.evaluation.passes.Question`.
+    """The question that a validation asks; a `guava_nb.evaluation.batch_orders.Question`.
 
     Args:
         specs: metrics beside loss and accuracy.

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from guava_nb.cluster.traffic import NOTHING, Gauge, Traffic
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.split import RowSplitter
+from guava_nb.evaluation.batch_orders import BatchOrders
 from guava_nb.forecast.forecast import Feeding, Parts
 from guava_nb.forecast.relay_bytes import Relayed
 from guava_nb.forecast.stage_bytes import Boundaries, Few, Passed, PassedSums, boundaries, passed_sums
@@ -39,10 +39,9 @@ from guava_nb.protocol.messages import (
     Ready,
     StoreAsk,
     StoreReply,
-    Tree,
 )
-from guava_nb.row_cache.writer import OutgoingBatch, taken_apart
 from guava_nb.sync.group_exchange import shares_of, tasks_of
+from guava_nb.sync.step_in_flight import StepHead
 
 __all__ = ["group_parts"]
 
@@ -114,9 +113,8 @@ def _training(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge) -> Feeding:
     treated = spec.wants_whole_batches
     for group in sizes.groups:
         shares = shares_of(group, mesh, weights, splitter)
-        tasks, shards = tasks_of(
-            asked.replica_set.run_id, 1, STEP, mesh, team, shares, False, treated, writer, splitter
-        )  # fmt: skip
+        head = StepHead(asked.replica_set.run_id, 1, STEP)
+        tasks, shards = tasks_of(head, mesh, team, shares, treated, writer, splitter)
         rows = sum(batch.rows for batch in group)
         # Rows are counted once, though several ranks get them.
         orders = [
@@ -129,21 +127,12 @@ def _training(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge) -> Feeding:
 
 
 def _validation(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge, spread: _Spread) -> Feeding:
-    question, weighed = asked.plan.validation(), Weighed()
-    writer, splitter = writer_for(asked.spec, mesh.size), RowSplitter()
-    treated = asked.spec.preprocess is not None
+    weighed, run_id = Weighed(), asked.replica_set.run_id
+    writer = writer_for(asked.spec, mesh.size)
+    batch_orders = BatchOrders(asked.plan.validation(), run_id, asked.spec.preprocess is not None, writer)
     for (batch,) in sizes.groups:
-        shares = shares_of([batch], mesh, [1.0] * mesh.data, splitter)
-        orders: list[tuple[int, Any, OutgoingBatch, int]] = []
-        for rank in range(mesh.size):
-            share = shares[rank // (mesh.stages * mesh.tensor)]
-            piece: Any = share.pieces[0]
-            if mesh.stages > 1:
-                piece = question.for_stage(mesh, mesh.stage_of(rank), piece, treated)
-            piece = taken_apart(writer, piece, max(1, sum(share.rows)), splitter)
-            record = question.message(asked.replica_set.run_id, STEP, sum(share.rows), Tree(b""), True)
-            record = msgspec.structs.replace(record, source=batch.source)
-            orders.append((rank, record, OutgoingBatch([piece], single=True), batch.rows if rank == 0 else 0))
+        shared = batch_orders.shared(STEP, batch, mesh)
+        orders = [(rank, *order, 0 if rank else batch.rows) for rank, order in enumerate(shared)]
         weigh(writer, orders, weighed, gauge)
         weighed.batches += 1
     answer = gauge.back(Evaluated(asked.replica_set.run_id, STEP, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)

@@ -94,7 +94,7 @@ class PlannedRun:
         keys = [key for group in sizes.groups for batch in group for key in _keys(batch)]
         if not keys:
             return 0.0
-        return sum(any(key in of for of in self.caches.of.values()) for key in keys) / len(keys)
+        return sum(any(key in of for of in self.caches.values()) for key in keys) / len(keys)
 
 
 def _keys(batch: LoadedBatch) -> list[bytes]:

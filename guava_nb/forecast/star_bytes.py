@@ -8,19 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.traffic import NOTHING, Gauge, Traffic
 from guava_nb.data.loader_feed import Feed, LoadedBatch
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
+from guava_nb.evaluation.batch_orders import BatchOrders
 from guava_nb.forecast.cached_rows import travelling
 from guava_nb.forecast.forecast import Feeding, Parts
 from guava_nb.forecast.state_bytes import HASH, STEP, Asked, coming_state, starting, trained_state
@@ -35,12 +33,11 @@ from guava_nb.protocol.messages import (
     RunSpec,
     StepInfo,
     SumBucket,
-    Tree,
 )
 from guava_nb.replica.buckets import Bucket
 from guava_nb.row_cache.policy import CachePolicy, WorkerCaches, cost_function
-from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
-from guava_nb.sync.step_in_flight import plan_step
+from guava_nb.row_cache.writer import OutgoingBatch, RowWriter
+from guava_nb.sync.step_in_flight import StepHead, plan_step
 
 __all__ = [
     "Sizes",
@@ -95,13 +92,12 @@ def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
 
 
 def writer_for(spec: RunSpec, workers: int) -> RowWriter:
-    """A writer of the run to nobody, whose workers hold nothing yet."""
-    caches = WorkerCaches()
+    """Return a writer of the run for workers that are only reckoned with, and hold nothing yet."""
+    caches: WorkerCaches = {}
     if spec.cache is not None:
         cost = cost_function(spec.cache.mode)
-        caches.of = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
-    nobody = SimpleNamespace(caches=caches, notice=lambda sentence: None, name=str)
-    return RowWriter(spec, cast(Cluster, nobody))
+        caches = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
+    return RowWriter(spec, caches, lambda sentence: None)
 
 
 @dataclass(slots=True)
@@ -163,10 +159,8 @@ def feeding_of(asked: Asked, sizes: Sizes, gauge: Gauge, solo: bool) -> Feeding:
     team, weighed = tuple(range(asked.workers)), Weighed()
     writer, splitter = writer_for(asked.spec, asked.workers), RowSplitter(asked.plan.split_fn)
     for group in sizes.groups:
-        tasks, shards = plan_step(
-            asked.replica_set.run_id, 1, STEP, group, team, weights, solo=solo, want_hash=False, splitter=splitter,
-            writer=writer,
-        )  # fmt: skip
+        head = StepHead(asked.replica_set.run_id, 1, STEP, solo=solo)
+        tasks, shards = plan_step(head, group, team, weights, splitter, writer)
         orders = [(task.owner, *shard, task.rows) for task, shard in zip(tasks, shards, strict=True)]
         weigh(writer, orders, weighed, gauge)
         weighed.batches += len(group)
@@ -200,17 +194,11 @@ def _entry_bytes(sizes: Sizes) -> int | None:
 
 def validating_of(asked: Asked, sizes: Sizes, gauge: Gauge) -> Feeding:
     """Return what the batches of a validation take: each goes whole to one worker."""
-    question, weighed = asked.plan.validation(), Weighed()
-    writer, splitter = writer_for(asked.spec, 1), RowSplitter()
-    treated = asked.spec.preprocess is not None
+    weighed, run_id = Weighed(), asked.replica_set.run_id
+    writer = writer_for(asked.spec, 1)
+    orders = BatchOrders(asked.plan.validation(), run_id, asked.spec.preprocess is not None, writer)
     for number, batch in enumerate(itertools.chain.from_iterable(sizes.groups), start=1):
-        part: Any = question.part(batch.batch, treated)
-        apart = part if batch.source else writer.apart(part, batch.rows, splitter)
-        if isinstance(apart, Rows):
-            part = RowSlice(apart, range(apart.count))
-        record = question.message(asked.replica_set.run_id, number, batch.rows, Tree(b""), False)
-        order = msgspec.structs.replace(record, source=batch.source)
-        weigh(writer, [(0, order, OutgoingBatch([part], single=True), batch.rows)], weighed, gauge)
+        weigh(writer, [(0, *orders.whole(number, batch), batch.rows)], weighed, gauge)
         weighed.batches += 1
     answer = gauge.back(Evaluated(asked.replica_set.run_id, 1000, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
     return weighed.feeding(sizes, answer, _kept_travel(asked, sizes))

@@ -1,4 +1,4 @@
-"""Who holds which rows: what each worker keeps, what it drops to make room, and who gets which row of a batch.
+"""Which worker holds which rows: what it keeps, what it drops to make room, and which worker gets which row of a batch.
 
 Pure: keys and sizes in, orders out. The orchestrator alone decides, and its orders travel with the rows, in order; so what
 stands here is what the worker does. Only a worker that finds a row damaged knows better, and says so.
@@ -69,15 +69,13 @@ class CachePolicy:
     Args:
         budget_bytes: what all entries may take, overhead included.
         cost: bytes that an entry of so many bytes takes.
-        max_rows: and how many they may be.
     """
 
-    def __init__(self, budget_bytes: int, cost: Callable[[int], int] = _memory_cost, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, budget_bytes: int, cost: Callable[[int], int] = _memory_cost) -> None:
         """Start empty."""
         self.budget_bytes = budget_bytes
         self._cost = cost
         self.used_bytes = 0
-        self._max_rows = max_rows
         self._now: dict[bytes, int] = {}  # used in this pass; the value is what it costs
         self._before: dict[bytes, int] = {}  # last used in the pass before
         self._stale: dict[bytes, int] = {}  # not used since
@@ -121,7 +119,7 @@ class CachePolicy:
     def _admit(self, key: bytes, cost: int, drop: list[bytes]) -> bool:
         if cost > self.budget_bytes:
             return False
-        while self.used_bytes + cost > self.budget_bytes or len(self) >= self._max_rows:
+        while self.used_bytes + cost > self.budget_bytes or len(self) >= MAX_ROWS:
             if not self._stale:
                 return False
             # The first that became stale; a dictionary finds it at once while few are dropped at a time.
@@ -162,7 +160,7 @@ def deal(holders: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[i
         counts: how many rows each worker gets; they add up to the number of rows.
 
     Returns:
-        For each worker its rows in ascending order. Where nobody holds anything the shares are contiguous.
+        For each worker its rows in ascending order. Where no worker holds a row the shares are contiguous.
     """
     room = list(counts)
     dealt: list[list[int]] = [[] for _ in counts]
@@ -182,9 +180,5 @@ def deal(holders: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[i
     return [sorted(rows) for rows in dealt]
 
 
-class WorkerCaches:
-    """What each worker of a session holds, by rank."""
-
-    def __init__(self) -> None:
-        """Know of nobody."""
-        self.of: dict[int, CachePolicy] = {}
+#: What each worker of a session holds, by rank.
+WorkerCaches = dict[int, CachePolicy]

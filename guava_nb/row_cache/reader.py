@@ -34,11 +34,6 @@ Load = Callable[[], Any]
 _DAMAGED = "rows that were kept on disk are missing or damaged (another program, or a full or failing disk); they are sent again"
 
 
-class _Lacking(Exception):  # noqa: N818 - asked for, and the batch comes again
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self.keys = keys
-
-
 class RowReader:
     """One worker's rows, over all its runs, and the batches made with them."""
 
@@ -86,13 +81,14 @@ class RowReader:
         """
         if not message.cached:
             return lambda: unpack(message.batch, payload, resolve)
+        lacking: list[bytes] = []
         try:
-            batch = self._put_together(message, payload, resolve)
-        except _Lacking as lacking:
-            self._ask(message, lacking.keys)
-            return None
+            batch = self._put_together(message, payload, resolve, lacking)
         except Exception as error:  # a class that is unknown here, say: it is told where the batch is used
             return _raises(error)
+        if lacking:
+            self._ask(message, lacking)
+            return None
         return lambda: batch
 
     def _ask(self, message: Shard | Evaluate | Predict, keys: Sequence[bytes]) -> None:
@@ -104,33 +100,32 @@ class RowReader:
         else:
             self._send(RowsWanted(message.run_id, joined, request_id=message.request_id, reason=reason), ())
 
-    def _put_together(self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve) -> Any:
+    def _put_together(
+        self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve, lacking: list[bytes]
+    ) -> Any:
+        """Return the batch, or the parts of a shard; keys of rows that are not here are added to `lacking`."""
         came = unpack(message.batch, payload, resolve)
         parts = came if isinstance(message, Shard) else [came]
         if len(parts) != len(message.cached):
             raise RemoteProtocolError(f"{len(parts)} parts came with orders for {len(message.cached)}")
-        made: list[Any] = []
-        lacking: list[bytes] = []
-        for part, rows in zip(parts, message.cached, strict=True):
-            try:
-                made.append(self._part(part, rows, message.run_id, resolve) if rows.keys else part)
-            except _Lacking as some:
-                lacking.extend(some.keys)
-        if lacking:
-            raise _Lacking(lacking)
+        made = [
+            self._part(part, rows, message.run_id, resolve, lacking) if rows.keys else part
+            for part, rows in zip(parts, message.cached, strict=True)
+        ]
         return made if isinstance(message, Shard) else made[0]
 
-    def _part(self, came: Any, rows: CachedRows, run_id: str, resolve: Resolve) -> Any:
+    def _part(self, came: Any, rows: CachedRows, run_id: str, resolve: Resolve, lacking: list[bytes]) -> Any:
         keys = split_keys(rows.keys)
         if len(keys) != len(rows.states):
             raise RemoteProtocolError(f"{len(keys)} rows came with {len(rows.states)} states")
         arrived = [key for key, state in zip(keys, rows.states, strict=True) if state != HELD]
         received = Received(came, len(arrived), rows.marks, rows.slots)
         entries = dict(zip(arrived, received.entries(), strict=True))
-        lacking = self._fill(entries, keys)
+        missing = self._fill(entries, keys)
         self._keep(rows, {k: entries[k] for k, s in zip(keys, rows.states, strict=True) if s == KEEP}, run_id)
-        if lacking:
-            raise _Lacking(lacking)
+        lacking.extend(missing)
+        if missing:
+            return None
         if len(arrived) == len(keys):
             return received.as_came(resolve)
         return received.whole([entries[key] for key in keys], resolve)

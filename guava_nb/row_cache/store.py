@@ -1,15 +1,15 @@
 """Where a worker keeps rows: in memory, or in a file that outlives its process.
 
-Both hold entries by key and keep within the budget even if nobody else counts. Knows no batch and no message.
+Both hold entries by key and keep within the budget even if the orchestrator does not count. Knows no batch and no message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -22,81 +22,98 @@ _MAX_SLOTS = 64
 _FILE = "rows.sqlite"
 _LOCK_NAME = "in-use.lock"
 _LAYOUT = 1
-_disk_cost = cost_function("disk")
 
 
-class RowStore(Protocol):
-    """Entries by key."""
+class RowStore(ABC):
+    """Entries by key, within a budget of bytes.
 
-    budget_bytes: int
+    Args:
+        budget_bytes: what all entries may take.
+        mode: "memory" or "disk"; says what an entry takes.
+    """
 
+    def __init__(self, budget_bytes: int, mode: str) -> None:
+        """Start empty."""
+        self.budget_bytes = budget_bytes
+        self._cost = cost_function(mode)
+        self._sizes: dict[bytes, int] = {}
+        self._used_bytes = 0
+
+    @abstractmethod
     def get(self, key: bytes) -> bytes | None:
-        """The entry; None when it is not here, or is damaged and was dropped."""
-        ...
+        """Return the entry; None when it is not here, or is damaged and was dropped."""
 
     def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
         """Keep entries; returns the keys of those for which there was no room."""
-        ...
+        fresh: dict[bytes, bytes] = {}
+        refused: list[bytes] = []
+        used = self._used_bytes
+        for key, entry in entries.items():
+            cost = self._cost(len(entry))
+            if key in self._sizes:
+                continue
+            if used + cost > self.budget_bytes:
+                refused.append(key)
+            else:
+                used += cost
+                fresh[key] = entry
+        if not self._write(fresh):
+            return [*refused, *fresh]
+        self._sizes.update({key: len(entry) for key, entry in fresh.items()})
+        self._used_bytes = used
+        return refused
 
     def drop(self, keys: list[bytes]) -> None:
         """Forget rows; unknown ones do not matter."""
-        ...
+        known = [key for key in keys if key in self._sizes]
+        for key in known:
+            self._used_bytes -= self._cost(self._sizes.pop(key))
+        if known:
+            self._delete(known)
 
     def sizes(self) -> dict[bytes, int]:
-        """Bytes of every entry."""
-        ...
+        """Return the bytes of every entry."""
+        return dict(self._sizes)
 
+    @abstractmethod
+    def _write(self, fresh: Mapping[bytes, bytes]) -> bool:
+        """Store entries that have room; returns whether they are stored."""
+
+    @abstractmethod
+    def _delete(self, keys: list[bytes]) -> None:
+        """Delete stored entries."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of everything that is not kept beyond this process."""
-        ...
 
 
-class MemoryRows:
+class MemoryRows(RowStore):
     """Entries in a dictionary."""
 
     def __init__(self, budget_bytes: int) -> None:
         """Start empty."""
-        self.budget_bytes = budget_bytes
-        self._cost = cost_function("memory")
+        super().__init__(budget_bytes, "memory")
         self._entries: dict[bytes, bytes] = {}
-        self._used_bytes = 0
 
     def get(self, key: bytes) -> bytes | None:
         """See `RowStore`."""
         return self._entries.get(key)
 
-    def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
-        """See `RowStore`."""
-        refused = []
-        for key, entry in entries.items():
-            cost = self._cost(len(entry))
-            if key in self._entries:
-                continue
-            if self._used_bytes + cost > self.budget_bytes:
-                refused.append(key)
-                continue
-            self._entries[key] = entry
-            self._used_bytes += cost
-        return refused
+    def _write(self, fresh: Mapping[bytes, bytes]) -> bool:
+        self._entries.update(fresh)
+        return True
 
-    def drop(self, keys: list[bytes]) -> None:
-        """See `RowStore`."""
+    def _delete(self, keys: list[bytes]) -> None:
         for key in keys:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._used_bytes -= self._cost(len(entry))
-
-    def sizes(self) -> dict[bytes, int]:
-        """See `RowStore`."""
-        return {key: len(entry) for key, entry in self._entries.items()}
+            del self._entries[key]
 
     def close(self) -> None:
         """See `RowStore`."""
-        self._entries.clear()
-        self._used_bytes = 0
+        self.drop(list(self._sizes))
 
 
-class DiskRows:
+class DiskRows(RowStore):
     """Entries in one SQLite file. Only keys and sizes are in memory.
 
     A worker takes the first folder of `directory` that no other process holds, so several share a machine, and one that
@@ -113,11 +130,9 @@ class DiskRows:
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         """Open or make the file."""
-        self.budget_bytes = budget_bytes
+        super().__init__(budget_bytes, "disk")
         self._folder, self._lock = _take_slot(directory)
         self._path = self._folder / _FILE
-        self._sizes: dict[bytes, int] = {}
-        self._used_bytes = 0
         try:
             self._tidy()
             self._database = self._open()
@@ -139,7 +154,7 @@ class DiskRows:
         try:
             return self._connect()
         except sqlite3.DatabaseError:  # no database, or a damaged one
-            self._delete()
+            self._delete_file()
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
@@ -157,19 +172,19 @@ class DiskRows:
         except BaseException:
             database.close()
             raise
-        self._used_bytes = sum(map(_disk_cost, self._sizes.values()))
+        self._used_bytes = sum(map(self._cost, self._sizes.values()))
         return database
 
-    def _delete(self) -> None:
+    def _delete_file(self) -> None:
         for path in self._folder.glob(f"{_FILE}*"):
             path.unlink()
         self._sizes, self._used_bytes = {}, 0
 
     def _start_anew(self) -> None:
-        """The file is damaged: what was in it is lost, and whoever asks for a row learns that."""
+        """The file is damaged: what was in it is lost, and every row that is asked for is missing."""
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
-        self._delete()
+        self._delete_file()
         self._database = self._connect()
 
     def _trim(self) -> None:
@@ -179,7 +194,7 @@ class DiskRows:
             if used <= self.budget_bytes:
                 break
             surplus.append(key)
-            used -= _disk_cost(size)
+            used -= self._cost(size)
         self.drop(surplus)
 
     def get(self, key: bytes) -> bytes | None:
@@ -196,47 +211,22 @@ class DiskRows:
             return None
         return bytes(found[0])
 
-    def put(self, entries: Mapping[bytes, bytes]) -> list[bytes]:
-        """See `RowStore`."""
-        fresh: dict[bytes, bytes] = {}
-        refused = []
-        used = self._used_bytes
-        for key, entry in entries.items():
-            if key in self._sizes:
-                continue
-            used += (cost := _disk_cost(len(entry)))
-            if used > self.budget_bytes:
-                used -= cost
-                refused.append(key)
-            else:
-                fresh[key] = entry
+    def _write(self, fresh: Mapping[bytes, bytes]) -> bool:
         try:
             with _transaction(self._database):
                 self._database.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?)", fresh.items())
         except sqlite3.DatabaseError as error:
             if not isinstance(error, sqlite3.OperationalError):  # damaged; a full disk leaves the file as it was
                 self._start_anew()
-            return [*refused, *fresh]
-        self._sizes.update({key: len(entry) for key, entry in fresh.items()})
-        self._used_bytes = used
-        return refused
+            return False
+        return True
 
-    def drop(self, keys: list[bytes]) -> None:
-        """See `RowStore`."""
-        known = [key for key in keys if key in self._sizes]
-        if not known:
-            return
-        for key in known:
-            self._used_bytes -= _disk_cost(self._sizes.pop(key))
+    def _delete(self, keys: list[bytes]) -> None:
         try:
             with _transaction(self._database):
-                self._database.executemany("DELETE FROM rows WHERE key=?", [(key,) for key in known])
+                self._database.executemany("DELETE FROM rows WHERE key=?", [(key,) for key in keys])
         except sqlite3.Error:
             self._start_anew()
-
-    def sizes(self) -> dict[bytes, int]:
-        """See `RowStore`."""
-        return dict(self._sizes)
 
     def close(self) -> None:
         """See `RowStore`."""

@@ -1,7 +1,7 @@
 """What travels of a batch to which worker, at the orchestrator: everything, or the rows that the worker does not hold.
 
-`WorkerCaches` lives as long as the session and knows who holds what; a `RowWriter` serves one run. The counterpart at the worker
-is `guava_nb.row_cache.reader`.
+`WorkerCaches` say which worker holds what, as long as the session lives; a `RowWriter` serves one run. Its counterpart
+at the worker is `guava_nb.row_cache.reader`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,22 @@ __all__ = ["OutgoingBatch", "RowSlice", "RowWriter", "taken_apart"]
 
 Buffers = Sequence[memoryview]
 _Order = TypeVar("_Order", bound=Shard | Evaluate | Predict)
+_Record = TypeVar("_Record", bound=Message)
+
+
+class Seats(Protocol):
+    """As much of a roster as a writer needs."""
+
+    def alive(self) -> list[int]:
+        """Return the ranks whose seat is held."""
 
 
 class Workers(Protocol):
     """As much of a cluster as a writer needs."""
 
-    caches: WorkerCaches
-    roster: Any
-    notice: Callable[[str], None]
+    @property
+    def roster(self) -> Seats:
+        """All workers of the session."""
 
     def name(self, rank: int) -> str:
         """Return a worker's name."""
@@ -61,7 +69,11 @@ class Waiting(Protocol):
     ready: set[int]
     suspects: set[int]
 
-    def on(self, record: type[Message], handler: Callable[[int, Message, memoryview], None]) -> None:
+    @property
+    def cluster(self) -> Workers:
+        """The workers whose messages the job gets."""
+
+    def on(self, record: type[_Record], handler: Callable[[int, _Record, memoryview], None]) -> None:
         """Handle messages of this type."""
 
     def pump(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -81,7 +93,7 @@ class RowSlice:
 
 
 class _KnownRows(Rows):
-    """Rows of a batch that was not loaded, because all of them are held by somebody."""
+    """Rows of a batch that was not loaded, because each of them is held by a worker."""
 
     def __init__(self, unread: Unread, known: Sequence[tuple[bytes, int]], form: _Form, splitter: RowSplitter) -> None:
         self.count = len(unread.ids)
@@ -137,7 +149,7 @@ class OutgoingBatch:
 
     @cached_property
     def packed(self) -> tuple[Tree, Buffers]:
-        """All of it, packed once whoever gets it."""
+        """All of it, packed once for all receivers."""
         return pack(self.parts[0] if self.single else self.parts)
 
     @property
@@ -155,17 +167,23 @@ class OutgoingBatch:
 
 
 class RowWriter:
-    """Writes parcels for workers.
+    """Writes batches for workers.
+
+    Args:
+        spec: of the run.
+        caches: what each worker of the session holds; kept up to date.
+        notice: tells a person what a run has to say.
 
     Attributes:
         on_shard_wanted: called with (rank, step, shard) when a worker misses rows of a shard.
         on_batch_wanted: called with (rank, request_id) when one misses rows of a validation batch.
     """
 
-    def __init__(self, spec: RunSpec, cluster: Workers) -> None:
+    _workers: Workers  # known from `attach` on
+
+    def __init__(self, spec: RunSpec, caches: WorkerCaches, notice: Callable[[str], None]) -> None:
         """Write for the workers of a session."""
-        self._spec, self._cluster = spec, cluster
-        self._held: dict[int, CacheHeld] = {}
+        self._spec, self._caches, self._notice = spec, caches, notice
         self._listed: set[int] = set()
         self._run_id = ""
         self._told: set[str] = set()
@@ -181,64 +199,55 @@ class RowWriter:
 
     def attach(self, job: Waiting, run_id: str) -> None:
         """Handle the workers' messages about rows in that job."""
-        self._run_id = run_id
+        self._run_id, self._workers = run_id, job.cluster
         job.on(CacheHeld, self._on_held)
         job.on(RowList, self._on_list)
         job.on(RowsWanted, self._on_wanted)
         self.next_pass()
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """These workers are told to build the run, and will say what they hold."""
-        for rank in ranks:
-            self._held.pop(rank, None)
-            self._listed.discard(rank)
+        """Note that these workers are told to build the run, and will say what they hold."""
+        self._listed.difference_update(ranks)
 
     def settle(self, job: Waiting, ranks: Iterable[int]) -> None:
         """Wait until it is known what these workers hold."""
-        members = self._cluster.roster.members
-        self._caches.of = {rank: held for rank, held in self._caches.of.items() if members[rank].alive}
+        for gone in self._caches.keys() - set(job.cluster.roster.alive()):
+            del self._caches[gone]
         if self._spec.cache is not None:
             asked = set(ranks)
             job.pump(lambda: all(r in self._listed for r in asked & (job.ready | job.suspects)))
 
-    @property
-    def _caches(self) -> WorkerCaches:
-        return self._cluster.caches
-
-    def _on_held(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, CacheHeld) and self._spec.cache is not None
+    def _on_held(self, rank: int, message: CacheHeld, payload: memoryview) -> None:
+        assert self._spec.cache is not None
         if message.run_id != self._run_id:
             return
-        known = self._caches.of.get(rank)
+        known = self._caches.get(rank)
         if message.problem:
-            self._caches.of.pop(rank, None)
+            self._caches.pop(rank, None)
             self._listed.add(rank)
-            self._cluster.notice(f"{self._cluster.name(rank)} keeps no samples: {message.problem}")
+            self._notice(f"{self._workers.name(rank)} keeps no samples: {message.problem}")
             return
         if known is None or (len(known), known.digest()) != (message.count, message.digest):
-            known = self._caches.of[rank] = CachePolicy(message.budget_bytes, cost_function(self._spec.cache.mode))
+            known = self._caches[rank] = CachePolicy(message.budget_bytes, cost_function(self._spec.cache.mode))
             if message.count:
-                self._cluster.send(rank, ListRows(message.run_id))
+                self._workers.send(rank, ListRows(message.run_id))
                 return
         known.budget_bytes = message.budget_bytes
         self._listed.add(rank)
 
-    def _on_list(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, RowList)
-        if message.run_id != self._run_id or rank not in self._caches.of:
+    def _on_list(self, rank: int, message: RowList, payload: memoryview) -> None:
+        if message.run_id != self._run_id or rank not in self._caches:
             return
         listed = np.frombuffer(payload, np.dtype([("key", f"V{KEY_BYTES}"), ("size", "<u4")]))
         sizes = {bytes(key): int(size) for key, size in zip(listed["key"], listed["size"], strict=True)}
-        self._caches.of[rank].replace(sizes)
+        self._caches[rank].replace(sizes)
         self._listed.add(rank)
 
-    def _on_wanted(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, RowsWanted)
-        if (held := self._caches.of.get(rank)) is not None:
+    def _on_wanted(self, rank: int, message: RowsWanted, payload: memoryview) -> None:
+        if (held := self._caches.get(rank)) is not None:
             held.forget(split_keys(message.keys))
-        if message.reason and message.reason not in self._told:
-            self._told.add(message.reason)
-            self._cluster.notice(f"{self._cluster.name(rank)}: {message.reason}")
+        if message.reason:
+            self._tell(message.reason, f"{self._workers.name(rank)}: ")
         if message.run_id == self._run_id and message.shard >= 0:
             self.on_shard_wanted(rank, message.step, message.shard)
         elif message.run_id == self._run_id and message.request_id:
@@ -246,7 +255,7 @@ class RowWriter:
 
     def next_pass(self) -> None:
         """Another pass over the data begins: what two passes have not used may make room."""
-        for held in self._caches.of.values():
+        for held in self._caches.values():
             held.next_pass()
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -285,13 +294,13 @@ class RowWriter:
         """Whether a batch of a data set that does not change need not be loaded; asked on the loader's thread."""
         if self._form is None or self._forms_differ:
             return False
-        held = list(self._caches.of.values())
+        held = list(self._caches.values())
         return all((known := self._seen.get(i)) is not None and any(known[0] in of for of in held) for i in ids)
 
-    def _tell(self, sentence: str) -> None:
+    def _tell(self, sentence: str, who: str = "") -> None:
         if sentence not in self._told:
             self._told.add(sentence)
-            self._cluster.notice(sentence)
+            self._notice(who + sentence)
 
     def _watch(self, ids: Sequence[int], rows: Rows) -> None:
         if self._static:
@@ -312,8 +321,8 @@ class RowWriter:
             )
 
     def holders(self, rows: Rows, team: Sequence[int]) -> list[list[int]]:
-        """For each row the places in the team of those who hold it."""
-        held = [self._caches.of.get(rank) for rank in team]
+        """Return for each row the places in the team of the workers that hold it."""
+        held = [self._caches.get(rank) for rank in team]
         return [[place for place, of in enumerate(held) if of is not None and key in of] for key in rows.keys]
 
     def write(self, rank: int, message: _Order, outgoing: OutgoingBatch) -> tuple[_Order, Buffers]:
@@ -335,7 +344,7 @@ class RowWriter:
             return part, CachedRows()
         rows, indices = part.rows, part.indices
         keys = [rows.keys[i] for i in indices]
-        held = self._caches.of.get(rank)
+        held = self._caches.get(rank)
         order = (
             Order(bytes([SENT]) * len(keys), ()) if held is None else held.order(keys, [rows.sizes[i] for i in indices])
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,19 +12,17 @@ from guava_nb.data.sizes import size_of
 
 __all__ = ["Feeder"]
 
-#: Bytes held ready where nobody says otherwise.
+#: Bytes held ready by default.
 _BUDGET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    batches: list[LoadedBatch]
-    nbytes: int
+class _Loaded:
+    """A group of batches and its bytes; without batches the end of the epoch, or the error that ended it."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: BaseException
+    batches: list[LoadedBatch] | None = None
+    nbytes: int = 0
+    error: BaseException | None = None
 
 
 class Feeder:
@@ -51,15 +48,13 @@ class Feeder:
         budget_bytes: int = _BUDGET_BYTES,
     ) -> None:
         """Start loading."""
-        self._items: deque[_Group | _Failed | None] = deque()
+        self._items: deque[_Loaded] = deque()
         self._changed = threading.Condition()
-        self._depth, self._budget, self._loaded = max(1, depth), budget_bytes, 0
+        self._depth, self._budget, self._loaded_bytes = max(1, depth), budget_bytes, 0
         self._wake = wake
         self._stopped = False
         self._batches = batches
         self._group = group
-        self._waiting_since: float | None = None
-        self._waited_s = 0.0
         self._thread = threading.Thread(target=self._load, name="guava-feeder", daemon=True)
         self._thread.start()
 
@@ -72,12 +67,12 @@ class Feeder:
                 group = self._next_group()
                 if group:
                     last = sum(size_of(batch.batch) for batch in group)
-                    self._put(_Group(group, last))
+                    self._put(_Loaded(group, last))
                 if len(group) < self._group:
-                    self._put(None)
+                    self._put(_Loaded())
                     return
-        except BaseException as error:  # whatever the user's data set raises belongs into the user's cell
-            self._put(_Failed(error))
+        except BaseException as error:  # what the user's data set raises is shown in the user's cell
+            self._put(_Loaded(error=error))
         finally:
             close = getattr(self._batches, "close", None)
             if close is not None:
@@ -92,24 +87,18 @@ class Feeder:
     def _wait_for_room(self, coming: int) -> bool:
         """Wait until a group of about this size has room; False when the feeder was closed."""
         with self._changed:
-            started = time.monotonic()
-            while not (self._stopped or self._has_room(coming)):
-                self._waiting_since = started
-                self._changed.wait()
-            if self._waiting_since is not None:
-                self._waited_s += time.monotonic() - started
-                self._waiting_since = None
+            self._changed.wait_for(lambda: self._stopped or self._has_room(coming))
             return not self._stopped
 
     def _has_room(self, coming: int) -> bool:
-        return not self._items or (len(self._items) < self._depth and self._loaded + coming <= self._budget)
+        return not self._items or (len(self._items) < self._depth and self._loaded_bytes + coming <= self._budget)
 
-    def _put(self, item: _Group | _Failed | None) -> None:
+    def _put(self, item: _Loaded) -> None:
         with self._changed:
             if self._stopped:
                 return
             self._items.append(item)
-            self._loaded += item.nbytes if isinstance(item, _Group) else 0
+            self._loaded_bytes += item.nbytes
         self._wake()
 
     # -------------------------------------------------------------------------------------------------- for its owner
@@ -121,28 +110,22 @@ class Feeder:
     def next_bytes(self) -> int | None:
         """About how many bytes the next group has; None when there is no further one, or loading it failed."""
         item = self._items[0]
-        return item.nbytes if isinstance(item, _Group) else None
+        return None if item.batches is None else item.nbytes
 
     def take(self) -> list[LoadedBatch] | None:
         """Return the next group, or None at the end of the epoch; raises what the loader raised."""
         with self._changed:
             item = self._items.popleft()
-            self._loaded -= item.nbytes if isinstance(item, _Group) else 0
+            self._loaded_bytes -= item.nbytes
             self._changed.notify()
-        if isinstance(item, _Failed):
+        if item.error is not None:
             raise item.error
-        return None if item is None else item.batches
+        return item.batches
 
     def held(self) -> tuple[int, int]:
         """Return how many groups wait here, and their bytes."""
         with self._changed:
-            return sum(isinstance(item, _Group) for item in self._items), self._loaded
-
-    def waited_s(self) -> float:
-        """Seconds in which loading stood still because nobody took what was loaded."""
-        with self._changed:
-            since = self._waiting_since
-            return self._waited_s + (0.0 if since is None else time.monotonic() - since)
+            return sum(item.batches is not None for item in self._items), self._loaded_bytes
 
     def close(self) -> None:
         """Stop loading; returns when the thread has ended or after five seconds."""

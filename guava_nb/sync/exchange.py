@@ -1,28 +1,50 @@
-"""What both exchanges have in common at the orchestrator: the steps in flight, and their shards on the way out."""
+"""What both exchanges have in common at the orchestrator: the steps in flight, their shards, reports and commits."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.report_checks import without_invalid
-from guava_nb.protocol.messages import Commit, Committed, Ready
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
+from guava_nb.errors import NotFinite
+from guava_nb.protocol.messages import Commit, CommitStep, Committed, Ready, RunSpec, StepInfo
+from guava_nb.replica.replica import Replica
+from guava_nb.row_cache.writer import RowWriter
 from guava_nb.sync.send_credit import Credit
-from guava_nb.sync.step_in_flight import StepInFlight
+from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
+from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine
 
-__all__ = ["StepExchange", "OnApplied", "OnCommit"]
+__all__ = ["OnApplied", "OnCommit", "Replicas", "StepExchange"]
 
 OnCommit = Callable[[StepInFlight, Commit, float, float], None]
 OnApplied = Callable[[int, Committed], None]
 
 
-class StepExchange:
+class Replicas(Protocol):
+    """As much of a replica set as an exchange needs."""
+
+    run_id: str
+    spec: RunSpec
+    master: Replica
+    step: int
+    writer: RowWriter
+
+
+_Replicas = TypeVar("_Replicas", bound=Replicas)
+
+
+class StepExchange(ABC, Generic[_Replicas]):
     """All steps in flight of one run.
 
     Args:
-        on_commit: called when a step is committed, with (flight, commit, loss_sum, count).
+        job: gets the workers' messages.
+        replicas: that are kept in step.
+        on_commit: called when a step is committed, with (step in flight, commit, loss_sum, count).
         on_applied: called when a worker reports that it applied a step.
         credit: is told what is sent and what is worked on.
 
@@ -32,15 +54,62 @@ class StepExchange:
     """
 
     def __init__(
-        self, job: Job, replica_set: ReplicaSet, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replicas: _Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
     ) -> None:
-        """No step is in flight."""
+        """Handle the exchange's messages in that job; no step is in flight."""
         self.in_flight: dict[int, StepInFlight] = {}
-        self.next_step = replica_set.step + 1
-        self._job = job
-        self._on_commit, self._on_applied, self._credit = on_commit, on_applied, credit
-        self._writer = replica_set.writer
+        self.next_step = replicas.step + 1
+        self._job, self._replicas, self._credit = job, replicas, credit
+        self._on_commit, self._on_applied = on_commit, on_applied
+        self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
+        job.on(Ready, self._on_ready)
+        job.on(Committed, self._on_committed)
+
+    # ------------------------------------------------------------------------------------------------------- steps out
+
+    def issue(
+        self,
+        epoch: int,
+        group: Sequence[LoadedBatch],
+        team: tuple[int, ...],
+        weights: Sequence[float],
+        splitter: RowSplitter,
+    ) -> StepInFlight:
+        """Share the batches of an optimizer step among the team, by these weights, and send the shards."""
+        machine, shards = self._plan(group, team, weights, splitter)
+        in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(group))
+        self.next_step += 1
+        for task in machine.tasks:
+            self._send_shard(in_flight, task.index, task.owner)
+        first, idle = shards[0][0], set(team) - {task.owner for task in machine.tasks}
+        info = StepInfo(first.run_id, machine.generation, machine.step, len(shards), first.want_hash)
+        self._job.cluster.send_all(idle, info)
+        return in_flight
+
+    @abstractmethod
+    def _plan(
+        self, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
+    ) -> tuple[StepMachine, PlannedShards]:
+        """Return the next step's machine and shards."""
+
+    @abstractmethod
+    def parts(self, weights: Sequence[float]) -> list[float]:
+        """Return which part of a step's bytes each member of a team with these weights is sent."""
+
+    def adopt(self, available: Collection[int]) -> None:  # noqa: B027 - in a group no other can do them
+        """Give the unfinished shards of members that are not available to those that are."""
+
+    def give_up(self, but_solo: bool = False) -> None:
+        """Forget all steps in flight; `but_solo` leaves those that a lone worker may have committed by itself."""
+        self.in_flight = {n: f for n, f in self.in_flight.items() if but_solo and f.machine.solo}
+        self.next_step = self._replicas.step + 1
+        self._credit.clear()
+
+    def _head(self, generation: int, solo: bool = False) -> StepHead:
+        every = self._replicas.spec.hash_every_steps
+        want_hash = bool(every) and (self.next_step + 1) % every == 0
+        return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo)
 
     def _send_shard(self, in_flight: StepInFlight, shard: int, rank: int) -> None:
         message, outgoing = in_flight.shards[shard]
@@ -53,20 +122,82 @@ class StepExchange:
         if in_flight is not None and shard < len(in_flight.shards) and in_flight.machine.tasks[shard].owner == rank:
             self._send_shard(in_flight, shard, rank)
 
+    # ------------------------------------------------------------------------------------------------------ reports in
+
+    def _in_flight(self, message: Any) -> StepInFlight | None:
+        return self.in_flight.get(message.step) if message.run_id == self._replicas.run_id else None
+
+    def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
+        message = self._sound(rank, message)
+        member = self._job.cluster.roster.members[rank]
+        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
+        member.waits.reported(time.monotonic(), message.wait_s)
+        in_flight = self._in_flight(message)
+        rows = self._rows_done(message, in_flight)
+        if rows is not None:
+            member.samples += rows
+            if message.tokens is not None:
+                member.tokens = (member.tokens or 0.0) + message.tokens
+        if in_flight is None:
+            return
+        self._credit.worked(message.step, message.shard)
+        instructions = in_flight.machine.on_ready(rank, message)
+        for instruction in instructions:
+            if isinstance(instruction, Halt):
+                raise self._not_finite(in_flight, instruction, message.culprit)
+        self._carry_out(in_flight, instructions)
+
     def _sound(self, rank: int, message: Ready) -> Ready:
-        """The report without figures that cannot be; they are told once."""
+        """Return the report without invalid figures; a person is told of them once."""
         message, odd = without_invalid(message)
         if odd:
             self._job.cluster.tell_invalid(rank, "steps", odd)
         return message
 
-    def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:
-        member = self._job.cluster.roster.members[rank]
-        member.samples += samples
-        if tokens is not None:
-            member.tokens = (member.tokens or 0.0) + tokens
+    def _rows_done(self, message: Ready, in_flight: StepInFlight | None) -> int | None:
+        """Return how many samples a report accounts to its worker; None: the report accounts nothing."""
+        return message.rows
 
-    def _note_times(self, rank: int, message: Ready) -> None:
-        member = self._job.cluster.roster.members[rank]
-        member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
-        member.waits.reported(time.monotonic(), message.wait_s)
+    def _on_committed(self, rank: int, message: Committed, payload: memoryview) -> None:
+        if message.run_id != self._replicas.run_id:
+            return
+        if message.ready is not None:
+            self._on_ready(rank, message.ready, payload)
+        self._on_applied(rank, message)
+        in_flight = self._in_flight(message)
+        if in_flight is not None and in_flight.machine.solo:
+            self._carry_out(in_flight, in_flight.machine.on_solo_commit(message.skipped))
+
+    def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
+        """Do what the step's machine decided."""
+        for instruction in instructions:
+            if isinstance(instruction, Decided):
+                self._commit(in_flight, instruction)
+
+    def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
+        machine = in_flight.machine
+        if not machine.solo and not machine.buckets:  # else the last sum carries the commit
+            order = CommitStep(self._replicas.run_id, machine.generation, machine.step, decided.commit)
+            self._job.cluster.send_all(in_flight.members, order)
+        del self.in_flight[machine.step]
+        self._replicas.step = machine.step
+        self._credit.committed(time.monotonic())
+        self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)
+
+    def _not_finite(self, in_flight: StepInFlight, halt: Halt, culprit: str) -> NotFinite:
+        """Return the error on a NaN or Inf from a worker; `culprit` is a parameter or a buffer, "" for the loss."""
+        ids, rows = self._samples_of(in_flight, halt.shard)
+        buffers = self._replicas.master.layout.buffers
+        kind = "buffer" if buffers is not None and culprit in buffers.names else "the gradient of"
+        where = f"{kind} {culprit}" if culprit else "the loss"
+        span = f"samples {ids[0]} to {ids[-1]}" if ids else "its samples"
+        return NotFinite(
+            f"NaN or Inf in {where} on {self._job.cluster.name(halt.rank)} at step {in_flight.machine.step + 1} ({span}, "
+            f"{rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, or clip "
+            "with max_grad_norm"
+        )
+
+    def _samples_of(self, in_flight: StepInFlight, shard: int) -> tuple[Sequence[int], int]:
+        """Return the ids and the number of the samples that went into a shard's gradients."""
+        task = in_flight.machine.tasks[shard]
+        return task.sample_ids, task.rows

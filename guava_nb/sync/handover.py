@@ -1,17 +1,45 @@
-"""A worker leaves between two runs: what only it has is brought here before it goes."""
+"""The state of the last run, between two runs: fetched when it is asked for, or when a worker that has it leaves."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.errors import GuavaError
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.errors import GuavaError, WorkerLost
+from guava_nb.sync.replica_set import WAYS_ON, ReplicaSet
 
-__all__ = ["take_over"]
+__all__ = ["fetch_between_runs", "take_over"]
 
 log = logging.getLogger(__name__)
+
+
+class _Fetching(Job):
+    def on_leaving(self, rank: int) -> None:
+        """It may have what is fetched; the end of this job releases it."""
+
+
+def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
+    """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
+
+    Raises:
+        WorkerLost: the workers that hold it are gone.
+        ClusterError: a run is in progress.
+    """
+    if replica_set.master_step == replica_set.step:
+        return replica_set.master.state()
+    job = _Fetching(cluster)
+    replica_set.attach(job)
+    try:
+        with job.attached():
+            return replica_set.fetch(job, timeout_s=timeout_s)
+    except NobodyLeft as error:
+        raise WorkerLost(
+            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
+            f"{replica_set.master_step + 1}. {WAYS_ON}"
+        ) from error
 
 
 def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> None:

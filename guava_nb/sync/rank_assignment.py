@@ -1,12 +1,9 @@
-"""The orders by which workers become a process group: who is which rank, on which way. Sends nothing."""
+"""The orders by which workers become a process group: which of them is which rank, on which way. Sends nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from guava_nb.cluster.group_path import Route, machines_of
 from guava_nb.cluster.roster import Member
@@ -15,7 +12,7 @@ from guava_nb.data.codec import pack
 from guava_nb.parallel.mesh import axes_inside
 from guava_nb.protocol.messages import FormGroup
 
-__all__ = ["DIRECT_TIMEOUT_S", "FORM_TIMEOUT_S", "Formation", "machines_for", "side_by_side"]
+__all__ = ["DIRECT_TIMEOUT_S", "FORM_TIMEOUT_S", "group_name", "group_orders", "machines_for", "side_by_side"]
 
 #: For all members to meet; they are connected, and spreading a large model comes after.
 FORM_TIMEOUT_S = 120.0
@@ -23,56 +20,46 @@ FORM_TIMEOUT_S = 120.0
 DIRECT_TIMEOUT_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Formation:
-    """One attempt to form a group.
+def group_name(run_id: str, generation: int) -> str:
+    """Return the prefix of everything that belongs to a group; it is new for every generation."""
+    return f"{run_id}/{generation}/"
 
-    Attributes:
+
+def group_orders(
+    run_id: str, generation: int, members: Sequence[int], route: Route, machines: tuple[int, ...],
+    roster: Mapping[int, Member], example: Any,
+) -> Iterator[tuple[int, FormGroup, Sequence[memoryview]]]:  # fmt: skip
+    """Make the orders by which the members form a group.
+
+    Args:
         run_id: of the run.
         generation: of the group.
-        name: prefix of everything that belongs to it.
         members: ranks in the cluster, in order of their rank in the group.
         route: the way between them.
         machines: number of every member's machine where NCCL serves inside; else ().
+        roster: all members of the cluster.
+        example: inputs of some samples for the first member; None where nothing is measured.
+
+    Yields:
+        Each member with its order and the order's payload.
     """
-
-    run_id: str
-    generation: int
-    name: str
-    members: Sequence[int]
-    route: Route
-    machines: tuple[int, ...] = ()
-
-    def orders(
-        self, roster: Mapping[int, Member], example: Any
-    ) -> Iterator[tuple[int, FormGroup, Sequence[memoryview]]]:
-        """Every member with its order and that one's payload.
-
-        Args:
-            roster: of all members of the cluster.
-            example: inputs of some samples for the first member; None where nothing is measured.
-        """
-        names = tuple(roster[rank].name for rank in self.members)
-        direct = self.route.path == "direct"
-        seats = self.route.seats
-        addresses = tuple(seats[rank].address for rank in self.members) if direct else ()
-        for number, rank in enumerate(self.members):
-            order = FormGroup(
-                *(self.run_id, self.generation, self.name, number, names, self.route.path, self.route.backend),
-                DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
-                seats[rank].interface if direct else "",
-                addresses,
-                machines=self.machines,
-            )
-            buffers: Sequence[memoryview] = ()
-            if number == 0 and example is not None:
-                tree, buffers = pack(example)
-                order = msgspec.structs.replace(order, example=tree)
-            yield rank, order, buffers
+    names = tuple(roster[rank].name for rank in members)
+    direct, seats = route.path == "direct", route.seats
+    for number, rank in enumerate(members):
+        tree, buffers = (None, []) if number or example is None else pack(example)
+        order = FormGroup(
+            run_id, generation, group_name(run_id, generation), number, names, route.path, route.backend,
+            timeout_s=DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
+            interface=seats[rank].interface if direct else "",
+            addresses=tuple(seats[member].address for member in members) if direct else (),
+            example=tree,
+            machines=machines,
+        )  # fmt: skip
+        yield rank, order, buffers
 
 
 def side_by_side(roster: Mapping[int, Member], members: Iterable[int]) -> list[int]:
-    """Order members so that those of one machine are neighbours: who talks most is laid out along neighbours."""
+    """Order members so that those of one machine are neighbours: ranks that exchange most lie side by side."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(members):
         hosts.setdefault(roster[rank].hello.host_id, []).append(rank)

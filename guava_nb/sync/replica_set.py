@@ -1,26 +1,27 @@
-"""The replicas of one run: who has been prepared, who stands at which step, and the state that goes to and fro.
+"""The replicas of one run: which workers prepared it, at which step each stands, and how the state is sent and fetched.
 
-Outlives the job that made it, so that validation, checkpoints and a further run find the workers as they are.
+A replica set outlives the job that made it, so that validation, checkpoints and a further run find the workers as they are.
+`ReplicaSet` holds what whole replicas (`whole_replica_set`) and the parts of one model (`sharded_replica_set`) have in common.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Route
-from guava_nb.cluster.job import Job, NobodyLeft
-from guava_nb.data.codec import pack, unpack
+from guava_nb.cluster.job import Job
+from guava_nb.data.codec import Resolve, pack, unpack
 from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
+    Abort,
     Cell,
     Committed,
     FetchState,
     LoadState,
-    Message,
     Prepare,
     Prepared,
     RunSpec,
@@ -30,13 +31,22 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.cells import pip_name
+from guava_nb.sync.exchange import StepExchange
 
-__all__ = ["ReplicaSet", "StateLate", "fetch_between_runs", "preparation_text", "raise_for"]
+__all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
 
-class ReplicaSet:
+class StateLate(WorkerLost):
+    """A worker has the state and did not hand it over in time."""
+
+
+class GroupLost(Exception):  # noqa: N818 - not an error yet: a new group can be formed
+    """A member of the group is gone; unwinds a job to where a new group can be formed."""
+
+
+class ReplicaSet(ABC):
     """All replicas of one run.
 
     Attributes:
@@ -46,20 +56,32 @@ class ReplicaSet:
         step: last committed step of the run, -1 before the first.
         generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
-        route: the way by which the replicas meet, and why.
+        route: the way by which the replicas exchange gradients, and why.
         writer: writes batches for the workers; made by `attach`.
+        elastic: every replica is whole, so any number of workers can go on.
+        least: how many workers the run needs.
+        layout_text: how one model is spread over the workers, in words; "" for whole replicas.
     """
 
     writer: RowWriter
+    #: Does the steps of these replicas; takes the job and the replica set, and what else `StepExchange` takes.
+    exchange: type[StepExchange[Any]]
+    #: Finds the classes that may come in a worker's state.
+    _resolve: Resolve | None = None
 
-    def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
+    def __init__(
+        self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica, route: Route, *,
+        elastic: bool = True, least: int = 1,
+    ) -> None:  # fmt: skip
         """Start with no worker prepared."""
         self.run_id = run_id
         self.spec = spec
         self.cells = tuple(cells)
         self.master = master
         self.master_step = -1
-        self.route = Route("relay", "star", "whole replicas meet at the orchestrator")
+        self.route = route
+        self.elastic, self.least = elastic, least
+        self.layout_text = ""
         self.step = -1
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
@@ -74,45 +96,35 @@ class ReplicaSet:
 
     # ---------------------------------------------------------------------------------------------------- messages
 
-    @property
-    def layout_text(self) -> str:
-        """How one model is spread over the workers, in words; "" for whole replicas."""
-        return ""
-
-    def look_at(self, feed: Feed) -> None:
-        """Take what must be known of the data beforehand: nothing for whole replicas."""
-
     def attach(self, job: Job) -> None:
-        """Handle this ensemble's messages in that job."""
+        """Handle the messages of this run's replicas in that job."""
         job.run_id, job.forget = self.run_id, self.drop
-        for record, handler in (
-            (Prepared, self._on_prepared),
-            (StateLoaded, self._on_loaded),
-            (State, self._on_state),
-        ):
-            job.on(record, handler)
-        self.writer = RowWriter(self.spec, job.cluster)
+        job.on(Prepared, self._on_prepared)
+        job.on(StateLoaded, self._on_loaded)
+        job.on(State, self._on_state)
+        self.writer = RowWriter(self.spec, job.cluster.caches, job.cluster.notice)
         self.writer.attach(job, self.run_id)
 
-    def _on_prepared(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, Prepared)
+    def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == self.run_id:
             self._prepared[rank] = message
 
-    def _on_loaded(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, StateLoaded)
+    def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
         if message.run_id == self.run_id:
             self._loaded[rank] = message
             self._device_kind[rank] = message.device_kind
             self.at[rank] = message.step
 
-    def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, State)
+    def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.request_id in self._awaited:
-            self._states[message.request_id] = (message.step, unpack(message.state, payload))
+            self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
 
     def note_commit(self, rank: int, message: Committed) -> str | None:
-        """Note that a worker applied a step; returns a worker's name-free sentence when its parameters differ."""
+        """Note that a worker applied a step.
+
+        Returns:
+            A sentence without the worker's name when its parameters differ from others', else None.
+        """
         self.at[rank] = message.step
         # The report of a step that was committed before an abort comes after the answer to the abort.
         self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
@@ -131,11 +143,11 @@ class ReplicaSet:
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
     def has_settled(self, rank: int, generation: int) -> bool:
-        """Whether a worker has heard of a generation and applied all that was committed before; or holds the run no more."""
+        """Whether a worker knows a generation and has applied all that was committed before, or holds the run no more."""
         return rank not in self.at or (self.generation_of.get(rank, -1) >= generation and self.at[rank] >= self.step)
 
     def go_back(self, step: int) -> None:
-        """Steps after this one will be done again, by others: what was reported of them counts no more.
+        """Forget what was reported of the steps after this one: they will be done again, by others.
 
         With other shares the sums round differently, so even right parameters would have other hashes than before.
         """
@@ -156,70 +168,14 @@ class ReplicaSet:
         """
         asked = set(ranks)
         for rank in asked:
-            self._prepared.pop(rank, None)
-            self.at.pop(rank, None)
+            self.drop(rank)
         self.writer.expect(asked)
         job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec))
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
-        return {r: answer for r, answer in answers.items() if not answer.ok or self._check_layout(answer)}
-
-    def _check_layout(self, answer: Prepared) -> bool:
-        return bool(answer.layout) and answer.layout != self.master.layout.digest()
-
-    def prepared(self) -> set[int]:
-        """Return the ranks that built their replicas."""
-        return {r for r, answer in self._prepared.items() if answer.ok}
-
-    def drop(self, rank: int) -> None:
-        """A worker does not hold this run any more."""
-        self._prepared.pop(rank, None)
-        self.at.pop(rank, None)
-
-    # ------------------------------------------------------------------------------------------- who can take part
-
-    #: Every replica is whole, so any number of workers can go on.
-    elastic = True
-    #: How many workers the run needs.
-    least = 1
-
-    def pick(self, ranks: Iterable[int]) -> set[int]:
-        """Choose who takes part among those that are there: all."""
-        return set(ranks)
-
-    def connected(self, available: Sequence[int]) -> bool:
-        """Whether a step can be issued to those members that are connected."""
-        return bool(available)
-
-    def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
-        """Return who is there and needs the state first."""
-        return sorted(fit - holders)
-
-    def check(self, job: Job) -> None:
-        """Unwind a job whose members cannot go on together; replicas need each other for nothing."""
-
-    def disband(self) -> None:
-        """The members will not go on as they are."""
-
-    def retire(self) -> None:
-        """The members were told to give up: they hold the state, and whatever they did together is over."""
-
-    def rescue(self, job: Job) -> bool:
-        """Take the state of the last committed step from whoever is left; returns whether it is here."""
-        try:
-            self.fetch(job)
-        except (NobodyLeft, WorkerLost):
-            return False
-        return True
-
-    def bring_up(self, job: Job) -> None:
-        """Give the run and its state to connected workers that do not hold it."""
-        missing = sorted(job.ready - set(self.in_step(job)))
-        if missing:
-            state = self.fetch(job)
-            self.require(job, missing)
-            self.load(job, missing, state, self.step)
+        layouts = ("", self.master.layout.digest())
+        return {r: answer for r, answer in answers.items() if not answer.ok or answer.layout not in layouts}
 
     def require(self, job: Job, ranks: Iterable[int]) -> None:
         """Have workers build the run.
@@ -227,36 +183,102 @@ class ReplicaSet:
         Raises:
             PreparationError: one cannot; the message says who and why.
         """
-        raise_for(self.prepare(job, ranks), job)
+        problems = sorted(self.prepare(job, ranks).items())
+        if problems:
+            raise PreparationError("\n".join(preparation_text(job.cluster.name(r), answer) for r, answer in problems))
+
+    def prepared(self) -> set[int]:
+        """Return the ranks that built their replicas."""
+        return {r for r, answer in self._prepared.items() if answer.ok}
+
+    def drop(self, rank: int) -> None:
+        """Note that a worker does not hold this run any more."""
+        self._prepared.pop(rank, None)
+        self.at.pop(rank, None)
+
+    # ------------------------------------------------------------------------------------------- who can take part
+
+    def look_at(self, feed: Feed) -> None:  # noqa: B027 - whole replicas need nothing
+        """Take what must be known of the data beforehand; whole replicas need nothing."""
+
+    @abstractmethod
+    def pick(self, ranks: Iterable[int]) -> set[int]:
+        """Choose who takes part among those that are there.
+
+        Raises:
+            ConfigError: too few are.
+        """
+
+    @abstractmethod
+    def connected(self, available: Sequence[int]) -> bool:
+        """Whether a step can be issued to those members that are connected."""
+
+    @abstractmethod
+    def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
+        """Return who is there, could take part, and needs the state first."""
+
+    def check(self, job: Job) -> None:  # noqa: B027 - whole replicas need nothing
+        """Unwind a job whose members cannot go on together; whole replicas do not need each other.
+
+        Raises:
+            GroupLost: a member of a group is gone.
+        """
+
+    def disband(self) -> None:  # noqa: B027 - whole replicas need nothing
+        """Note that the members will not go on as they are."""
+
+    def retire(self) -> None:  # noqa: B027 - whole replicas need nothing
+        """Note that the members were told to give up: they keep the state, and their group is over."""
+
+    def wake(self, job: Job, ranks: Iterable[int], reason: str) -> None:
+        """Have workers give up what is not committed; those that are blocked in a group wake up."""
+        roster = job.cluster.roster
+        roster.generation += 1
+        job.cluster.send_all(ranks, Abort(self.run_id, roster.generation, self.step, reason))
 
     # ------------------------------------------------------------------------------------------------------- state
 
+    @abstractmethod
     def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
         """Bring workers to a state.
 
         Raises:
-            TrainingError: a worker's parameters differ from the master's after loading, on a like device.
+            GroupLost: a member of the group was lost meanwhile.
+            PreparationError: the model cannot be spread over the group.
+            TrainingError: workers that must hold the same parameters do not.
         """
-        asked = set(ranks)
-        for rank in asked:
+
+    @abstractmethod
+    def bring_up(self, job: Job) -> None:
+        """Have the connected workers stand at the last committed step.
+
+        Raises:
+            ConfigError: too few workers are here.
+        """
+
+    @abstractmethod
+    def rescue(self, job: Job) -> bool:
+        """Take the state of the last committed step from the workers that are left; returns whether it is here."""
+
+    def _send_state(
+        self, job: Job, ranks: Collection[int], generation: int, state: Mapping[str, Any], step: int
+    ) -> None:
+        for rank in ranks:
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
         tree, buffers = pack(dict(state))
-        message = LoadState(self.run_id, job.cluster.roster.generation, step, tree)
-        job.cluster.send_all(asked, message, buffers)
-        job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
-        self._compare_hashes(job, [r for r in asked if r in self._loaded])
+        job.cluster.send_all(ranks, LoadState(self.run_id, generation, step, tree), buffers)
 
-    def _compare_hashes(self, job: Job, ranks: Sequence[int]) -> None:
+    def _compare_hashes(self, job: Job, ranks: Iterable[int]) -> None:
         first: dict[str, tuple[int, str]] = {}
         for rank in ranks:
             loaded = self._loaded[rank]
-            reference = first.setdefault(loaded.device_kind, (rank, loaded.parameter_hash))
-            if loaded.parameter_hash != reference[1]:
+            other, parameter_hash = first.setdefault(loaded.device_kind, (rank, loaded.parameter_hash))
+            if loaded.parameter_hash != parameter_hash:
                 raise TrainingError(
-                    f"{job.cluster.name(rank)} and {job.cluster.name(reference[0])} hold different parameters after the same "
+                    f"{job.cluster.name(rank)} and {job.cluster.name(other)} hold different parameters after the same "
                     f"state of step {loaded.step} was sent to both (hash {loaded.parameter_hash[:12]} and "
-                    f"{reference[1][:12]}); start the run again, and check the memory of {job.cluster.name(rank)}"
+                    f"{parameter_hash[:12]}); start the run again, and check the memory of {job.cluster.name(rank)}"
                 )
 
     def in_step(self, job: Job) -> list[int]:
@@ -271,11 +293,11 @@ class ReplicaSet:
         """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
         self.step = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
 
-    def fetch(self, job: Job, *, optimizer: bool = True, timeout_s: float | None = None) -> dict[str, Any]:
+    def fetch(self, job: Job, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state as of the last committed step and keep it in the master.
 
         Raises:
-            StateLate: whoever has it is at work on something longer than `timeout_s`; it can be asked for again.
+            StateLate: the workers that have it are at work on something longer than `timeout_s`; ask again later.
             WorkerLost: no worker with this state is left.
         """
         if self.master_step == self.step:
@@ -298,7 +320,7 @@ class ReplicaSet:
                     "in work there. Nothing is lost: ask again when it is over"
                 )
             try:
-                state = self._fetch_from(job, prompt[0], optimizer, timeout_s)
+                state = self._fetch_from(job, prompt[0], timeout_s)
             except StateLate:
                 late.update(prompt[:1] if self.elastic else prompt)
                 continue
@@ -306,24 +328,37 @@ class ReplicaSet:
                 return state
 
     def _may_have(self, job: Job) -> bool:
+        """Whether workers that are here, or expected back, may still hold the state."""
         return any(r in self.at for r in job.ready | job.suspects)
 
-    def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
-        step, state = self._answers(job, [rank], optimizer, timeout_s)[0]
-        if step is not None:
-            # It may have applied steps whose report was lost with a connection between two runs: then those count.
-            self.at[rank] = step
-            self._adopt_highest(job)
-        if state is None or step != self.step:
+    def _fetch_from(self, job: Job, rank: int, timeout_s: float | None) -> dict[str, Any] | None:
+        """Take the state from a worker, or from all that have a part of it; None: it is of another step, or lost."""
+        asked = self._holders_with(rank)
+        answers = self._answers(job, asked, timeout_s)
+        for member, (step, _) in zip(asked, answers, strict=True):
+            if step is not None:  # its report may have been lost with a connection between two runs
+                self.at[member] = step
+        self._adopt_highest(job)
+        parts = [part for step, part in answers if part is not None and step == self.step]
+        if len(parts) < len(answers):
+            self._on_no_state([part for _, part in answers])
             return None
-        self.master.load_state(state)
-        if optimizer:
-            self.master_step = self.step
-        return dict(state)
+        state = self._take_in(parts)
+        self.master_step = self.step
+        return state
 
-    def _answers(
-        self, job: Job, ranks: Sequence[int], optimizer: bool, timeout_s: float | None
-    ) -> list[tuple[int | None, Any]]:
+    def _holders_with(self, rank: int) -> Sequence[int]:
+        """Return the workers whose parts make the whole state, this one among them."""
+        return [rank]
+
+    def _on_no_state(self, parts: Sequence[Mapping[str, Any] | None]) -> None:  # noqa: B027 - whole replicas need nothing
+        """Note what it means that these answers do not make the state."""
+
+    @abstractmethod
+    def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the state into the master, and return it."""
+
+    def _answers(self, job: Job, ranks: Sequence[int], timeout_s: float | None) -> list[tuple[int | None, Any]]:
         """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
 
         Raises:
@@ -333,48 +368,18 @@ class ReplicaSet:
         self._awaited = set(requests)  # what was asked for earlier and comes now would be kept for nothing
         self._states.clear()
         for request, rank in requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id, optimizer=optimizer))
-
-        def settled() -> bool:
-            return all(
-                q in self._states or rank not in job.ready or rank not in self.at for q, rank in requests.items()
-            )
-
-        in_time = job.pump(settled, timeout_s)
+            job.cluster.send(rank, FetchState(request, self.run_id))
+        in_time = job.pump(
+            lambda: all(
+                request in self._states or rank not in job.ready or rank not in self.at
+                for request, rank in requests.items()
+            ),
+            timeout_s,
+        )
         self._awaited = set()
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]
-
-
-class StateLate(WorkerLost):
-    """The state is there, and nobody could hand it over in time."""
-
-
-class _Fetching(Job):
-    def on_leaving(self, rank: int) -> None:
-        """It may have what is fetched; the end of this job releases it."""
-
-
-def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
-    """Return the state of the last committed step, from a worker when it is not here; no run may be in progress.
-
-    Raises:
-        WorkerLost: the workers that hold it are gone.
-        ClusterError: a run is in progress.
-    """
-    if replica_set.master_step == replica_set.step:
-        return replica_set.master.state()
-    job = _Fetching(cluster)
-    replica_set.attach(job)
-    try:
-        with job.attached():
-            return replica_set.fetch(job, timeout_s=timeout_s)
-    except NobodyLeft as error:
-        raise WorkerLost(
-            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
-            f"{replica_set.master_step + 1}. {WAYS_ON}"
-        ) from error
 
 
 def preparation_text(name: str, answer: Prepared) -> str:
@@ -388,9 +393,3 @@ def preparation_text(name: str, answer: Prepared) -> str:
             "torch on both sides"
         )
     return f"{name} cannot build the run: {answer.problem}"
-
-
-def raise_for(problems: Mapping[int, Prepared], job: Job) -> None:
-    """Raise PreparationError with one line per worker when there are problems."""
-    if problems:
-        raise PreparationError("\n".join(preparation_text(job.cluster.name(r), a) for r, a in sorted(problems.items())))

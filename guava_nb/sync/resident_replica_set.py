@@ -19,14 +19,15 @@ from guava_nb.protocol.messages import Cell, Message, Prepare, Prepared, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import ReplicaSet, preparation_text
+from guava_nb.sync.replica_set import preparation_text
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
 __all__ = ["ResidentReplicaSet", "adopt", "is_own"]
 
-_NOT_HERE = -2  # a step that is never committed: the master's state is nobody's yet
+_NOT_HERE = -2  # a step that is never committed: the master does not hold the run's state yet
 
 
-class ResidentReplicaSet(ReplicaSet):
+class ResidentReplicaSet(WholeReplicaSet):
     """Replicas that were there before the run. Made by `adopt`."""
 
     def __init__(
@@ -40,7 +41,7 @@ class ResidentReplicaSet(ReplicaSet):
         self._origin: int | None = origin
 
     def _alone(self, ranks: Iterable[int]) -> bool:
-        """Whether the only one who is asked is the origin, which holds the state already."""
+        """Whether only the origin is asked, which holds the state already."""
         return self._origin is not None and set(ranks) == {self._origin} and self.at.get(self._origin) == self.step
 
     def require(self, job: Job, ranks: Iterable[int]) -> None:
@@ -57,7 +58,7 @@ class ResidentReplicaSet(ReplicaSet):
         self._origin = None
 
     def is_gone(self, cluster: Cluster) -> bool:
-        """Whether nobody has this state any more: its workers have left, and it was not fetched."""
+        """Whether no worker has this state any more: its workers have left, and it was not fetched."""
         return self.master_step != self.step and not set(self.at) & set(cluster.roster.alive())
 
 
@@ -69,7 +70,7 @@ def is_own(spec: RunSpec) -> bool:
 def adopt(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, cluster: Cluster
 ) -> ResidentReplicaSet:
-    """Return an ensemble that begins with what the first worker with a model of its own holds.
+    """Return replicas that begin with what the first worker with a model of its own holds.
 
     Raises:
         ClusterError: no such worker is here.

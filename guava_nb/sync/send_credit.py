@@ -1,11 +1,11 @@
-"""How far batches may be sent ahead of need, as a pure machine: bytes and times are told to it, it tells who must work first.
+"""How far batches may be sent ahead of need, as a pure machine: from bytes and times it tells which workers must work first.
 
 Knows shards by number and size; knows no sessions, batches or clocks. Three bounds hold at once:
 
 - bytes: what a worker was sent and has not worked on stays within `budget_bytes`. One step ahead is allowed whatever its
   size, or large batches would never overlap with the work; more than one step beyond the budget never is.
-- time: about `HORIZON_S` of work at the pace of the last commits. Who holds that much never waits for the line, and more of
-  it would only be in the way: of a snapshot behind it, and of the next run after an interrupt.
+- time: about `HORIZON_S` of work at the pace of the last commits. A worker that holds that much never waits for the line, and
+  more of it would only delay what comes behind it: a snapshot, and the next run after an interrupt.
 - steps: `most_steps`, because a position within the epoch is known exactly for so many batches only.
 """
 
@@ -88,12 +88,12 @@ class Credit:
         return self._counts.get(rank, 0)
 
     def must_work(self, steps: int, coming: Mapping[int, int], cautious: bool = False) -> tuple[int, ...]:
-        """Return the workers that must work off something before the next step is sent; nobody: it may go now.
+        """Return the workers that must work off something before the next step is sent; none: it may go now.
 
         Args:
             steps: in flight.
             coming: bytes of the next step for each worker that takes part.
-            cautious: somebody is away and may come back: who misses no step needs no state, so keep to `least_steps`.
+            cautious: a member is away and may come back: if it misses no step it needs no state, so keep to `least_steps`.
         """
         if steps <= min(1, self._least):
             return ()

@@ -1,6 +1,7 @@
-"""The parts of one model that is spread over a process group: who is which rank, and how the whole state goes to and fro.
+"""The parts of one model that is spread over a process group: the group, and how the whole state is sent and fetched.
 
-A group is good for one generation. Whoever is lost ends it; a new one is formed of whoever is there and gets the state anew.
+A group is good for one generation. A lost member ends it; a new one is formed of the workers that are there, and gets the
+state anew.
 """
 
 from __future__ import annotations
@@ -14,24 +15,16 @@ from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.path_probe import Routes
 from guava_nb.config.mesh import Mesh
-from guava_nb.data.codec import pack, unpack
 from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
 from guava_nb.hub.relay import Relay
-from guava_nb.protocol.messages import (
-    Abort,
-    Cell,
-    GroupFormed,
-    LoadState,
-    Message,
-    RunSpec,
-    State,
-)
+from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
 from guava_nb.replica.replica import Replica
-from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, Formation, machines_for, side_by_side
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.group_exchange import GroupExchange
+from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 
-__all__ = ["ShardedReplicaSet", "GroupLost"]
+__all__ = ["ShardedReplicaSet"]
 
 #: How long a member may be away before its group is given up: the others are blocked meanwhile.
 SUSPECT_S = 8.0
@@ -41,8 +34,13 @@ MOST_DIRECT_BREAKS = 2
 MOST_BREAKS = 3
 
 
-class GroupLost(Exception):  # noqa: N818 - not an error yet: a new group can be formed
-    """A member of the group is gone; unwinds a job to where a new group can be formed."""
+def _piece(name: str) -> type:
+    """The one class that may come in a state; a worker cannot choose another."""
+    from guava_nb.parallel.state.full_state import Piece
+
+    if name != f"{Piece.__module__}:{Piece.__qualname__}":
+        raise ConfigError(f"a worker sent a {name} inside its part of the state; only pieces of tensors belong there")
+    return Piece
 
 
 class ShardedReplicaSet(ReplicaSet):
@@ -54,35 +52,35 @@ class ShardedReplicaSet(ReplicaSet):
         route: the way of that group, and why.
     """
 
+    _relay: Relay  # of the cluster, like the routes; known from `attach` on
+    _routes: Routes
+    exchange = GroupExchange
+    _resolve = staticmethod(_piece)
+
     def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
         """Start with no group."""
-        super().__init__(run_id, spec, cells, master)
         assert spec.parallel is not None
-        self._shape = spec.parallel
+        self._shape = shape = spec.parallel
+        elastic = shape.mode == "data" and not shape.zero_stage and shape.pp * shape.tp == 1
+        least = 1 if elastic else shape.dp * shape.pp * shape.tp
+        route = Route("relay", "guava", "no group was formed yet")
+        super().__init__(run_id, spec, cells, master, route, elastic=elastic, least=least)
         self._example: Any = None
         self._retired = False
         self.team: tuple[int, ...] = ()
         self.generation = -1
-        self.route = Route("relay", "guava", "no group was formed yet")
         self._relay_only = ""  # why this run keeps to the relay from now on
-        self._routes: Routes | None = None
         self._formed: dict[int, GroupFormed] = {}
         self._away: dict[int, float] = {}
         self._broken: str = ""
         self._broken_at = 0.0
         self._breaks = self._direct_breaks = 0
         self._broke_after = -1
-        self._relay: Relay | None = None
 
     @property
     def group_name(self) -> str:
         """Name of the group of this generation at the relay."""
-        return f"{self.run_id}/{self.generation}/"
-
-    @property
-    def layout_text(self) -> str:
-        """How the model is spread, in words."""
-        return next((answer.layout for answer in self._formed.values() if answer.layout), "")
+        return group_name(self.run_id, self.generation)
 
     def look_at(self, feed: Feed) -> None:
         """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
@@ -95,16 +93,6 @@ class ShardedReplicaSet(ReplicaSet):
             self._example = batch[0] if self.spec.preprocess is None else batch  # a function wants to see all of it
 
     # -------------------------------------------------------------------------------------------------------- who takes part
-
-    @property
-    def elastic(self) -> bool:  # type: ignore[override]
-        """Whether every replica is whole, so that any number of them can go on."""
-        return self._shape.pp * self._shape.tp == 1 and not self._shape.zero_stage and self._shape.mode == "data"
-
-    @property
-    def least(self) -> int:  # type: ignore[override]
-        """How many workers a group needs."""
-        return 1 if self.elastic else self._shape.dp * self._shape.pp * self._shape.tp
 
     @property
     def mesh(self) -> Mesh:
@@ -148,7 +136,7 @@ class ShardedReplicaSet(ReplicaSet):
             GroupLost: a member is lost, or away for too long, or reported that the group broke.
         """
         now = time.monotonic()
-        # All are away, so nobody waits for another; or a tunnel broke: whoever is away comes back with its part of the state.
+        # All are away, so none waits for another; or a tunnel broke: members that are away come back with their parts.
         outage = all(rank in job.suspects for rank in self.team)
         for rank in self.team:
             if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
@@ -163,18 +151,18 @@ class ShardedReplicaSet(ReplicaSet):
             raise GroupLost(self._broken)
 
     def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
-        """A member says that its group broke; whose loss it was is known in a moment."""
+        """Note that a member reports a broken group; which member was lost is known in a moment."""
         if torn:
             self.drop(rank)
         if not self._broken and not self._retired:  # that a group which was given up is broken is no news
             self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {text}", time.monotonic()
 
     def retire(self) -> None:
-        """The group was woken and is of no use any more; its members hold the state until another one is formed."""
+        """Note that the group was woken and is over; its members hold the state until another one is formed."""
         self._retired, self._broken = True, ""
 
     def disband(self) -> None:
-        """The group is given up.
+        """Note that the group is given up.
 
         Raises:
             ClusterError: too many broke in a row without a step between them.
@@ -182,8 +170,7 @@ class ShardedReplicaSet(ReplicaSet):
         again = self._broken and self.step == self._broke_after
         self._breaks, self._broke_after = (self._breaks + 1 if again else int(bool(self._broken))), self.step
         reason, team, self.team, self._broken = self._broken, self.team, (), ""
-        if self._relay is not None:
-            self._relay.forget(self.group_name)
+        self._relay.forget(self.group_name)
         if self.route.path == "direct":
             self._note_direct_break(team, reason)
         self._away.clear()
@@ -196,8 +183,7 @@ class ShardedReplicaSet(ReplicaSet):
 
     def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
         """Probe again before the next group; a network that lets probes pass and breaks groups is not tried for ever."""
-        if self._routes is not None:
-            self._routes.forget(team)
+        self._routes.forget(team)
         self._direct_breaks += 1 if reason else 0
         if self._direct_breaks >= MOST_DIRECT_BREAKS:
             self._relay_only = f"{self._direct_breaks} direct groups broke while all workers stayed ({reason})"
@@ -205,21 +191,16 @@ class ShardedReplicaSet(ReplicaSet):
     # ------------------------------------------------------------------------------------------------------------ messages
 
     def attach(self, job: Job) -> None:
-        """Handle this ensemble's messages in that job."""
+        """Handle the messages of this run's parts in that job."""
         super().attach(job)
         self._relay, self._routes = job.cluster.relay, job.cluster.routes
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
 
-    def _on_formed(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, GroupFormed)
+    def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.generation == self.generation:
             self._formed[rank] = message
-
-    def _on_state(self, rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, State)
-        if message.run_id == self.run_id and message.request_id in self._awaited:
-            self._states[message.request_id] = (message.step, unpack(message.state, payload, _piece))
+            self.layout_text = self.layout_text or message.layout
 
     # ------------------------------------------------------------------------------------------------------------ the group
 
@@ -233,17 +214,17 @@ class ShardedReplicaSet(ReplicaSet):
         """
         members = side_by_side(job.cluster.roster.members, self.pick(set(ranks) | (set(self.team) & job.ready)))
         self._form(job, members)
-        tree, buffers = pack(dict(state))
-        for rank in members:
-            self._loaded.pop(rank, None)
-        job.cluster.send_all(members, LoadState(self.run_id, self.generation, step, tree), buffers)
+        self._send_state(job, members, self.generation, state, step)
         self._pump(job, lambda: all(rank in self._loaded for rank in members))
         self._compare_hashes(job, members)
 
     def _form(self, job: Job, members: Sequence[int]) -> None:
         """Form a group on the best way there is; where a direct one fails, on the relay."""
         first = self.generation < 0
-        self.route = self._choose(job, members, first)
+        if self._relay_only:
+            self.route = Route("relay", "guava", self._relay_only)
+        else:
+            self.route = job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
         failed = self._try_to_form(job, members)
         if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
             self._fall_back(job, members, failed)
@@ -254,15 +235,11 @@ class ShardedReplicaSet(ReplicaSet):
         if first and self.layout_text:
             job.cluster.notice(self.layout_text)
 
-    def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
-        if self._relay_only:
-            return Route("relay", "guava", self._relay_only)
-        return job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
-
     def _try_to_form(self, job: Job, members: Sequence[int]) -> dict[int, GroupFormed]:
-        """Give everybody an order and wait for the answers; returns those that say no."""
+        """Send every member its order and wait for the answers; returns those that refuse."""
         roster, route = job.cluster.roster, self.route
         roster.generation += 1
+        self.layout_text = ""
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
         for rank in members:
             self.at.pop(rank, None)
@@ -270,8 +247,8 @@ class ShardedReplicaSet(ReplicaSet):
         machines, phrase = machines_for(roster.members, members, self._mesh_of(len(members)), route)
         if phrase and phrase not in route.reason:
             self.route = route = replace(route, reason=route.reason + phrase)
-        formation = Formation(self.run_id, self.generation, self.group_name, members, route, machines)
-        for rank, order, buffers in formation.orders(roster.members, self._example):
+        orders = group_orders(self.run_id, self.generation, members, route, machines, roster.members, self._example)
+        for rank, order, buffers in orders:
             job.cluster.send(rank, order, buffers)
         answered = self._pump(
             job,
@@ -286,15 +263,12 @@ class ShardedReplicaSet(ReplicaSet):
         return failed
 
     def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
-        """Keep to the relay, and wake whoever still waits for the direct group."""
+        """Keep to the relay, and wake the members that still wait for the direct group."""
         rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
         job.cluster.routes.forget(members)
         self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
         job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
-        job.cluster.roster.generation += 1
-        reason = "the direct group is given up"
-        abort = Abort(self.run_id, job.cluster.roster.generation, self.step, reason)
-        job.cluster.send_all(members, abort)
+        self.wake(job, members, "the direct group is given up")
         job.cluster.relay.forget(self.group_name)
         self.route = Route("relay", "guava", self._relay_only)
 
@@ -328,34 +302,26 @@ class ShardedReplicaSet(ReplicaSet):
     # ------------------------------------------------------------------------------------------------------------ the state
 
     def in_step(self, job: Job) -> list[int]:
-        """Return the members when all of them are connected and in step, else nobody: only together they are the model."""
+        """Return the members when all of them are connected and in step, else none: only together they are the model."""
         return sorted(self.team) if self.complete(job) else []
 
     def _may_have(self, job: Job) -> bool:
         known = self.team or tuple(self.at)
         return bool(known) and all(rank in job.ready | job.suspects and rank in self.at for rank in known)
 
-    def _fetch_from(self, job: Job, rank: int, optimizer: bool, timeout_s: float | None) -> dict[str, Any] | None:
-        """Ask every member for its part and put them together; whole replicas need one only."""
-        asked = [rank] if self.elastic else self.team
-        answers = self._answers(job, asked, optimizer, timeout_s)
-        for member, (step, _) in zip(asked, answers, strict=True):
-            if step is not None and step != self.at.get(
-                member
-            ):  # its report was lost with a connection between two runs
-                self.at[member] = step
-        self._adopt_highest(job)
-        if any(part is None or step != self.step for step, part in answers):
-            self.at.clear() if any(part is None for _, part in answers) else None
-            return None
-        state = _together([part for _, part in answers if part is not None])
-        self.master.load_state(state)
-        if optimizer:
-            self.master_step = self.step
+    def _holders_with(self, rank: int) -> Sequence[int]:
+        return [rank] if self.elastic else self.team
+
+    def _on_no_state(self, parts: Sequence[Mapping[str, Any] | None]) -> None:
+        if any(part is None for part in parts):
+            self.at.clear()
+
+    def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        self.master.load_state(_together(parts))
         return self.master.state()
 
     def rescue(self, job: Job) -> bool:
-        """Before a new group: take the state of the last committed step from whoever is left, if all of it is there."""
+        """Before a new group: take the state of the last committed step from the members that are left, if all of it is there."""
         here = [rank for rank in self.team if rank in job.ready and self.at.get(rank) == self.step]
         if self.master_step == self.step:
             return True
@@ -363,20 +329,11 @@ class ShardedReplicaSet(ReplicaSet):
             return False
         team, self.team = self.team, tuple(here)
         try:
-            return self._fetch_from(job, here[0], True, SUSPECT_S) is not None
+            return self._fetch_from(job, here[0], SUSPECT_S) is not None
         except WorkerLost:
             return False
         finally:
             self.team = team
-
-
-def _piece(name: str) -> type:
-    """The one class that may come in a state; a worker cannot choose another."""
-    from guava_nb.parallel.state.full_state import Piece
-
-    if name != f"{Piece.__module__}:{Piece.__qualname__}":
-        raise ConfigError(f"a worker sent a {name} inside its part of the state; only pieces of tensors belong there")
-    return Piece
 
 
 def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,10 +18,14 @@ from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["NO_BATCH", "StepInFlight", "plan_step"]
+__all__ = ["NO_BATCH", "PlannedShards", "Share", "StepHead", "StepInFlight", "add_to_shares", "no_samples", "plan_step"]
 
-#: Stands in a record until it is known who gets it.
+#: Stands in a record until its receiver is known.
 NO_BATCH = Tree(b"")
+
+
+#: Each shard's record, still without its batch, and what it holds.
+PlannedShards = list[tuple[Shard, OutgoingBatch]]
 
 
 @dataclass(slots=True)
@@ -30,14 +34,14 @@ class StepInFlight:
 
     Attributes:
         members: ranks that take part: they get the means whether or not they have a shard.
-        shards: each shard's record, still without its batch, and what it holds; kept until the commit.
+        shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
     """
 
     machine: StepMachine
     epoch: int
     members: tuple[int, ...]
-    shards: list[tuple[Shard, OutgoingBatch]]
+    shards: PlannedShards
     batches: int
     sums: dict[int, BucketSum] = field(default_factory=dict)
 
@@ -52,19 +56,65 @@ class StepInFlight:
         return [i for task in self.machine.tasks for i in task.sample_ids]
 
 
+@dataclass(frozen=True, slots=True)
+class StepHead:
+    """Which step it is, before its shards are known.
+
+    Attributes:
+        run_id: of the run.
+        generation: the membership in which this attempt begins.
+        step: number of the optimizer step.
+        want_hash: workers report a hash of their parameters after it.
+        solo: the only worker may commit it by itself.
+    """
+
+    run_id: str
+    generation: int
+    step: int
+    want_hash: bool = False
+    solo: bool = False
+
+    def shard(self, task: ShardTask, num_shards: int, global_rows: int, share: Share, source: int = 0) -> Shard:
+        """Return a shard's record, still without its batch."""
+        span = (share.ids[0], share.ids[-1]) if share.ids else None
+        return Shard(
+            self.run_id, self.generation, self.step, task.index, num_shards, task.rows, global_rows, len(share.pieces),
+            NO_BATCH, self.solo, self.want_hash, span, source=source,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker, or one replica of a group, does of a step: a piece of every loader batch, its rows, and all ids."""
+
+    pieces: list[Any] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+def add_to_shares(
+    shares: Sequence[Share], batch: LoadedBatch, pieces: Sequence[tuple[int, Any, Sequence[int]]]
+) -> None:
+    """Add pieces of a loader batch, each with the place of its share and its rows, to the shares."""
+    has_ids = len(batch.sample_ids) == batch.rows
+    for place, piece, rows in pieces:
+        shares[place].pieces.append(piece)
+        shares[place].rows.append(len(rows))
+        if has_ids:
+            shares[place].ids.extend(batch.sample_ids[i] for i in rows)
+    if pieces and not has_ids:
+        # The collate function dropped or added rows: the ids belong to the batch as a whole.
+        shares[pieces[0][0]].ids.extend(batch.sample_ids)
+
+
 def plan_step(
-    run_id: str,
-    generation: int,
-    step: int,
+    head: StepHead,
     group: Sequence[LoadedBatch],
     team: Sequence[int],
     weights: Sequence[float],
-    *,
-    solo: bool,
-    want_hash: bool,
     splitter: RowSplitter,
     writer: RowWriter,
-) -> tuple[list[ShardTask], list[tuple[Shard, OutgoingBatch]]]:
+) -> tuple[list[ShardTask], PlannedShards]:
     """Share a group of batches among the team: the tasks, and each one's record with what it holds.
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean. Where workers
@@ -73,37 +123,31 @@ def plan_step(
     Raises:
         ConfigError: a batch cannot be shared out, or the whole group has no samples.
     """
-    pieces: list[list[Any]] = [[] for _ in team]
-    ids: list[list[int]] = [[] for _ in team]
-    rows = [0] * len(team)
+    shares = [Share() for _ in team]
     for batch in group:
-        shares = _share(batch, team, weights, splitter, writer)
-        for k, part, indices in shares:
-            pieces[k].append(part)
-            rows[k] += len(indices)
-            if len(batch.sample_ids) == batch.rows:
-                ids[k].extend(batch.sample_ids[i] for i in indices)
-        if len(batch.sample_ids) != batch.rows and shares:
-            # The collate function dropped or added rows: the ids belong to the batch as a whole.
-            ids[shares[0][0]].extend(batch.sample_ids)
-    busy = [k for k in range(len(team)) if rows[k]]
-    if not busy:  # nobody would ever report on a step without shards
-        raise ConfigError(
-            f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
-        )
-    tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
-    messages: list[tuple[Shard, OutgoingBatch]] = []
-    for index, k in enumerate(busy):
-        span = (ids[k][0], ids[k][-1]) if ids[k] else None
-        shard = Shard(
-            run_id, generation, step, index, len(busy), rows[k], sum(rows), len(pieces[k]), NO_BATCH, solo, want_hash, span,
-            source=group[0].source,
-        )  # fmt: skip
-        messages.append((shard, OutgoingBatch(pieces[k])))
-    return tasks, messages
+        add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer))
+    busy = [place for place, share in enumerate(shares) if share.pieces]
+    if not busy:  # a step without shards would never be reported
+        raise no_samples(group)
+    global_rows = sum(sum(share.rows) for share in shares)
+    tasks: list[ShardTask] = []
+    shards: PlannedShards = []
+    for index, place in enumerate(busy):
+        share = shares[place]
+        tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
+        shard = head.shard(tasks[-1], len(busy), global_rows, share, group[0].source)
+        shards.append((shard, OutgoingBatch(share.pieces)))
+    return tasks, shards
 
 
-def _share(
+def no_samples(group: Sequence[LoadedBatch]) -> ConfigError:
+    """Return the error on batches of an optimizer step that have no sample."""
+    return ConfigError(
+        f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
+    )
+
+
+def _pieces_of(
     batch: LoadedBatch, team: Sequence[int], weights: Sequence[float], splitter: RowSplitter, writer: RowWriter
 ) -> list[tuple[int, Any, Sequence[int]]]:
     """Share one batch: place in the team, part, and its rows, of every share that is not empty."""

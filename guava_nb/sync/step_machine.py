@@ -1,6 +1,6 @@
 """One optimizer step in flight, as a pure machine: events in, instructions out.
 
-Knows shards, buckets and who owes what; knows no tensors, sessions or clocks. Its promises, whatever the order of events
+Knows shards, buckets and which worker owes what; knows no tensors, sessions or clocks. Its promises, whatever the order of events
 and however many workers are lost and shards issued again:
 
 - each shard is added to each bucket once;
@@ -66,7 +66,7 @@ Instruction = Add | SendBucket | Decided | Reissue | Halt
 
 @dataclass(slots=True)
 class ShardTask:
-    """One shard: how many samples, and who computes it now."""
+    """One shard: how many samples, and which worker computes it now."""
 
     index: int
     rows: int
@@ -108,13 +108,9 @@ class StepMachine:
         return sum(task.rows for task in self.tasks)
 
     def tokens(self) -> float | None:
-        """Return the tokens of all shards that have reported; None when nobody counts them."""
+        """Return the tokens of all shards that have reported; None when they are not counted."""
         known = [ready.tokens for ready in self._ready.values() if ready.tokens is not None]
         return sum(known) if known else None
-
-    def owners(self) -> set[int]:
-        """Ranks that still owe something."""
-        return {task.owner for task in self.tasks if not self._shard_done(task.index)}
 
     def owed_by(self, rank: int) -> list[ShardTask]:
         """Unfinished shards of a rank, in order."""

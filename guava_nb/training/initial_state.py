@@ -15,8 +15,10 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec import cells as source
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
@@ -44,7 +46,7 @@ def build_ensemble(
             )
         master.load_state({"model": weights.state_dict()})
     if spec.parallel is None:
-        return ReplicaSet(run_id, spec, cells, master)
+        return WholeReplicaSet(run_id, spec, cells, master)
     return ShardedReplicaSet(run_id, spec, cells, master)
 
 

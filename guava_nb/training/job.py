@@ -24,10 +24,10 @@ from guava_nb.cluster.job_events import Interrupted, Wake
 from guava_nb.data.loader_feed import MOST_BATCHES, LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ClusterError, GuavaError, WorkerLost
-from guava_nb.evaluation.choose import GroupLost, tools_for
+from guava_nb.evaluation.passes import pass_over
 from guava_nb.protocol.messages import Abort, Commit, Committed, Tick
 from guava_nb.sync.batch_feeder import Feeder
-from guava_nb.sync.replica_set import ReplicaSet, StateLate
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet, StateLate
 from guava_nb.sync.send_credit import Credit
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.telemetry.run_energy import RunEnergy
@@ -104,7 +104,8 @@ class TrainingJob(MembershipJob):
         if plan.cache_static:
             replica_set.writer.leave_unread(plan.feed)
         self._credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
-        self._walk, self._exchange = tools_for(self, replica_set, self._on_commit, self._on_applied, self._credit)
+        self._walk = pass_over(self, replica_set)
+        self._exchange = replica_set.exchange(self, replica_set, self._on_commit, self._on_applied, self._credit)
         self.budget_gate = BudgetGate(self, plan.budget)
         self._walk.before_batch = self.budget_gate.before_batch
         self._ending = ""

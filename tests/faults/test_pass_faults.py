@@ -23,6 +23,7 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.protocol.messages import Evaluated, Factory, Message, Predicted, Wanted
 from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import dataset, replica, spec
 
@@ -42,7 +43,7 @@ def start(cluster: Cluster, *hooks: Hook | None) -> ReplicaSet:
         DirectWorker(cluster, f"w{k}", *([hook] if hook else [])).start()
     if hooks:
         cluster.wait_for(len(hooks), 10)
-    return ReplicaSet("run-1", spec(), (), replica(spec()))
+    return WholeReplicaSet("run-1", spec(), (), replica(spec()))
 
 
 def hit_rate(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -167,7 +168,7 @@ def test_another_model_or_other_options_do_not_go_on(cluster: Cluster, tmp_path:
         predict(cluster, replica_set, DataLoader(dataset(100), 20), Wanted(), path=tmp_path, resume=True)
     with pytest.raises(ConfigError, match=r"batch size was 20 and is 10 now"):
         predict(cluster, replica_set, DataLoader(dataset(), 10), Wanted(), path=tmp_path, resume=True)
-    other = ReplicaSet("run-2", spec(seed=7), (), replica(spec(seed=7)))
+    other = WholeReplicaSet("run-2", spec(seed=7), (), replica(spec(seed=7)))
     with pytest.raises(ConfigError, match=r"model and shared cells was"):
         predict(cluster, other, loader, Wanted(), path=tmp_path, resume=True)
 
@@ -248,7 +249,7 @@ def sum_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 def test_an_error_of_the_model_names_worker_batch_and_samples_and_hurts_nobody(cluster: Cluster) -> None:
     start(cluster, None, None)
     cursed = spec(model=Factory(f"{HERE}:Cursed"))
-    replica_set = ReplicaSet("run-1", cursed, (), replica(cursed))
+    replica_set = WholeReplicaSet("run-1", cursed, (), replica(cursed))
     data = dataset()
     for row in (13, 20, 27, 33):  # batches 3 and on fail on both workers: only the first of them is told
         data.tensors[0][row, 0] = 99
@@ -350,5 +351,5 @@ def test_only_what_was_asked_for_comes_back_over_the_wire(cluster: Cluster, want
 
     start(cluster, note)
     wide = spec(model=Factory(f"{HERE}:Wide"))
-    predict(cluster, ReplicaSet("run-1", wide, (), replica(wide)), DataLoader(dataset(48), 16), wanted)
+    predict(cluster, WholeReplicaSet("run-1", wide, (), replica(wide)), DataLoader(dataset(48), 16), wanted)
     assert came == [16 * row_bytes] * 3

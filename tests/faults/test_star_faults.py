@@ -604,13 +604,13 @@ def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster
 
 def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cluster) -> None:
     from guava_nb.protocol.messages import Cell
-    from guava_nb.sync.replica_set import ReplicaSet
+    from guava_nb.sync.whole_replica_set import WholeReplicaSet
     from guava_nb.training.job import TrainingJob
     from tests.support.training import replica
 
     start(cluster, [None])
     plan = plan_for(loader(), 1)
-    replica_set = ReplicaSet("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
+    replica_set = WholeReplicaSet("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
     run = Run("run-1", "data", 1, None)
     job = TrainingJob(replica_set, plan, run, cluster, lambda *a: None)
     job.start()
@@ -654,11 +654,11 @@ def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind:
     in_flight: list[int] = []
 
     def die(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.flights))
+        in_flight.append(len(job._exchange.in_flight))
         worker.die()
 
     def cut(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.flights))
+        in_flight.append(len(job._exchange.in_flight))
         worker.go_away()
         threading.Timer(0.05, worker.come_back).start()
 

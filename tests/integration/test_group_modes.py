@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
-from guava_nb.sync.replica_set import fetch_between_runs
-from guava_nb.sync.sharded_replica_set import GroupLost, ShardedReplicaSet
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.replica_set import GroupLost
+from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 from guava_nb.training.run import Run
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 

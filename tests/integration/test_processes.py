@@ -158,7 +158,7 @@ def loss_scales(three: Session) -> list[float]:
     replica_set.attach(job)
     with job.attached():
         ranks = replica_set.in_step(job)
-        states = [replica_set._fetch_from(job, rank, True, 20) for rank in ranks]
+        states = [replica_set._fetch_from(job, rank, 20) for rank in ranks]
     return [state["scaler"]["scale"] for state in states if state is not None]
 
 

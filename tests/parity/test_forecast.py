@@ -19,7 +19,7 @@ from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of
 from guava_nb.protocol.messages import CacheSpec, Committed, Factory, GradientBucket, Message, RunSpec
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
@@ -66,14 +66,14 @@ class Session:
         self.saved: dict[str, Any] = {}
 
     def planned(self, run_spec: RunSpec, plan: TrainingPlan) -> PlannedRun:
-        replica_set = ReplicaSet(f"run-{self.number + 1}", run_spec, (), replica(run_spec))
+        replica_set = WholeReplicaSet(f"run-{self.number + 1}", run_spec, (), replica(run_spec))
         return PlannedRun(
             replica_set, plan, Composed(run_spec, None, [], Validation), self.count, False, 0, self.cluster.caches
         )
 
     def train(self, run_spec: RunSpec, plan: TrainingPlan, folder: Path, begin: Any = None) -> Run:
         self.number += 1
-        replica_set = ReplicaSet(f"run-{self.number}", run_spec, (), replica(run_spec))
+        replica_set = WholeReplicaSet(f"run-{self.number}", run_spec, (), replica(run_spec))
         if begin is not None:
             content = checkpoint.read(begin)
             replica_set.master.load_state({key: content[key] for key in ("model", "buffers", "optimizer")})

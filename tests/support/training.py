@@ -13,7 +13,8 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
-from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
@@ -67,7 +68,7 @@ def replica(run_spec: RunSpec) -> Replica:
 
 
 def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
-    replica_set = ReplicaSet(run_id, run_spec, (), replica(run_spec))
+    replica_set = WholeReplicaSet(run_id, run_spec, (), replica(run_spec))
     run = Run(run_id, "data", plan.num_epochs, None)
     job = TrainingJob(replica_set, plan, run, cluster, lambda path, position, step: None)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from guava_nb.evaluation.predict import _asked
 from guava_nb.protocol.messages import Factory, Wanted
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
+from tests.support.training import replica, spec
 
 
 def asked(preprocess: Factory | None = None, step: Factory | None = None) -> dict[str, Any]:
-    spec = SimpleNamespace(model=Factory("Net"), precision="fp32", preprocess=preprocess)
-    replica_set: Any = SimpleNamespace(spec=spec, cells=(), master=SimpleNamespace(model=nn.Linear(1, 1, bias=False)))
-    nn.init.zeros_(replica_set.master.model.weight)
+    replica_set = WholeReplicaSet("run-1", spec(preprocess=preprocess), (), replica(spec()))
     return _asked(replica_set, [], None, Wanted(step=step))
 
 

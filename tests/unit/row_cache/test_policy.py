@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,8 +86,9 @@ def test_a_row_larger_than_the_budget_is_sent_and_not_kept() -> None:
     assert not worker.rows and held.used_bytes == 0
 
 
-def test_a_number_of_rows_is_a_limit_too() -> None:
-    held, worker = CachePolicy(1 << 40, max_rows=3), Worker()
+def test_a_number_of_rows_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guava_nb.row_cache.policy.MAX_ROWS", 3)
+    held, worker = CachePolicy(1 << 40), Worker()
     worker.obey(held, list(range(5)), 1)
     assert len(held) == len(worker.rows) == 3
 

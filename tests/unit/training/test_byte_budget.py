@@ -19,7 +19,7 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.forecast.star_bytes import writer_for
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import CacheSpec
-from guava_nb.sync.step_in_flight import plan_step
+from guava_nb.sync.step_in_flight import StepHead, plan_step
 from guava_nb.training import checkpoint
 from guava_nb.training import initial_state as origin
 from guava_nb.training.byte_budget import Budget, Costs, Limit, chosen_limit, refuse_small, slack_bytes
@@ -87,8 +87,8 @@ def test_a_batch_takes_no_more_than_is_reckoned(rows: int, leaves: list[Any], wo
     run_spec = spec(cache=CacheSpec("memory", 1 << 20) if cached else None)
     writer = writer_for(run_spec, workers)
     tasks, shards = plan_step(
-        "run-1", 1, 70_000, [batch], tuple(range(workers)), [1.0] * workers, solo=workers == 1, want_hash=True,
-        splitter=RowSplitter(), writer=writer,
+        StepHead("run-1", 1, 70_000, want_hash=True, solo=workers == 1), [batch], tuple(range(workers)), [1.0] * workers,
+        RowSplitter(), writer,
     )  # fmt: skip
     sent = 0
     for task, (message, parcel) in zip(tasks, shards, strict=True):

@@ -1,0 +1,94 @@
+"""What workers are asked about the batches of a pass, and the orders that ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from guava_nb.config.mesh import Mesh
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
+from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
+from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
+from guava_nb.sync.group_exchange import shares_of
+from guava_nb.sync.step_in_flight import NO_BATCH
+
+__all__ = ["Answer", "BatchOrders", "Order", "Question", "span_text"]
+
+#: A worker's answer, and the bytes that came with it.
+Answer = tuple[Message, memoryview]
+#: A record that asks, still without its batch, and the batch.
+Order = tuple[Evaluate | Predict, OutgoingBatch]
+
+
+class Question(Protocol):
+    """What is asked of every batch, and what becomes of the answers."""
+
+    def part(self, batch: Any, treated: bool) -> Any:
+        """Return what of a batch travels; `treated`: a function of the user's shall see all of it at the worker."""
+
+    def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
+        """Return what a stage of a pipeline needs of it."""
+
+    def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
+        """Return the record that asks."""
+
+    def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
+        """Take the answers on a batch, one per share, in the order of its rows; batches come in the loader's order."""
+
+    verb: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrders:
+    """Makes the orders by which workers are asked about batches.
+
+    Attributes:
+        question: what is asked.
+        run_id: of the replicas.
+        treated: a function of the user's shall see whole batches at the worker.
+        writer: knows which rows workers hold.
+        splitter: cuts the batches.
+    """
+
+    question: Question
+    run_id: str
+    treated: bool
+    writer: RowWriter
+    splitter: RowSplitter = field(default_factory=RowSplitter)
+
+    def _record(self, request: int, batch: LoadedBatch, rows: int, grouped: bool) -> Evaluate | Predict:
+        record = self.question.message(self.run_id, request, rows, NO_BATCH, grouped)
+        return msgspec.structs.replace(record, source=batch.source)
+
+    def whole(self, request: int, batch: LoadedBatch) -> Order:
+        """Ask one worker about a batch."""
+        part: Any = self.question.part(batch.batch, self.treated)
+        if not batch.source:
+            part = taken_apart(self.writer, part, batch.rows, self.splitter)
+        return self._record(request, batch, batch.rows, False), OutgoingBatch([part], single=True)
+
+    def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
+        """Ask all ranks of a group about what the question takes of a batch, in order of rank."""
+        shares = shares_of([batch], mesh, [1.0] * mesh.data, self.splitter)
+        orders: list[Order] = []
+        for rank in range(mesh.size):
+            share = shares[rank // (mesh.stages * mesh.tensor)]
+            rows = sum(share.rows)
+            if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
+                piece: Any = share.pieces[0]
+                if mesh.stages > 1:
+                    piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
+                piece = taken_apart(self.writer, piece, max(1, rows), self.splitter)
+                outgoing = OutgoingBatch([piece], single=True)
+            orders.append((self._record(request, batch, rows, True), outgoing))
+        return orders
+
+
+def span_text(batch: LoadedBatch) -> str:
+    """Return " (samples 32 to 63)", or nothing where ids are not known."""
+    ids = batch.sample_ids
+    return f" (samples {ids[0]} to {ids[-1]})" if len(ids) > 1 else f" (sample {ids[0]})" if ids else ""

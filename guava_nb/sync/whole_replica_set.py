@@ -1,0 +1,70 @@
+"""Whole replicas that meet at the orchestrator: every worker has all of the model, so any of them can feed the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from guava_nb.cluster.group_path import Route
+from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.errors import WorkerLost
+from guava_nb.protocol.messages import Cell, RunSpec
+from guava_nb.replica.replica import Replica
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.star_exchange import StarExchange
+
+__all__ = ["WholeReplicaSet"]
+
+
+class WholeReplicaSet(ReplicaSet):
+    """All replicas of one run, each of them whole."""
+
+    exchange = StarExchange
+
+    def __init__(self, run_id: str, spec: RunSpec, cells: Sequence[Cell], master: Replica) -> None:
+        """Start with no worker prepared."""
+        route = Route("relay", "star", "whole replicas meet at the orchestrator")
+        super().__init__(run_id, spec, cells, master, route)
+
+    def pick(self, ranks: Iterable[int]) -> set[int]:
+        """Choose all that are there."""
+        return set(ranks)
+
+    def connected(self, available: Sequence[int]) -> bool:
+        """Whether a step can be issued: a worker is connected."""
+        return bool(available)
+
+    def newcomers(self, holders: set[int], fit: set[int]) -> list[int]:
+        """Return who is there and does not hold the state."""
+        return sorted(fit - holders)
+
+    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+        """Bring workers to a state.
+
+        Raises:
+            TrainingError: workers of the same kind hold different parameters after loading.
+        """
+        asked = set(ranks)
+        self._send_state(job, asked, job.cluster.roster.generation, state, step)
+        job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
+        self._compare_hashes(job, [r for r in asked if r in self._loaded])
+
+    def bring_up(self, job: Job) -> None:
+        """Give the run and its state to connected workers that do not hold it."""
+        missing = sorted(job.ready - set(self.in_step(job)))
+        if missing:
+            state = self.fetch(job)
+            self.require(job, missing)
+            self.load(job, missing, state, self.step)
+
+    def rescue(self, job: Job) -> bool:
+        """Take the state of the last committed step from any worker that is left; returns whether it is here."""
+        try:
+            self.fetch(job)
+        except (NobodyLeft, WorkerLost):
+            return False
+        return True
+
+    def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        self.master.load_state(parts[0])
+        return dict(parts[0])
