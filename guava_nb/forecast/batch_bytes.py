@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,13 +26,14 @@ __all__ = ["training_batches", "validation_batches", "writer_for"]
 _Order = tuple[int, Any, OutgoingBatch, int]
 
 
-@dataclass(slots=True)
 class _NoWorkers:
     """Workers that are not there: nothing is told and nothing is sent."""
 
-    caches: WorkerCaches
-    roster: Any
-    notice: Callable[[str], None]
+    roster: Any = None
+
+    def __init__(self, caches: WorkerCaches) -> None:
+        self.caches = caches
+        self.notice: Callable[[str], None] = lambda sentence: None
 
     def name(self, rank: int) -> str:
         return str(rank)
@@ -48,7 +48,7 @@ def writer_for(spec: RunSpec, workers: int) -> RowWriter:
     if spec.cache is not None:
         cost = cost_function(spec.cache.mode)
         caches.of = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
-    return RowWriter(spec, _NoWorkers(caches, None, lambda sentence: None))
+    return RowWriter(spec, _NoWorkers(caches))
 
 
 def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:

@@ -97,9 +97,9 @@ class Parts:
 
     def squeezed(self, left: Callable[[Traffic], Traffic]) -> Parts:
         """The same, of whose bytes `left` says what compression leaves."""
-        train, val = (None if feeding is None else feeding.squeezed(left) for feeding in (self.train, self.validation))
         start, step, state = map(left, (self.start, self.step, self.state))
-        return replace(self, start=start, step=step, train=train, validation=val, state=state)
+        val = self.validation and self.validation.squeezed(left)
+        return replace(self, start=start, step=step, train=self.train.squeezed(left), validation=val, state=state)
 
     @property
     def steps_per_epoch(self) -> int | None:

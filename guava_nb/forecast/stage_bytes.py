@@ -59,7 +59,7 @@ def _precision(spec: RunSpec) -> Iterator[None]:
 
 @torch.no_grad()
 def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Operation], list[Operation]]:
-    """Run the stages of a pipeline one after the other and look at what passes.
+    """Run the stages of a pipeline, which are copies, one after the other and look at what passes.
 
     Returns:
         For one row what is sent forward and back where both sides know the shapes, and each tensor that is sent forward.
@@ -70,7 +70,7 @@ def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Ope
     trained = False
     with _precision(run.spec):
         for stage in stages[:-1]:
-            values = copy.deepcopy(stage).eval()(*values)
+            values = stage.eval()(*values)
             trained = trained or is_trainable(stage)
             boundary, told = take_apart(values, gradient=trained)
             sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary])]
