@@ -16,18 +16,15 @@ from guava_nb.config.units import show_bytes
 from guava_nb.data.codec import pack
 from guava_nb.data.split import RowSplitter
 from guava_nb.forecast.run_facts import RunFacts
-from guava_nb.link.adaptive_compression import MIN_BYTES
+from guava_nb.link.adaptive_compression import CHANNELS, GAIN, MIN_BYTES
 from guava_nb.link.session import Session
 from guava_nb.protocol.compression import CODECS, compress
 from guava_nb.protocol.header import CHUNK_BYTES
-from guava_nb.protocol.messages import Channel
 
 __all__ = ["NOT_SQUEEZED", "Squeezed", "squeezed_in", "squeezed_so_far"]
 
 #: Bytes of a kind from which its share counts as measured.
 _MEASURED_BYTES = 1 << 20
-#: Part of the time that is left where a link finds that compression pays.
-_GAIN = 0.9
 _TRIED_CHUNKS = 4
 
 
@@ -53,7 +50,7 @@ def squeezed_so_far(sessions: Iterable[Session], parameters_come_down: bool) -> 
     for session in sessions:
         wire, saved = session.wire, session.saved
         for way, sent, spared in ((0, wire.out_bytes, saved.out_bytes), (1, wire.in_bytes, saved.in_bytes)):
-            for channel in (Channel.GRADIENT, Channel.BATCH, Channel.CHECKPOINT):
+            for channel in CHANNELS:
                 total = found[way].setdefault(kind_of(channel, way == 0, parameters_come_down), [0, 0])
                 total[0] += sent[channel]
                 total[1] += sent[channel] + spared[channel]
@@ -94,8 +91,11 @@ def _tried(run: RunFacts) -> tuple[float, float]:
     first = run.train.first
     if first is None or not CODECS:
         return 1.0, 0.0
-    rows = first.rows if run.spec.parallel else max(1, round(run.train.batch_rows / run.workers))
-    _, buffers = pack(RowSplitter().split(first.batch, [(0, min(rows, first.rows))], first.rows)[0])
+    batch = first.batch
+    if run.spec.parallel is None:
+        rows = min(first.rows, max(1, round(run.train.batch_rows / run.workers)))
+        batch = RowSplitter().split(batch, [(0, rows)], first.rows)[0]
+    _, buffers = pack(batch)
     whole = b"".join(bytes(buffer) for buffer in buffers[:64])[: _TRIED_CHUNKS * CHUNK_BYTES]
     if len(whole) < MIN_BYTES:
         return 1.0, 0.0
@@ -103,4 +103,4 @@ def _tried(run: RunFacts) -> tuple[float, float]:
     packed = sum(len(compress([whole[at : at + CHUNK_BYTES]])) for at in range(0, len(whole), CHUNK_BYTES))
     seconds = max(1e-12, (time.perf_counter() - started) / len(whole))
     share = min(1.0, packed / len(whole))
-    return share, max(0.0, (_GAIN - share) / seconds)
+    return share, max(0.0, (GAIN - share) / seconds)

@@ -147,9 +147,13 @@ class Parts:
         there = steps is not None and any(steps % every == 0 for every in self.state_every)
         return self.state if self.ends_with_state and not there else NOTHING
 
+    def every_epoch(self) -> tuple[Traffic, ...]:
+        """What each epoch takes, as far as it is known how long one is."""
+        return tuple(epoch for number in range(len(self.epochs)) if (epoch := self.epoch(number)) is not None)
+
     def run(self) -> Traffic | None:
         """What all of it takes; None where nobody knows how long an epoch is."""
-        epochs = [epoch for number in range(len(self.epochs)) if (epoch := self.epoch(number)) is not None]
+        epochs = self.every_epoch()
         return sum(epochs, self.start + self.end()) if len(epochs) == len(self.epochs) else None
 
 
@@ -218,12 +222,9 @@ class Forecast:
 
     def columns(self) -> list[tuple[str, Traffic]]:
         """What is worth a row of its own, with its name."""
-        rows = [("start", self.start), ("step", self.step)]
-        if self.validation is not None:
-            rows.append(("validation", self.validation))
-        rows += self._epoch_rows()
-        rows.append(("end", self.end))
-        return rows + ([("run", self.run)] if self.run is not None else [])
+        before = [("start", self.start), ("step", self.step), ("validation", self.validation)]
+        rows = [*before, *self._epoch_rows(), ("end", self.end), ("run", self.run)]
+        return [(name, traffic) for name, traffic in rows if traffic is not None]
 
     def _epoch_rows(self) -> list[tuple[str, Traffic]]:
         """Epochs that take the same share a row; of many different ones those in the middle do, with their sum."""
@@ -254,13 +255,13 @@ class Forecast:
             said.append("The loader has no length, so only a step can be reckoned, not an epoch or the run.")
         if self.only_ends:
             said.append(f"All steps of epoch {self.first_epoch} are done; its validation is left, and counted.")
-        out, back = self.rates_bytes_s
+        ways = zip(self.rates_bytes_s, ("out", "in"), strict=True)
+        lines = [f"{show_bytes(round(rate))}/s {way}" for rate, way in ways if rate is not None]
         if self.seconds is not None:
-            line = " and ".join(
-                f"{show_bytes(round(rate))}/s {way}" for rate, way in ((out, "out"), (back, "in")) if rate is not None
+            said.append(
+                f"At the measured {' and '.join(lines)} the bytes of the run take at least {self.seconds:.3g} s."
             )
-            said.append(f"At the measured {line} the bytes of the run take at least {self.seconds:.3g} s.")
-        elif out is None or back is None:
+        elif len(lines) < 2:
             said.append(f"{self._usual_times()}%guava_doctor with the join code measures it where a worker is.")
         return said
 

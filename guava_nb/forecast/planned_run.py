@@ -126,7 +126,6 @@ def forecast_of(
     left, said = squeezed_in(run, config, rates[0], squeezed)
     plain = parts_of(run)
     parts = plain.squeezed(left.of)
-    epochs = [parts.epoch(number) for number in range(len(parts.epochs))]
     return Forecast(
         mode=mode_of(run.spec),
         workers=run.workers,
@@ -136,7 +135,7 @@ def forecast_of(
         step=parts.one_step(run.train.batch_rows * parts.accumulation),
         validation=None if parts.validation is None else parts.validation.part(0),
         end=parts.end(),
-        epochs=tuple(epoch for epoch in epochs if epoch is not None),
+        epochs=parts.every_epoch(),
         run=parts.run(),
         rates_bytes_s=rates,
         encrypted=config.tls,

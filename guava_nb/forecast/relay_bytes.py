@@ -9,22 +9,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from guava_nb.backend.operation import CHUNK_BYTES
 from guava_nb.cluster.traffic import NOTHING, Traffic
 from guava_nb.forecast.run_facts import RunFacts
 from guava_nb.protocol.messages import CallSpec, FlatTensor, Message, Parcel, Piece
 
 __all__ = ["Operation", "Relayed"]
 
-#: Payload of one message of the backend.
-_CHUNK_BYTES = 1 << 20
 #: Acknowledgements of a message: most go in company.
 _ACKS = 0.5
 _TENSOR = FlatTensor("float32", 100_000)
 _KNOWN: dict[str, Any] = {"group": "run-1/1/0/mesh_dim", "offset": 100_000, "total": 100_000, "tensor": _TENSOR}
 _CALL = CallSpec("all_reduce", "sum", "float32", (100_000,))
-
-#: Name of a method of `Relayed`, and bytes, of one row perhaps.
-Operation = tuple[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +36,11 @@ class Relayed:
 
     def all_of(self, operations: Iterable[Operation], times: float) -> Traffic:
         """Operations one after the other, each with so many times its bytes."""
-        return sum((getattr(self, name)(nbytes * times) for name, nbytes in operations), NOTHING)
+        return sum((does(self, nbytes * times) for does, nbytes in operations), NOTHING)
 
     def _cut(self, way: Callable[..., Traffic], kind: type[Message], nbytes: float, **first: Any) -> Traffic:
         """A tensor in messages of a chunk each; `first`: what only the first one says."""
-        further = max(0, -(-int(nbytes) // _CHUNK_BYTES) - 1)
+        further = max(0, -(-int(nbytes) // CHUNK_BYTES) - 1)
         return way(kind, int(nbytes), **_KNOWN, **first) + way(kind, **_KNOWN) * further
 
     def sent(self, nbytes: float) -> Traffic:
@@ -78,3 +74,7 @@ class Relayed:
             return NOTHING
         part = nbytes / self.ranks
         return (self._up(part) * self.ranks + self._down(part)) * self.ranks
+
+
+#: What ranks do, a method of `Relayed`, and of how many bytes, of one row perhaps.
+Operation = tuple[Callable[[Relayed, float], Traffic], float]

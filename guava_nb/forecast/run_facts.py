@@ -167,10 +167,10 @@ class RunFacts:
             KeyError: nothing is usual for a field.
         """
         usual = {**_USUAL, "run_id": self.replica_set.run_id}
-        missing = [field for field in msgspec.structs.fields(kind) if field.required and field.name not in known]
-        return kind(
-            **known, **{field.name: usual[field.name if field.name in usual else field.type] for field in missing}
-        )
+        for field in msgspec.structs.fields(kind):
+            if field.required and field.name not in known:
+                known[field.name] = usual[field.name if field.name in usual else field.type]
+        return kind(**known)
 
     def out(self, kind: type[Message], payload_bytes: int = 0, **known: Any) -> Traffic:
         """A message of this type to a worker; `known` as for `typical`."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
-from guava_nb.forecast.relay_bytes import Operation
+from guava_nb.forecast.relay_bytes import Operation, Relayed
 from guava_nb.forecast.run_facts import RunFacts
 from guava_nb.parallel.pipeline.forward_only import is_trainable
 from guava_nb.parallel.pipeline.stage_messages import slots_of, take_apart
@@ -66,7 +66,8 @@ def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Ope
     """
     batch, rows = _few_rows(run)
     values: Any = (inputs_of(batch),)
-    passing, tensors = [], []
+    passing: list[Operation] = []
+    tensors: list[Operation] = []
     trained = False
     with _precision(run.spec):
         for stage in stages[:-1]:
@@ -74,10 +75,10 @@ def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Ope
             trained = trained or is_trainable(stage)
             boundary, told = take_apart(values, gradient=trained)
             sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary])]
-            passing.append(("sent", sum(size for size, _ in sizes) / rows))
+            passing.append((Relayed.sent, sum(size for size, _ in sizes) / rows))
             if back := sum(size for size, has_gradient in sizes if has_gradient):
-                passing.append(("sent", back / rows))
-            tensors += [("sent", tensor.numel() * tensor.element_size() / rows) for tensor in told]
+                passing.append((Relayed.sent, back / rows))
+            tensors += [(Relayed.sent, tensor.numel() * tensor.element_size() / rows) for tensor in told]
     return passing, tensors
 
 
@@ -91,17 +92,17 @@ class _CountingRanks:
 
     def sum(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
-        self.counted.append(("all_reduce", tensor.numel() * (4 if half else tensor.element_size())))
+        self.counted.append((Relayed.all_reduce, tensor.numel() * (4 if half else tensor.element_size())))
         return tensor.clone()
 
     def collect(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         whole = torch.nn.functional.pad(tensor, (0, max(lengths) - tensor.shape[-1]))
-        self.counted.append(("all_gather", whole.numel() * whole.element_size()))
+        self.counted.append((Relayed.all_gather, whole.numel() * whole.element_size()))
         return [whole.narrow(-1, 0, length) for length in lengths]
 
     def each(self, rows: int) -> tuple[Operation, ...]:
         """What was counted so far, for one row."""
-        return tuple((name, nbytes / rows) for name, nbytes in self.counted)
+        return tuple((does, nbytes / rows) for does, nbytes in self.counted)
 
 
 @dataclass(frozen=True, slots=True)
