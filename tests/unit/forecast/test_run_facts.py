@@ -8,9 +8,9 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.forecast.run_facts import RunFacts, peeked
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import Committed, Message, Ready
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.training.initial_state import build_ensemble
 from guava_nb.training.plan import TrainingPlan
-from tests.support.training import loader, replica, spec
+from tests.support.training import loader, spec
 
 
 class LongerReport(Ready, frozen=True, kw_only=True):
@@ -29,7 +29,8 @@ class StrangeReport(Message, frozen=True):
 @pytest.fixture
 def run() -> RunFacts:
     plan = TrainingPlan(Feed(loader()), None, 1)
-    return RunFacts(ReplicaSet("run-1", spec(), (), replica(spec())), plan, spec(), 2, str, peeked(plan.feed, 1))
+    replica_set = build_ensemble("run-1", spec(), (), None, None)
+    return RunFacts(replica_set, plan, spec(), 2, str, peeked(plan.feed, 1))
 
 
 def test_a_record_weighs_what_the_one_that_is_sent_weighs(run: RunFacts) -> None:
