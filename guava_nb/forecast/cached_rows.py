@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 
 from guava_nb.data.split import share_ranges
+from guava_nb.protocol.messages import CacheSpec
 from guava_nb.row_cache.policy import CachePolicy, cost_function, deal
 
 __all__ = ["travelling"]
@@ -20,27 +21,20 @@ _MOST_EPOCHS = 6
 
 
 def travelling(
-    rows: int,
-    batch_rows: int,
-    weights: Sequence[float],
-    epochs: int,
-    *,
-    row_bytes: int,
-    budget_bytes: int,
-    mode: str,
-    shuffled: bool,
+    cache: CacheSpec, row_bytes: int, rows: int, batch_rows: int, weights: Sequence[float], epochs: int, shuffled: bool
 ) -> tuple[float, ...]:
     """Return which part of the samples travels in each epoch, 0 to 1.
 
     Args:
+        cache: where each worker keeps samples, and in how many bytes.
+        row_bytes: of one entry.
         rows: samples of an epoch; batch_rows: of a batch.
         weights: shares of the workers.
-        row_bytes: of one entry; budget_bytes: what all entries of one worker may take, in "memory" or on "disk".
         shuffled: another order in each epoch.
     """
     batch_rows = max(1, min(batch_rows, rows))
     played = min(rows, max(_MOST_ROWS // batch_rows, 1) * batch_rows)
-    held = [CachePolicy(budget_bytes * played // max(1, rows), cost_function(mode)) for _ in weights]
+    held = [CachePolicy(cache.budget_bytes * played // max(1, rows), cost_function(cache.mode)) for _ in weights]
     found = []
     for epoch in range(min(epochs, _MOST_EPOCHS)):
         for one in held:

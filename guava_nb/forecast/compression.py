@@ -7,22 +7,24 @@ tried, gradients of a model that was not trained yet, counts in full.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from guava_nb.cluster.traffic import KINDS, Traffic, kind_of
-from guava_nb.link.adaptive_compression import MIN_BYTES
+from guava_nb.config import DistributedConfig
+from guava_nb.config.units import show_bytes
+from guava_nb.data.codec import pack
+from guava_nb.data.split import RowSplitter
+from guava_nb.forecast.run_facts import RunFacts
+from guava_nb.link.adaptive_compression import CHANNELS, GAIN, MIN_BYTES
 from guava_nb.link.session import Session
 from guava_nb.protocol.compression import CODECS, compress
 from guava_nb.protocol.header import CHUNK_BYTES
-from guava_nb.protocol.messages import Channel
 
-__all__ = ["NOT_SQUEEZED", "Squeezed", "Trial", "squeezed_so_far", "tried"]
+__all__ = ["NOT_SQUEEZED", "Squeezed", "squeezed_in", "squeezed_so_far"]
 
 #: Bytes of a kind from which its share counts as measured.
 _MEASURED_BYTES = 1 << 20
-#: Part of the time that is left where a link finds that compression pays.
-_GAIN = 0.9
 _TRIED_CHUNKS = 4
 
 
@@ -35,10 +37,8 @@ class Squeezed:
 
     def of(self, traffic: Traffic) -> Traffic:
         """What is left of these bytes."""
-        return Traffic(
-            tuple(n * self.out.get(kind, 1.0) for kind, n in zip(KINDS, traffic.out, strict=True)),
-            tuple(n * self.back.get(kind, 1.0) for kind, n in zip(KINDS, traffic.back, strict=True)),
-        )
+        ways = ((traffic.out, self.out), (traffic.back, self.back))
+        return Traffic(*(tuple(n * left.get(k, 1.0) for k, n in zip(KINDS, way, strict=True)) for way, left in ways))
 
 
 NOT_SQUEEZED = Squeezed({}, {})
@@ -50,37 +50,57 @@ def squeezed_so_far(sessions: Iterable[Session], parameters_come_down: bool) -> 
     for session in sessions:
         wire, saved = session.wire, session.saved
         for way, sent, spared in ((0, wire.out_bytes, saved.out_bytes), (1, wire.in_bytes, saved.in_bytes)):
-            for channel in (Channel.GRADIENT, Channel.BATCH, Channel.CHECKPOINT):
-                kind = kind_of(channel, way == 0, parameters_come_down)
-                total = found[way].setdefault(kind, [0, 0])
+            for channel in CHANNELS:
+                total = found[way].setdefault(kind_of(channel, way == 0, parameters_come_down), [0, 0])
                 total[0] += sent[channel]
-                total[1] += spared[channel]
-    shares = [
-        {kind: sent / (sent + spared) for kind, (sent, spared) in way.items() if sent + spared >= _MEASURED_BYTES}
-        for way in found
-    ]
-    return Squeezed(*shares)
+                total[1] += sent[channel] + spared[channel]
+    return Squeezed(*({kind: n / of for kind, (n, of) in way.items() if of >= _MEASURED_BYTES} for way in found))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Some chunks, compressed: the part of the bytes that is left, and how long that took in seconds per byte."""
+def squeezed_in(
+    run: RunFacts, config: DistributedConfig, rate_bytes_s: float | None, so_far: Squeezed
+) -> tuple[Squeezed, list[str]]:
+    """Return what compression will leave of a run's bytes, and the sentence on it.
 
-    share: float
-    seconds: float
+    Args:
+        rate_bytes_s: of the lines out; None: not measured.
+        so_far: what it has left in this session.
+    """
+    if config.compression == "off":
+        return NOT_SQUEEZED, []
+    if measured := ", ".join(sorted({*so_far.out, *so_far.back})):
+        return so_far, [f"Compression as it was in this session so far ({measured}); all else counts in full."]
+    share, pays_below = _tried(run)
+    if not pays_below:
+        return NOT_SQUEEZED, ["Counted without compression, which would not make these batches smaller."]
+    told = f"samples compress to {share:.0%}, which a line slower than {show_bytes(round(pays_below))}/s uses"
+    if config.compression == "on" or (rate_bytes_s is not None and rate_bytes_s < pays_below):
+        return Squeezed({"sample": share}, {}), [
+            f"Compression is reckoned for samples: {told}; all else counts in full."
+        ]
+    return NOT_SQUEEZED, [f"Counted without compression: {told}; gradients and states may take less, too."]
 
-    @property
-    def pays_below_bytes_s(self) -> float:
-        """The rate of a line below which compressed chunks arrive sooner; 0: of none."""
-        return max(0.0, (_GAIN - self.share) / self.seconds)
 
+def _tried(run: RunFacts) -> tuple[float, float]:
+    """Compress some chunks of what a worker gets of the first batch, as a link would.
 
-def tried(buffers: Sequence[memoryview]) -> Trial | None:
-    """Compress some chunks of a message as a link would; None where it would not try."""
+    Returns:
+        The part of the bytes that is left, and the rate of a line in bytes a second below which compressed chunks arrive
+        sooner; 0: of none, or a link would not try.
+    """
+    first = run.train.first
+    if first is None or not CODECS:
+        return 1.0, 0.0
+    batch = first.batch
+    if run.spec.parallel is None:
+        rows = min(first.rows, max(1, round(run.train.batch_rows / run.workers)))
+        batch = RowSplitter().split(batch, [(0, rows)], first.rows)[0]
+    _, buffers = pack(batch)
     whole = b"".join(bytes(buffer) for buffer in buffers[:64])[: _TRIED_CHUNKS * CHUNK_BYTES]
-    if not CODECS or len(whole) < MIN_BYTES:
-        return None
-    chunks = [whole[at : at + CHUNK_BYTES] for at in range(0, len(whole), CHUNK_BYTES)]
+    if len(whole) < MIN_BYTES:
+        return 1.0, 0.0
     started = time.perf_counter()
-    packed = sum(len(compress([chunk])) for chunk in chunks)
-    return Trial(min(1.0, packed / len(whole)), max(1e-12, (time.perf_counter() - started) / len(whole)))
+    packed = sum(len(compress([whole[at : at + CHUNK_BYTES]])) for at in range(0, len(whole), CHUNK_BYTES))
+    seconds = max(1e-12, (time.perf_counter() - started) / len(whole))
+    share = min(1.0, packed / len(whole))
+    return share, max(0.0, (GAIN - share) / seconds)

@@ -1,12 +1,13 @@
 """What a run will send and receive, reckoned before it: the arithmetic, and the record that a person sees.
 
-Pure: it is told what a step, a batch, a state takes (see `forecast_parts`) and adds up. Bytes are those of the
+Pure: it is told what a step, a batch, a state takes (see `guava_nb.forecast.run_parts`) and adds up. Bytes are those of the
 orchestrator's sessions with all headers, before encryption, uncompressed.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 from guava_nb.cluster.traffic import KINDS, NOTHING, Traffic
 from guava_nb.config.units import show_bytes
 
-__all__ = ["Feeding", "Forecast", "Parts", "Saving", "cells_of", "seconds_for"]
+__all__ = ["Feeding", "Forecast", "Parts", "Saving", "seconds_for"]
 
 _ROWS_OF_EPOCHS = 4  # more different ones are summed up
 #: Bytes a second of the lines that are named where none was measured.
@@ -96,14 +97,9 @@ class Parts:
 
     def squeezed(self, left: Callable[[Traffic], Traffic]) -> Parts:
         """The same, of whose bytes `left` says what compression leaves."""
-        return replace(
-            self,
-            start=left(self.start),
-            step=left(self.step),
-            train=self.train.squeezed(left),
-            validation=None if self.validation is None else self.validation.squeezed(left),
-            state=left(self.state),
-        )
+        start, step, state = map(left, (self.start, self.step, self.state))
+        val = self.validation and self.validation.squeezed(left)
+        return replace(self, start=start, step=step, train=self.train.squeezed(left), validation=val, state=state)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -122,38 +118,28 @@ class Parts:
     def epoch(self, number: int) -> Traffic | None:
         """What an epoch takes, validation and snapshots included; None where nobody knows how long it is."""
         each, share = self.steps_per_epoch, self.epochs[number]
-        batches = self.train.part(number, share)
-        if each is None or batches is None:
+        total = self.train.part(number, share)
+        if each is None or total is None:
             return None
-        steps = round(each * share)
-        total = self.step * steps + batches
         before = round(each * self.epochs[0]) + each * (number - 1) if number else 0  # the first alone may be a part
-        for passed in range(*self._passes(number, before, steps)):
-            assert self.validation is not None
-            walked = self.validation.part(passed)
+        after = before + round(each * share)
+        for passed in range(*self._passes(number, before, after)):
+            walked = None if self.validation is None else self.validation.part(passed)
             if walked is None:
                 return None
             total = total + walked
-        return total + self.state * self._states(number, before, steps)
+        return total + self.step * (after - before) + self.state * self._states(number, before, after)
 
-    def _passes(self, number: int, before: int, steps: int) -> tuple[int, int]:
-        """Validations before this epoch and up to its end."""
+    def _passes(self, number: int, before: int, after: int) -> tuple[int, int]:
+        """Validations before this epoch and up to its end, of so many steps each."""
         if self.validation is None:
             return 0, 0
-        if self.val_interval is None:
-            return number, number + 1
-        return before // self.val_interval, (before + steps) // self.val_interval
+        every = self.val_interval
+        return (number, number + 1) if every is None else (before // every, after // every)
 
-    def _states(self, number: int, before: int, steps: int) -> int:
-        last = number == len(self.epochs) - 1
-        after = {
-            step
-            for every in self.state_every
-            for step in range((before // every + 1) * every, before + steps + 1, every)
-        }
-        if self.each_epoch and not last:
-            after.add(before + steps)
-        return len(after)
+    def _states(self, number: int, before: int, after: int) -> int:
+        steps = {step for every in self.state_every for step in range((before // every + 1) * every, after + 1, every)}
+        return len(steps | {after} if self.each_epoch and number < len(self.epochs) - 1 else steps)
 
     def end(self) -> Traffic:
         """What comes back at the end, unless it came with the last snapshot."""
@@ -161,23 +147,22 @@ class Parts:
         there = steps is not None and any(steps % every == 0 for every in self.state_every)
         return self.state if self.ends_with_state and not there else NOTHING
 
+    def every_epoch(self) -> tuple[Traffic, ...]:
+        """What each epoch takes, as far as it is known how long one is."""
+        return tuple(epoch for number in range(len(self.epochs)) if (epoch := self.epoch(number)) is not None)
+
     def run(self) -> Traffic | None:
         """What all of it takes; None where nobody knows how long an epoch is."""
-        total = self.start + self.end()
-        for number in range(len(self.epochs)):
-            epoch = self.epoch(number)
-            if epoch is None:
-                return None
-            total = total + epoch
-        return total
+        epochs = self.every_epoch()
+        return sum(epochs, self.start + self.end()) if len(epochs) == len(self.epochs) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Something that would make the run smaller: what to do, and what it would take then (None: nobody can say)."""
+    """Something that would make the run smaller: what to do, and what it would take then."""
 
     what: str
-    run_bytes: int | None
+    run_bytes: int
     per_step: bool = False  # the bytes are those of a step: how long the run is, nobody knows
 
 
@@ -237,27 +222,19 @@ class Forecast:
 
     def columns(self) -> list[tuple[str, Traffic]]:
         """What is worth a row of its own, with its name."""
-        rows = [("start", self.start), ("step", self.step)]
-        if self.validation is not None:
-            rows.append(("validation", self.validation))
-        rows += self._epoch_rows()
-        rows.append(("end", self.end))
-        return rows + ([("run", self.run)] if self.run is not None else [])
+        before = [("start", self.start), ("step", self.step), ("validation", self.validation)]
+        rows = [*before, *self._epoch_rows(), ("end", self.end), ("run", self.run)]
+        return [(name, traffic) for name, traffic in rows if traffic is not None]
 
     def _epoch_rows(self) -> list[tuple[str, Traffic]]:
         """Epochs that take the same share a row; of many different ones those in the middle do, with their sum."""
-        alike: list[list[int]] = []
-        for index, epoch in enumerate(self.epochs):
-            if alike and epoch.record() == self.epochs[alike[-1][0]].record():
-                alike[-1].append(index)
-            else:
-                alike.append([index])
-        if len(alike) <= _ROWS_OF_EPOCHS:
-            return [(self._named(which, ", each"), self.epochs[which[0]]) for which in alike]
-        middle = [index for which in alike[2:-1] for index in which]
-        rows = [(self._named(which, ", each"), self.epochs[which[0]]) for which in alike[:2]]
-        rows.append((self._named(middle, ", together"), sum((self.epochs[i] for i in middle), NOTHING)))
-        return [*rows, (self._named(alike[-1], ", each"), self.epochs[-1])]
+        every = range(len(self.epochs))
+        alike = [list(same) for _, same in itertools.groupby(every, key=lambda index: self.epochs[index].record())]
+        rows = [(self._named(which, ", each"), self.epochs[which[0]]) for which in alike]
+        if len(rows) > _ROWS_OF_EPOCHS:
+            middle = range(alike[2][0], alike[-1][0])
+            rows[2:-1] = [(self._named(middle, ", together"), sum((self.epochs[i] for i in middle), NOTHING))]
+        return rows
 
     def _named(self, which: Sequence[int], how: str) -> str:
         first, last = which[0] + self.first_epoch, which[-1] + self.first_epoch
@@ -278,13 +255,13 @@ class Forecast:
             said.append("The loader has no length, so only a step can be reckoned, not an epoch or the run.")
         if self.only_ends:
             said.append(f"All steps of epoch {self.first_epoch} are done; its validation is left, and counted.")
-        out, back = self.rates_bytes_s
+        ways = zip(self.rates_bytes_s, ("out", "in"), strict=True)
+        lines = [f"{show_bytes(round(rate))}/s {way}" for rate, way in ways if rate is not None]
         if self.seconds is not None:
-            line = " and ".join(
-                f"{show_bytes(round(rate))}/s {way}" for rate, way in ((out, "out"), (back, "in")) if rate is not None
+            said.append(
+                f"At the measured {' and '.join(lines)} the bytes of the run take at least {self.seconds:.3g} s."
             )
-            said.append(f"At the measured {line} the bytes of the run take at least {self.seconds:.3g} s.")
-        elif out is None or back is None:
+        elif len(lines) < 2:
             said.append(f"{self._usual_times()}%guava_doctor with the join code measures it where a worker is.")
         return said
 
@@ -308,8 +285,6 @@ class Forecast:
         return [f"Budget {budget}: enough, {show_bytes(self.budget_bytes - self.run_bytes)} remain."]
 
     def _saving(self, saving: Saving) -> str:
-        if saving.run_bytes is None:
-            return f"Smaller: {saving.what}."
         now = round(self.step.total_bytes) if saving.per_step else self.run_bytes
         what = "a step" if saving.per_step else "the run"
         less = "" if not now else f", {1 - saving.run_bytes / now:.0%} less"
@@ -321,42 +296,41 @@ class Forecast:
         def plain(traffic: Traffic | None) -> dict[str, int] | None:
             return None if traffic is None else traffic.record()
 
+        known = ("mode", "workers", "steps", "steps_per_epoch", "run_bytes", "seconds", "budget_bytes")
         return {
-            "mode": self.mode,
-            "workers": self.workers,
-            "steps": self.steps,
-            "steps_per_epoch": self.steps_per_epoch,
-            "start": plain(self.start),
-            "step": plain(self.step),
-            "validation": plain(self.validation),
+            **{name: getattr(self, name) for name in known},
+            **{name: plain(getattr(self, name)) for name in ("start", "step", "validation", "end", "run")},
             "epochs": [plain(epoch) for epoch in self.epochs],
-            "end": plain(self.end),
-            "run": plain(self.run),
-            "run_bytes": self.run_bytes,
             "rate_out_bytes_s": self.rates_bytes_s[0],
             "rate_in_bytes_s": self.rates_bytes_s[1],
-            "seconds": self.seconds,
-            "budget_bytes": self.budget_bytes,
             "savings": [
                 {"what": s.what, "bytes": s.run_bytes, "of": "step" if s.per_step else "run"} for s in self.savings
             ],
             "notes": list(self.notes),
         }
 
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows of its table: a name, bytes out and in, bytes by kind."""
+        return [
+            (name, *map(_shown, (traffic.out_bytes, traffic.in_bytes, *map(traffic.of, KINDS))))
+            for name, traffic in self.columns()
+        ]
+
     def __repr__(self) -> str:
         """The whole forecast as text."""
-        head = self.headline()
-        rows = [("", "out", "in", *KINDS), *(_cells(name, traffic) for name, traffic in self.columns())]
+        rows = [("", "out", "in", *KINDS), *self.cells()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *self.answers(), *table, *self.sentences()])
+        table = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([self.headline(), *self.answers(), *table, *self.sentences()])
 
     def headline(self) -> str:
         """One line: what, how long, how much."""
         workers = f"{self.workers} worker{'' if self.workers == 1 else 's'}"
         trained = len(self.epochs) - self.only_ends
-        length = "unknown length" if self.steps is None else f"{self.steps} steps in {_epochs(trained)}"
-        if self.steps is not None and not trained:
+        length = f"{self.steps} steps in {trained} epoch{'' if trained == 1 else 's'}"
+        if self.steps is None:
+            length = "unknown length"
+        elif not trained:
             length = f"no step, only the validation that ends epoch {self.first_epoch}"
         total = "" if self.run_bytes is None else f", {show_bytes(self.run_bytes)} in all"
         return f"forecast: {self.mode} mode, {workers}, {length}{total}"
@@ -365,17 +339,5 @@ class Forecast:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
-def _epochs(count: int) -> str:
-    return f"{count} epoch{'' if count == 1 else 's'}"
-
-
-def _cells(name: str, traffic: Traffic) -> tuple[str, ...]:
-    def shown(nbytes: float) -> str:
-        return show_bytes(round(nbytes)) if round(nbytes) else "-"
-
-    return (name, shown(traffic.out_bytes), shown(traffic.in_bytes), *(shown(traffic.of(kind)) for kind in KINDS))
-
-
-def cells_of(forecast: Forecast) -> Sequence[tuple[str, ...]]:
-    """Return the rows of the table of a forecast: a name, bytes out and in, bytes by kind."""
-    return [_cells(name, traffic) for name, traffic in forecast.columns()]
+def _shown(nbytes: float) -> str:
+    return show_bytes(round(nbytes)) if round(nbytes) else "-"

@@ -5,56 +5,54 @@ Pure: sizes and numbers of ranks in, bytes out.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from guava_nb.cluster.traffic import NOTHING, Gauge, Traffic
+from guava_nb.backend.operation import CHUNK_BYTES
+from guava_nb.cluster.traffic import NOTHING, Traffic
+from guava_nb.forecast.run_facts import RunFacts
 from guava_nb.protocol.messages import CallSpec, FlatTensor, Message, Parcel, Piece
 
-__all__ = ["Relayed"]
+__all__ = ["Operation", "Relayed"]
 
-#: Payload of one message of the backend.
-_CHUNK_BYTES = 1 << 20
 #: Acknowledgements of a message: most go in company.
 _ACKS = 0.5
-_GROUP = "run-1/1/0/mesh_dim"
+_TENSOR = FlatTensor("float32", 100_000)
+_KNOWN: dict[str, Any] = {"group": "run-1/1/0/mesh_dim", "offset": 100_000, "total": 100_000, "tensor": _TENSOR}
 _CALL = CallSpec("all_reduce", "sum", "float32", (100_000,))
 
 
 @dataclass(frozen=True, slots=True)
 class Relayed:
-    """Operations of one group.
+    """Operations of one group of a run; a group of one rank does none.
 
     Attributes:
-        gauge: of the run.
         ranks: of the group.
     """
 
-    gauge: Gauge
+    run: RunFacts
     ranks: int
 
-    def _split(self, nbytes: float, first: Message, other: Message, up: bool) -> Traffic:
-        """A tensor in messages of a chunk each."""
-        chunks = max(1, -(-int(nbytes) // _CHUNK_BYTES))
-        weigh = self.gauge.back if up else self.gauge.out
-        return (
-            weigh(first, int(nbytes))
-            + weigh(other) * (chunks - 1)
-            + self.gauge.acks(_ACKS if up else 0.0, 0.0 if up else _ACKS)
-        )
+    def all_of(self, operations: Iterable[Operation], times: float) -> Traffic:
+        """Operations one after the other, each with so many times its bytes."""
+        return sum((does(self, nbytes * times) for does, nbytes in operations), NOTHING)
+
+    def _cut(self, way: Callable[..., Traffic], kind: type[Message], nbytes: float, **first: Any) -> Traffic:
+        """A tensor in messages of a chunk each; `first`: what only the first one says."""
+        further = max(0, -(-int(nbytes) // CHUNK_BYTES) - 1)
+        return way(kind, int(nbytes), **_KNOWN, **first) + way(kind, **_KNOWN) * further
 
     def sent(self, nbytes: float) -> Traffic:
         """A tensor from one rank to another."""
-        record = Parcel(_GROUP, 0, 1, 0, 1000, 100_000, 100_000, FlatTensor("float32", 100_000))
-        return self._split(nbytes, record, record, True) + self._split(nbytes, record, record, False)
+        both = self._cut(self.run.back, Parcel, nbytes) + self._cut(self.run.out, Parcel, nbytes)
+        return both + self.run.acks(_ACKS, _ACKS)
 
     def _up(self, nbytes: float) -> Traffic:
-        tensor = FlatTensor("float32", 100_000)
-        plain = Piece(_GROUP, 1000, -1, 0, 100_000, 100_000, tensor, "sum")
-        return self._split(nbytes, Piece(_GROUP, 1000, -1, 0, 0, 100_000, tensor, "sum", call=_CALL), plain, True)
+        return self._cut(self.run.back, Piece, nbytes, reduce="sum", call=_CALL) + self.run.acks(_ACKS, 0.0)
 
     def _down(self, nbytes: float) -> Traffic:
-        plain = Piece(_GROUP, 1000, -1, 0, 100_000, 100_000, FlatTensor("float32", 100_000), "sum")
-        return self._split(nbytes, plain, plain, False)
+        return self._cut(self.run.out, Piece, nbytes, reduce="sum") + self.run.acks(0.0, _ACKS)
 
     def all_reduce(self, nbytes: float) -> Traffic:
         """Every rank sends a tensor and gets the sum."""
@@ -76,3 +74,7 @@ class Relayed:
             return NOTHING
         part = nbytes / self.ranks
         return (self._up(part) * self.ranks + self._down(part)) * self.ranks
+
+
+#: What ranks do, a method of `Relayed`, and of how many bytes, of one row perhaps.
+Operation = tuple[Callable[[Relayed, float], Traffic], float]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from torch import Tensor
 from guava_nb.cluster.traffic import Traffic
 from guava_nb.errors import GuavaError
 from guava_nb.forecast.forecast import Feeding, Parts, Saving
-from guava_nb.forecast.star_bytes import Sizes, star_parts
-from guava_nb.forecast.state_bytes import Asked
+from guava_nb.forecast.run_facts import RunFacts
+from guava_nb.forecast.run_parts import parts_of
 from guava_nb.nested import ARRAYS, leaves
-from guava_nb.protocol.messages import CacheSpec, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, ParallelSpec
 
 __all__ = ["looks_like_bytes", "savings"]
 
@@ -29,123 +28,96 @@ __all__ = ["looks_like_bytes", "savings"]
 _WORTH = 0.02
 _CACHE_BYTES = 1 << 30
 _SEEN_ELEMENTS = 200_000
+_Changes = Iterator[tuple[str, Parts]]
 
 
-def savings(
-    asked: Asked,
-    parts: Parts,
-    resolve: Callable[[str], Any],
-    train: Sizes,
-    val: Sizes | None,
-    left: Callable[[Traffic], Traffic],
-) -> tuple[Saving, ...]:
+def savings(run: RunFacts, parts: Parts, left: Callable[[Traffic], Traffic]) -> tuple[Saving, ...]:
     """Return what would make the run smaller, the most effective first; `left`: what compression leaves of bytes."""
+    per_step = parts.run() is None
 
     def size(changed: Parts) -> float:
-        run = changed.squeezed(left).run()
-        one = changed.squeezed(left).one_step(train.batch_rows * changed.accumulation) if run is None else run
-        return one.total_bytes / (1 if run is not None else changed.accumulation)
+        changed = changed.squeezed(left)
+        step = changed.one_step(run.train.batch_rows * changed.accumulation)
+        return (changed.run() or step * (1 / changed.accumulation)).total_bytes
 
-    now = size(parts)
-    squeezed = left(Traffic.going("sample", 1.0)).total_bytes
-    others = [*_others(asked, parts, resolve, train, val), *_as_bytes(asked, parts, train, squeezed)]
-    told = [(what, size(changed)) for what, changed in others]
-    told = sorted(((what, then) for what, then in told if now and then < (1 - _WORTH) * now), key=lambda item: item[1])
-    times = 1 if parts.run() is not None else parts.accumulation
-    return tuple(Saving(what, round(then * times), per_step=parts.run() is None) for what, then in told)
-
-
-def _as_bytes(asked: Asked, parts: Parts, train: Sizes, squeezed: float) -> Iterator[tuple[str, Parts]]:
-    """Floats that look like normalised bytes, sent as bytes; where compression finds that out by itself nothing is gained."""
-    share = _byte_share(train)
-    if share < squeezed and asked.spec.preprocess is None:
-        share /= squeezed  # bytes themselves are taken as they are
-        smaller = replace(parts, train=_rows_times(parts.train, share), validation=_rows_times(parts.validation, share))
-        yield "uint8 data, and a --preprocess function that makes floats of it on the workers", smaller
+    now, times = size(parts), parts.accumulation if per_step else 1
+    told = [
+        (size(changed), what)
+        for change in (_replicas, _exchanges, _as_bytes)
+        for what, changed in change(run, parts, left)
+    ]
+    return tuple(
+        Saving(what, round(then * times), per_step) for then, what in sorted(told) if then < (1 - _WORTH) * now
+    )
 
 
-def _others(
-    asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
-) -> Iterator[tuple[str, Parts]]:
-    if asked.spec.parallel is None:
-        yield from _other_stars(asked, parts, resolve, train, val)
-    if parts.step.total_bytes > _WORTH * parts.one_step(train.batch_rows * parts.accumulation).total_bytes:
-        times = 4 * parts.accumulation
-        if parts.train.batches is None or parts.train.batches >= times:
-            what = f"--accumulate {times} (one exchange for {times} batches: fewer, larger steps)"
-            yield what, replace(parts, accumulation=times)
-    yield from _less_validation(parts)
-    yield from _other_modes(asked, parts, resolve, train, val)
-
-
-def _other_modes(
-    asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
-) -> Iterator[tuple[str, Parts]]:
-    """Replicas instead of parts, or parts instead of replicas; and halves between the parts."""
-    spec, shape = asked.spec, asked.spec.parallel
-    if asked.workers < 2 or not train.groups or spec.data:
+def _replicas(run: RunFacts, parts: Parts, left: Callable[[Traffic], Traffic]) -> _Changes:
+    """Changes to whole replicas that meet at the orchestrator."""
+    if run.spec.parallel is not None:
         return
-    if shape is not None and shape.mode != "data":
-        yield "%guava_mode data", star_parts(asked.with_spec(_shaped(spec, None)), resolve, train, val)
-    wanted = ParallelSpec(mode="pipeline", pp=asked.workers, micro_batches=4, path="relay")
-    others = {} if shape is not None else {"%guava_mode pipeline": _shaped(spec, wanted)}
-    if shape is not None and shape.pp > 1 and spec.precision == "fp32":
-        others["--precision bf16 (halves between the stages)"] = msgspec.structs.replace(spec, precision="bf16")
-    from guava_nb.forecast.group_bytes import group_parts  # torch's parallel libraries cost a second to load
-
-    for what, other in others.items():
-        if other.criterion is not None and other.optimizer_site == "workers":
-            with contextlib.suppress(GuavaError, RuntimeError):  # a model that cannot be cut, or not be run here
-                yield what, group_parts(asked.with_spec(other), resolve, train, val)
-
-
-def _shaped(spec: RunSpec, shape: ParallelSpec | None) -> RunSpec:
-    return msgspec.structs.replace(spec, parallel=shape, sync_batchnorm=False)
-
-
-def _other_stars(
-    asked: Asked, parts: Parts, resolve: Callable[[str], Any], train: Sizes, val: Sizes | None
-) -> Iterator[tuple[str, Parts]]:
-    spec = asked.spec
-    if spec.cache is None and len(parts.epochs) > 1 and not spec.data:
-        cached = msgspec.structs.replace(spec, cache=CacheSpec("memory", _CACHE_BYTES))
-        then = star_parts(asked.with_spec(cached), resolve, train, val)
-        yield "--cache memory (later epochs send only what workers lack)", then
-    if spec.precision == "fp64":
+    if run.spec.cache is None and len(parts.epochs) > 1 and not run.spec.data:
+        cached = parts_of(run.changed(cache=CacheSpec("memory", _CACHE_BYTES)))
+        yield "--cache memory (later epochs send only what workers lack)", cached
+    if run.spec.precision == "fp64":
         halved = replace(parts, start=parts.start * 0.5, step=parts.step * 0.5, state=parts.state * 0.5)
         yield "--precision fp32 (parameters and gradients of 4 bytes instead of 8)", halved
-    if asked.workers > 1 and spec.optimizer_site == "workers":
-        then = star_parts(replace(asked, workers=1), resolve, train, val)
-        yield "one worker alone (it exchanges no gradients)", then
-    if not spec.data and train.groups and not train.groups[0][0].source:
+    if run.workers > 1 and not run.at_orchestrator:
+        yield "one worker alone (it exchanges no gradients)", parts_of(replace(run, workers=1))
+    if not run.spec.data and run.train.first is not None and not run.train.first.source:
         ids = _rows_times(parts.train, 8 / max(8.0, parts.train.row.total_bytes))
         yield "WorkerData, where every worker has the data itself (only ids travel)", replace(parts, train=ids)
 
 
-def _less_validation(parts: Parts) -> Iterator[tuple[str, Parts]]:
-    steps = parts.steps()
-    if parts.validation is None or steps is None:
+def _exchanges(run: RunFacts, parts: Parts, left: Callable[[Traffic], Traffic]) -> _Changes:
+    """Fewer steps and validations; replicas instead of parts, or parts instead of replicas; halves between the parts."""
+    times, steps, shape = 4 * parts.accumulation, parts.steps(), run.spec.parallel
+    whole_step = parts.one_step(run.train.batch_rows * parts.accumulation)
+    if parts.step.total_bytes > _WORTH * whole_step.total_bytes and (
+        parts.train.batches is None or parts.train.batches >= times
+    ):
+        what = f"--accumulate {times} (one exchange for {times} batches: fewer, larger steps)"
+        yield what, replace(parts, accumulation=times)
+    several = len(parts.epochs) > 1 if parts.val_interval is None else parts.val_interval < (steps or 0)
+    if parts.validation is not None and steps is not None and several:
+        yield f"--val-interval {steps} (one validation, at the end)", replace(parts, val_interval=steps)
+    if run.workers < 2 or run.train.first is None or run.spec.data:
         return
-    once = replace(parts, val_interval=steps)
-    if parts.val_interval is None and len(parts.epochs) > 1 or parts.val_interval and parts.val_interval < steps:
-        yield f"--val-interval {steps} (one validation, at the end)", once
+    others: dict[str, dict[str, Any]] = {}
+    if shape is None:
+        pipeline = ParallelSpec(mode="pipeline", pp=run.workers, micro_batches=4, path="relay")
+        others["%guava_mode pipeline"] = {"parallel": pipeline, "sync_batchnorm": False}
+    elif shape.mode != "data":
+        others["%guava_mode data"] = {"parallel": None, "sync_batchnorm": False}
+    if shape is not None and shape.pp > 1 and run.spec.precision == "fp32":
+        others["--precision bf16 (halves between the stages)"] = {"precision": "bf16"}
+    for what, changes in others.items():
+        other = run.changed(**changes)
+        if other.spec.parallel is None or (other.spec.criterion is not None and not other.at_orchestrator):
+            with contextlib.suppress(GuavaError, RuntimeError):  # a model that cannot be cut, or not be run here
+                yield what, parts_of(other)
 
 
-def _rows_times(feeding: Any, share: float) -> Any:
-    if feeding is None:
-        return None
-    assert isinstance(feeding, Feeding)
+def _as_bytes(run: RunFacts, parts: Parts, left: Callable[[Traffic], Traffic]) -> _Changes:
+    """Floats that look like normalised bytes, sent as bytes; where compression finds that out by itself nothing is gained."""
+    squeezed = left(Traffic.going("sample", 1.0)).total_bytes
+    share = _byte_share(run)
+    if share < squeezed and run.spec.preprocess is None:
+        share /= squeezed  # bytes themselves are taken as they are
+        val = None if parts.validation is None else _rows_times(parts.validation, share)
+        smaller = replace(parts, train=_rows_times(parts.train, share), validation=val)
+        yield "uint8 data, and a --preprocess function that makes floats of it on the workers", smaller
+
+
+def _rows_times(feeding: Feeding, share: float) -> Feeding:
     return replace(feeding, row=feeding.row * share)
 
 
 # --------------------------------------------------------------------------------------------------- bytes dressed as floats
 
 
-def _byte_share(sizes: Sizes) -> float:
+def _byte_share(run: RunFacts) -> float:
     """Which part of a batch's bytes would be left if floats that look like normalised bytes were sent as bytes."""
-    if not sizes.groups:
-        return 1.0
-    tensors = list(_tensors(sizes.groups[0][0].batch))
+    tensors = [] if run.train.first is None else list(_tensors(run.train.first.batch))
     before = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
     after = sum(leaf.numel() * (1 if looks_like_bytes(leaf) else leaf.element_size()) for leaf in tensors)
     return after / before if before else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
-from guava_nb.forecast.star_bytes import Sizes
-from guava_nb.forecast.state_bytes import Asked
+from guava_nb.forecast.relay_bytes import Operation, Relayed
+from guava_nb.forecast.run_facts import RunFacts
 from guava_nb.parallel.pipeline.forward_only import is_trainable
 from guava_nb.parallel.pipeline.stage_messages import slots_of, take_apart
-from guava_nb.parallel.pipeline.stages import Split
 from guava_nb.parallel.tensor.tensor_plan import Plan, split_modules
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.build import autocast_dtype
@@ -25,35 +24,27 @@ from guava_nb.replica.objective import build_objective
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import Preprocessing
 
-__all__ = ["Boundaries", "Few", "Passed", "PassedSums", "boundaries", "passed_sums"]
+__all__ = ["Passed", "passed_between", "passed_sums"]
 
 _CPU = torch.device("cpu")
-Resolve = Callable[[str], Any]
+_FEW_ROWS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Few:
-    """A few rows of the first batch as a model here would see them."""
+def _few_rows(run: RunFacts) -> tuple[Any, int]:
+    """Return a few rows of the first batch as a model here would see them, and how many they are.
 
-    spec: RunSpec
-    batch: Any
-    rows: int
-
-    @classmethod
-    def of(cls, asked: Asked, sizes: Sizes, resolve: Resolve, rows: int) -> Few:
-        """Cut and treat them.
-
-        Raises:
-            ConfigError: there is no batch to look at.
-        """
-        if not sizes.groups:
-            raise ConfigError(
-                "the loader is an iterator that can be drawn once only, so what passes between the parts of the model cannot be "
-                "looked at before the run: give a DataLoader or a list of batches for a forecast of this mode"
-            )
-        first = sizes.groups[0][0]
-        cut = RowSplitter(asked.plan.split_fn).split(first.batch, [(0, min(rows, first.rows))], first.rows)[0]
-        return cls(asked.spec, Preprocessing(asked.spec, resolve, _CPU).train(cut), min(rows, first.rows))
+    Raises:
+        ConfigError: there is no batch to look at.
+    """
+    first = run.train.first
+    if first is None:
+        raise ConfigError(
+            "the loader is an iterator that can be drawn once only, so what passes between the parts of the model cannot be "
+            "looked at before the run: give a DataLoader or a list of batches for a forecast of this mode"
+        )
+    rows = min(_FEW_ROWS, first.rows)
+    cut = RowSplitter(run.plan.split_fn).split(first.batch, [(0, rows)], first.rows)[0]
+    return Preprocessing(run.spec, run.resolve, _CPU).train(cut), rows
 
 
 @contextlib.contextmanager
@@ -66,40 +57,29 @@ def _precision(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------------------ pipelines
-
-
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """What leaves each stage but the last for so many rows: bytes that go on, and those whose gradients come back."""
-
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor as it is
-    rows: int
-
-
 @torch.no_grad()
-def boundaries(split: Split, few: Few) -> Boundaries:
-    """Run the stages one after the other and look at what passes."""
-    values: Any = (inputs_of(few.batch),)
-    forward, backward, kinds = [], [], []
+def passed_between(run: RunFacts, stages: Sequence[nn.Module]) -> tuple[list[Operation], list[Operation]]:
+    """Run the stages of a pipeline, which are copies, one after the other and look at what passes.
+
+    Returns:
+        For one row what is sent forward and back where both sides know the shapes, and each tensor that is sent forward.
+    """
+    batch, rows = _few_rows(run)
+    values: Any = (inputs_of(batch),)
+    passing: list[Operation] = []
+    tensors: list[Operation] = []
     trained = False
-    modules = [copy.deepcopy(module).eval() for module in split.modules]
-    with _precision(few.spec):
-        for module in modules[:-1]:
-            values = module(*values)
-            trained = trained or is_trainable(module)
-            boundary, tensors = take_apart(values, gradient=trained)
-            slots = slots_of([boundary])
-            sizes = [slot.length * slot.torch_dtype.itemsize for slot in slots]
-            forward.append(sum(sizes))
-            backward.append(sum(size for size, slot in zip(sizes, slots, strict=True) if slot.gradient))
-            kinds.append(tuple(tensor.numel() * tensor.element_size() for tensor in tensors))
-    return Boundaries(tuple(forward), tuple(backward), tuple(kinds), few.rows)
-
-
-# --------------------------------------------------------------------------------------------------------- shared layers
+    with _precision(run.spec):
+        for stage in stages[:-1]:
+            values = stage.eval()(*values)
+            trained = trained or is_trainable(stage)
+            boundary, told = take_apart(values, gradient=trained)
+            sizes = [(slot.length * slot.torch_dtype.itemsize, slot.gradient) for slot in slots_of([boundary])]
+            passing.append((Relayed.sent, sum(size for size, _ in sizes) / rows))
+            if back := sum(size for size, has_gradient in sizes if has_gradient):
+                passing.append((Relayed.sent, back / rows))
+            tensors += [(Relayed.sent, tensor.numel() * tensor.element_size() / rows) for tensor in told]
+    return passing, tensors
 
 
 @dataclass(slots=True)
@@ -108,34 +88,26 @@ class _CountingRanks:
 
     rank: int
     size: int
-    sums: list[int] = field(default_factory=list)
-    gathers: list[int] = field(default_factory=list)
+    counted: list[Operation] = field(default_factory=list)
 
     def sum(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)
-        self.sums.append(tensor.numel() * (4 if half else tensor.element_size()))
+        self.counted.append((Relayed.all_reduce, tensor.numel() * (4 if half else tensor.element_size())))
         return tensor.clone()
 
     def collect(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         whole = torch.nn.functional.pad(tensor, (0, max(lengths) - tensor.shape[-1]))
-        self.gathers.append(whole.numel() * whole.element_size())
+        self.counted.append((Relayed.all_gather, whole.numel() * whole.element_size()))
         return [whole.narrow(-1, 0, length) for length in lengths]
 
-    def counted(self) -> Passed:
-        return Passed(tuple(self.sums), tuple(self.gathers))
+    def each(self, rows: int) -> tuple[Operation, ...]:
+        """What was counted so far, for one row."""
+        return tuple((does, nbytes / rows) for does, nbytes in self.counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What one rank exchanges: bytes of each sum, and of each tensor that is gathered."""
-
-    sums: tuple[int, ...]
-    gathers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PassedSums:
-    """What ranks that share layers exchange for so many rows.
+    """What ranks that share layers exchange for one row.
 
     Attributes:
         trained: forward and backward.
@@ -143,29 +115,27 @@ class PassedSums:
         checked: forward with whole activations around each layer, as the first batch is looked at.
     """
 
-    trained: Passed
-    looked: Passed
-    checked: Passed
-    rows: int
+    trained: tuple[Operation, ...] = ()
+    looked: tuple[Operation, ...] = ()
+    checked: tuple[Operation, ...] = ()
 
 
-def passed_sums(model: nn.Module, plan: Plan, ranks: int, few: Few, resolve: Resolve) -> PassedSums:
+def passed_sums(run: RunFacts, plan: Plan) -> Passed:
     """Run a copy of the model, split for one rank, and count."""
-    counting = _CountingRanks(0, ranks)
-    part = copy.deepcopy(model)
-    regions = split_modules(part, plan, counting)
+    batch, rows = _few_rows(run)
+    ranks, part = _CountingRanks(0, run.mesh.tensor), copy.deepcopy(run.model)
+    regions = split_modules(part, plan, ranks)
     part.train()
-    objective = build_objective(few.spec, resolve, _CPU)
-    with _precision(few.spec):
-        loss = objective(part, few.batch, few.rows)
-    looked = counting.counted()
+    objective = build_objective(run.spec, run.resolve, _CPU)
+    with _precision(run.spec):
+        loss = objective(part, batch, rows)
+    looked = ranks.each(rows)
     if loss.value.requires_grad:
         loss.value.float().backward()  # type: ignore[no-untyped-call]
-    trained = counting.counted()
-    counting.sums.clear()
-    counting.gathers.clear()
+    trained = ranks.each(rows)
+    ranks.counted.clear()
     for region in regions:
         region.join()
-    with torch.no_grad(), _precision(few.spec):
-        objective(part, few.batch, few.rows)
-    return PassedSums(trained, looked, counting.counted(), few.rows)
+    with torch.no_grad(), _precision(run.spec):
+        objective(part, batch, rows)
+    return Passed(trained, looked, ranks.each(rows))

@@ -14,7 +14,7 @@ from guava_nb.protocol.compression import CODECS, compress
 from guava_nb.protocol.framing import pack_chunk
 from guava_nb.protocol.messages import Channel
 
-__all__ = ["MODES", "Frame", "Payoff", "Squeezer", "offered"]
+__all__ = ["CHANNELS", "GAIN", "MIN_BYTES", "MODES", "Frame", "Payoff", "Squeezer", "offered"]
 
 MODES = ("auto", "on", "off")
 #: What may be compressed: batches, gradients and means, parameters and checkpoints. Activations and collectives wait for
@@ -22,7 +22,7 @@ MODES = ("auto", "on", "off")
 CHANNELS = frozenset({Channel.GRADIENT, Channel.BATCH, Channel.CHECKPOINT})
 MIN_BYTES = 16 << 10
 
-_GAIN = 0.9  # below this share of the time it counts as quicker
+GAIN = 0.9  # below this share of the time it counts as quicker
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512  # chunks between two trials while it does not pay
 
 Buffers = Sequence[memoryview | bytes]
@@ -54,7 +54,7 @@ class Payoff:
         """A chunk was compressed: learn from it."""
         if rate_bytes_s is None:
             return
-        self.pays = seconds + packed_bytes / rate_bytes_s < _GAIN * raw_bytes / rate_bytes_s
+        self.pays = seconds + packed_bytes / rate_bytes_s < GAIN * raw_bytes / rate_bytes_s
         self._pause = _FIRST_PAUSE if self.pays else min(_LONGEST_PAUSE, 2 * self._pause)
         self._left = 0 if self.pays else self._pause
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from guava_nb.cluster.traffic import KINDS
-from guava_nb.forecast.forecast import Forecast, cells_of
+from guava_nb.forecast.forecast import Forecast
 from guava_nb.render.view import Table, View
 
 __all__ = ["forecast_view"]
@@ -12,6 +12,6 @@ __all__ = ["forecast_view"]
 def forecast_view(forecast: Forecast) -> View:
     """Return the view of a forecast, see `guava_nb.forecast.forecast.Forecast`."""
     title, _, headline = forecast.headline().partition(": ")
-    table = Table(("bytes of", "out", "in", *KINDS), tuple(cells_of(forecast)))
+    table = Table(("bytes of", "out", "in", *KINDS), tuple(forecast.cells()))
     answers = Table((), tuple((answer,) for answer in forecast.answers()))
     return View(title, headline, None, (answers, table), tuple(forecast.sentences()))

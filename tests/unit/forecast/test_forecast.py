@@ -13,7 +13,7 @@ from guava_nb.cluster.traffic import KINDS, NOTHING, Traffic, kind_of
 from guava_nb.forecast.cached_rows import travelling
 from guava_nb.forecast.forecast import Feeding, Forecast, Parts, Saving, seconds_for
 from guava_nb.forecast.savings import looks_like_bytes
-from guava_nb.protocol.messages import Channel
+from guava_nb.protocol.messages import CacheSpec, Channel
 from guava_nb.render.forecast import forecast_view
 from guava_nb.render.text import to_text
 
@@ -115,9 +115,7 @@ def test_samples_travel_once_where_there_is_room(
     rows: int, batch: int, workers: int, room: float, shuffled: bool
 ) -> None:
     budget = int(room * rows * (100 + 160))
-    found = travelling(
-        rows, batch, [1.0] * workers, 3, row_bytes=100, budget_bytes=budget, mode="memory", shuffled=shuffled
-    )
+    found = travelling(CacheSpec("memory", budget), 100, rows, batch, [1.0] * workers, 3, shuffled)
     assert found[0] == 1.0 and all(0.0 <= part <= 1.0 for part in found)
     if room >= 1 and (workers == 1 or not shuffled):
         assert found[1:] == (0.0, 0.0)

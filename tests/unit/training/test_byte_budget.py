@@ -16,7 +16,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import Feed, LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import CheckpointError, ConfigError
-from guava_nb.forecast.star_bytes import writer_for
+from guava_nb.forecast.batch_bytes import writer_for
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import CacheSpec
 from guava_nb.sync.step_in_flight import StepHead, plan_step

@@ -1,0 +1,129 @@
+"""What the batches of a loader take: the run's own orders are made of the first ones and weighed, not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from guava_nb.cluster.traffic import NOTHING, Traffic
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.rows import KEY_BYTES
+from guava_nb.data.split import RowSplitter
+from guava_nb.evaluation.batch_orders import BatchOrders
+from guava_nb.forecast.cached_rows import travelling
+from guava_nb.forecast.forecast import Feeding
+from guava_nb.forecast.run_facts import STEP, RunFacts, Sizes, rows_of
+from guava_nb.protocol.messages import Evaluated, RunSpec
+from guava_nb.row_cache.policy import CachePolicy, WorkerCaches, cost_function
+from guava_nb.row_cache.writer import OutgoingBatch, RowWriter
+from guava_nb.sync.group_exchange import shares_of, tasks_of
+from guava_nb.sync.step_in_flight import StepHead, plan_step
+
+__all__ = ["training_batches", "validation_batches", "writer_for"]
+
+#: Rank, record, what it holds, and the rows that count: rows count once, though several ranks may get them.
+_Order = tuple[int, Any, OutgoingBatch, int]
+
+
+def writer_for(spec: RunSpec, workers: int) -> RowWriter:
+    """Return a writer of the run for workers that exist only in the forecast and hold nothing yet."""
+    caches: WorkerCaches = {}
+    if spec.cache is not None:
+        cost = cost_function(spec.cache.mode)
+        caches = {rank: CachePolicy(spec.cache.budget_bytes, cost) for rank in range(workers)}
+    return RowWriter(spec, caches, lambda sentence: None)
+
+
+def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:
+    """Return what the batches of training take; `exchanged`: between the ranks of a group, for a batch."""
+    mesh, team, plan, splitter = run.mesh, tuple(range(run.workers)), run.plan, RowSplitter(run.plan.split_fn)
+    head, weights = StepHead(run.replica_set.run_id, 1, STEP, solo=run.solo), plan.weights(team)
+
+    def orders(group: Sequence[LoadedBatch], writer: RowWriter) -> Iterable[_Order]:
+        if run.spec.parallel is None:
+            tasks, shards = plan_step(head, group, team, weights, splitter, writer)
+            return [(task.owner, *shard, task.rows) for task, shard in zip(tasks, shards, strict=True)]
+        shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
+        treated = run.spec.wants_whole_batches
+        tasks, shards = tasks_of(head, mesh, team, shares, treated, writer, splitter)
+        rows = sum(batch.rows for batch in group)
+        return [(task.owner, *shard, 0 if task.index else rows) for task, shard in zip(tasks, shards, strict=True)]
+
+    travel = (1.0, float(plan.feed.is_shuffled)) if run.spec.parallel else _travel(run, run.train, validating=False)
+    return _feeding(run, run.train, orders, exchanged, travel)
+
+
+def validation_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding | None:
+    """Return what the batches of a validation take: each goes whole to one worker, or in parts to all ranks of a group."""
+    if run.val is None:
+        return None
+    mesh, grouped = run.mesh, run.spec.parallel is not None
+
+    def orders(group: Sequence[LoadedBatch], writer: RowWriter) -> Iterable[_Order]:
+        made = BatchOrders(run.plan.validation(), run.replica_set.run_id, run.spec.preprocess is not None, writer)
+        for batch in group:
+            asked = made.shared(STEP, batch, mesh) if grouped else [made.whole(STEP, batch)]
+            yield from ((rank, *order, 0 if rank else batch.rows) for rank, order in enumerate(asked))
+
+    answers = (run.back(Evaluated, correct=100) + run.acks(1, 1)) * (mesh.size if grouped else 1)
+    travel = (1.0,) if grouped else _travel(run, run.val, validating=True)
+    return _feeding(run, run.val, orders, answers + exchanged, travel)
+
+
+def _feeding(
+    run: RunFacts,
+    sizes: Sizes,
+    orders: Callable[[Sequence[LoadedBatch], RowWriter], Iterable[_Order]],
+    answers: Traffic,
+    travel: tuple[float, ...],
+) -> Feeding:
+    """Weigh the orders of the first batches as they go the first time, and as they go when their rows are held.
+
+    Args:
+        orders: makes those of the batches of a step.
+        answers: what else a batch takes.
+        travel: see `Feeding`; where no row has a key, all of them travel always.
+    """
+    writer, kind = writer_for(run.spec, run.workers), "sample"
+    rows = named = payload = 0
+    head = held = 0.0  # records and headers, keys left out
+    for group in sizes.groups:
+        written = [(order, *writer.write(*order[:3])) for order in orders(group, writer)]
+        for (rank, record, outgoing, count), first, buffers in written:
+            nbytes, keys = _size(buffers), sum(len(part.keys) // KEY_BYTES for part in first.cached)
+            sent = run.sent(first, nbytes)
+            again, left = writer.write(rank, record, outgoing)
+            kind = "sample" if sent.of("sample") else "control"
+            head += sent.total_bytes - nbytes - keys * (KEY_BYTES + 1)
+            held += run.sent(again, _size(left)).total_bytes - keys * (KEY_BYTES + 1)
+            rows, named, payload = rows + count, named + keys, payload + nbytes
+    batches, rows = max(1, sum(map(len, sizes.groups))), max(1, rows)
+    # What does not depend on rows (a mask for all samples) counts as if it did: full batches are right.
+    return Feeding(
+        sizes.batches, sizes.rows,
+        batch=Traffic.going(kind, head / batches) + answers,
+        row=Traffic.going(kind, payload / rows),
+        held=Traffic.going("control", held / batches) + answers,
+        key=(KEY_BYTES + 1) * named / rows,
+        travel=travel if named else (1.0,),
+    )  # fmt: skip
+
+
+def _size(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _travel(run: RunFacts, sizes: Sizes, validating: bool) -> tuple[float, ...]:
+    """Which part of the samples travels to whole replicas in each pass."""
+    cache, rows = run.spec.cache, sizes.rows
+    apart = None if cache is None or rows is None or sizes.first is None else rows_of(sizes.first)  # looks at every row
+    if cache is None or rows is None or apart is None:
+        return (1.0,)
+    entry = round(sum(apart.sizes) / max(1, len(apart.sizes)))
+    if validating:  # a batch goes to whoever holds it, so nothing travels twice as long as the workers have room
+        fits = rows * cost_function(cache.mode)(entry) <= cache.budget_bytes * run.workers
+        return (1.0, 0.0 if fits else 1.0)
+    plan, weights = run.plan, run.plan.weights(range(run.workers))
+    epochs = plan.num_epochs - plan.start.epoch + 1
+    found = travelling(cache, entry, round(rows), round(sizes.batch_rows), weights, epochs, plan.feed.is_shuffled)
+    return found[1:] if run.held_before > 0.9 else found  # an earlier run has sent them

@@ -1,0 +1,127 @@
+"""What a run consists of, in its mode: its states, its batches, and the steps of whole replicas or of a group."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from guava_nb.cluster.traffic import NOTHING, Traffic
+from guava_nb.data.codec import dtype_name, pack
+from guava_nb.forecast.batch_bytes import training_batches, validation_batches
+from guava_nb.forecast.forecast import Parts
+from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
+from guava_nb.nested import leaves, map_leaves
+from guava_nb.protocol import messages
+from guava_nb.replica.optimizer import build_optimizer
+
+__all__ = ["parts_of"]
+
+_KIND = "cpu, torch 2.0.0"
+#: What a tensor's record takes more than that of an empty one: its shape, and where it lies.
+_SPEC_BYTES = 14
+
+
+def parts_of(run: RunFacts) -> Parts:
+    """Return what the run consists of.
+
+    Raises:
+        ConfigError: the model cannot be cut, or there is no batch to look at where one is needed.
+    """
+    if run.spec.parallel is None:
+        exchanged = Exchanged(_star_step(run), spread=run.workers == 1)
+    else:
+        from guava_nb.forecast.group_bytes import group_exchange  # torch's parallel libraries cost a second to load
+
+        exchanged = group_exchange(run)
+    plan, after = run.plan, _trained_state(run)
+    begun = plan.start.batches / plan.feed.batches_per_epoch if plan.feed.batches_per_epoch else 0.0
+    return Parts(
+        start=_starting(run, after) * run.workers + exchanged.joining,
+        step=exchanged.step,
+        train=training_batches(run, exchanged.batch),
+        accumulation=plan.accumulation_steps,
+        epochs=(1.0 - begun, *[1.0] * (plan.num_epochs - plan.start.epoch - 1)),
+        validation=validation_batches(run, exchanged.looked),
+        val_interval=plan.val_interval,
+        state=NOTHING if run.at_orchestrator else _coming_state(run, after) + exchanged.gathering,
+        state_every=tuple(every for every in (plan.snapshot_every_steps, plan.save_every_steps) if every),
+        each_epoch=plan.snapshot_every_steps is None and exchanged.spread,
+        ends_with_state=not run.at_orchestrator,
+    )
+
+
+def _star_step(run: RunFacts) -> Traffic:
+    """Return what a step takes beside its batches."""
+    report = run.typical(messages.Ready) if run.solo else None
+    done = run.back(messages.Committed, learning_rate=1.5, ready=report) + run.hashes
+    if run.solo:
+        return done + run.acks(1, 1)
+    busy = sum(weight > 0 for weight in run.plan.weights(range(run.workers)))
+    total = run.back(messages.Ready) * busy + run.out(messages.StepInfo) * (run.workers - busy)
+    total = total + (done + run.acks(2, 2)) * run.workers
+    layout = run.replica_set.master.layout
+    buckets = [(bucket, bucket.numel) for bucket in layout.buckets]
+    if layout.buffers is not None:
+        buckets.append((layout.buffers, run.moving_elements()))
+    for bucket, numel in buckets:
+        tensor, present = messages.FlatTensor(dtype_name(bucket.dtype), numel), bytes(bucket.present_bytes)
+        nbytes, known = numel * bucket.dtype.itemsize, {"bucket": bucket.index, "present": present, "tensor": tensor}
+        total = total + run.back(messages.GradientBucket, nbytes, **known) * busy
+        total = total + run.out(messages.SumBucket, nbytes, **known) * run.workers
+    return total if buckets else total + run.out(messages.CommitStep, commit=messages.Commit(1.5, False)) * run.workers
+
+
+# ---------------------------------------------------------------------------------------------------------------- states
+
+
+def _state_bytes(state: Any) -> tuple[messages.Tree, int]:
+    """Return the record of a state and the bytes of its tensors, which may be on torch's meta device."""
+    tensors = {id(leaf): leaf for leaf in leaves(state)}.values()
+    tree, buffers = pack(map_leaves(state, lambda tensor: torch.empty(0, dtype=tensor.dtype)), "state")
+    nbytes = sum(tensor.numel() * tensor.element_size() + _SPEC_BYTES for tensor in tensors)
+    return tree, nbytes + sum(buffer.nbytes for buffer in buffers)
+
+
+def _trained_state(run: RunFacts) -> dict[str, Any]:
+    """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
+    state = run.replica_set.master.state()
+    for device in ("meta", "cpu"):  # not every optimizer computes on the meta device
+        with contextlib.suppress(Exception):
+            state["optimizer"] = _stepped(run, device)
+            return state
+    named = run.model.named_parameters()  # one that takes its steps elsewhere: as large as Adam's
+    state["optimizer"] = {name: [torch.empty_like(p, device="meta") for _ in range(2)] for name, p in named}
+    return state
+
+
+def _stepped(run: RunFacts, device: str) -> Any:
+    clones = {
+        name: nn.Parameter(torch.zeros_like(value, device=device), requires_grad=value.requires_grad)
+        for name, value in run.model.named_parameters()
+    }
+    optimizer = build_optimizer(run.replica_set.spec.optimizer, list(clones.items()), run.resolve)
+    for value in clones.values():
+        value.grad = torch.zeros_like(value) if value.requires_grad else None
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def _coming_state(run: RunFacts, after: Any) -> Traffic:
+    """Return what it takes to fetch the whole state from one worker."""
+    tree, nbytes = _state_bytes(after)
+    return run.back(messages.State, nbytes, state=tree) + run.out(messages.FetchState) + run.acks(1, 1)
+
+
+def _starting(run: RunFacts, after: Any) -> Traffic:
+    """Return what it takes to have one worker build the run and load its state."""
+    tree, nbytes = _state_bytes(after if run.trained else run.replica_set.master.state())
+    total = run.out(messages.Prepare, cells=run.replica_set.cells, spec=run.spec)
+    total = total + run.back(messages.Prepared, layout=HASH)
+    total = total + run.out(messages.LoadState, nbytes, step=-1, state=tree) + run.acks(2, 2)
+    total = total + run.back(messages.StateLoaded, step=-1, parameter_hash=HASH, device_kind=_KIND)
+    if run.spec.cache is not None:
+        total = total + run.back(messages.CacheHeld, digest=bytes(16), budget_bytes=run.spec.cache.budget_bytes)
+    return total
