@@ -1,9 +1,9 @@
-"""How gradients are cut into buckets, the same on every machine.
+"""A model's buckets as records that are the same on every machine.
 
-Knows parameters' names, shapes and dtypes; knows no gradients and no network. Parameters stand in reverse order,
-because backward reaches the last ones first: bucket 0 is the first to be complete. A bucket holds one wire dtype.
-Half-precision parameters travel as float32, so that sums do not overflow or round in half precision; all others travel
-as they are.
+Knows names, shapes and dtypes of parameters and buffers; knows no gradients and no network. A bucket holds one wire
+dtype. Half-precision parameters travel as float32, so that sums do not overflow or round in half precision; all others
+travel as they are. A bucket's tensor is flat, `[numel]`, in its wire dtype: its parameters one after another, each in
+row-major order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from guava_nb.errors import ConfigError, LocalProtocolError
+from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 
-__all__ = ["BUFFERS", "Bucket", "BucketLayout", "build_layout", "pack_present", "present_at", "wire_dtype"]
+__all__ = ["BUFFERS", "Bucket", "BucketLayout", "build_layout", "pack_present", "present_at"]
 
 #: Number of the bucket that carries a model's buffers instead of gradients.
 BUFFERS = -1
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a gradient of `dtype` travels and is summed."""
-    return torch.float32 if dtype in _HALF else dtype
 
 
 def pack_present(present: Sequence[bool]) -> bytes:
@@ -85,7 +79,7 @@ class Bucket:
         return (len(self.names) + 7) // 8
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Cut a flat tensor into its parameters' shapes without copying.
+        """Cut a flat tensor, `[numel]`, into its parameters' shapes; the views share its memory.
 
         Raises:
             LocalProtocolError: it has another size.
@@ -148,33 +142,19 @@ def build_layout(model: nn.Module, bucket_bytes: int) -> BucketLayout:
     Raises:
         ConfigError: a parameter has no shape yet (a lazy layer).
     """
-    return BucketLayout(_gradient_buckets(model, bucket_bytes), _buffer_bucket(model), tuple(_facts(model)))
-
-
-def _gradient_buckets(model: nn.Module, bucket_bytes: int) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    open_groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-    filled: dict[torch.dtype, int] = {}
-
-    def close(dtype: torch.dtype) -> None:
-        names, parameters = zip(*open_groups.pop(dtype), strict=True)
-        buckets.append(Bucket(len(buckets), names, tuple(tuple(p.shape) for p in parameters), dtype))
-        filled[dtype] = 0
-
-    for name, parameter in reversed(list(model.named_parameters())):
+    named = list(model.named_parameters())
+    for name, parameter in named:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"parameter {name!r} has no shape yet; run the lazy layer once inside the model factory")
-        if not parameter.requires_grad:
-            continue
-        dtype = wire_dtype(parameter.dtype)
-        nbytes = parameter.numel() * dtype.itemsize
-        if open_groups.get(dtype) and filled[dtype] + nbytes > bucket_bytes:
-            close(dtype)
-        open_groups.setdefault(dtype, []).append((name, parameter))
-        filled[dtype] = filled.get(dtype, 0) + nbytes
-    for dtype in list(open_groups):
-        close(dtype)
-    return tuple(buckets)
+    buckets = tuple(
+        Bucket(index, tuple(name for name, _ in bucket), _shapes(bucket), wire_dtype(bucket[0][1].dtype))
+        for index, bucket in enumerate(plan_buckets(named, bucket_bytes))
+    )
+    return BucketLayout(buckets, _buffer_bucket(model), tuple(_facts(model)))
+
+
+def _shapes(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for _, tensor in named)
 
 
 def _buffer_bucket(model: nn.Module) -> Bucket | None:
@@ -182,8 +162,8 @@ def _buffer_bucket(model: nn.Module) -> Bucket | None:
     if not named:
         return None
     double = any(b.dtype in (torch.float64, torch.complex128) for _, b in named)
-    shapes = tuple(tuple(b.shape) for _, b in named)
-    return Bucket(BUFFERS, tuple(name for name, _ in named), shapes, torch.float64 if double else torch.float32)
+    dtype = torch.float64 if double else torch.float32
+    return Bucket(BUFFERS, tuple(name for name, _ in named), _shapes(named), dtype)
 
 
 def _facts(model: nn.Module) -> Iterable[str]:

@@ -1,95 +1,80 @@
 """Gradients handed over while backward still runs.
 
-Knows when a bucket's gradients are whole, and how they get into one flat tensor on the host; knows nothing of sums or
-the network. Hooks stand on parameters only while shards are exchanged: a lone worker's backward is torch's own.
+Knows how a complete bucket's gradients get into one flat tensor on the host (`parallel.replicas.bucketing` knows when
+it is complete); knows nothing of sums or the network. Hooks stand on parameters only while shards are exchanged: a lone
+worker's backward is torch's own.
 
-When is a gradient whole? Normally a parameter's hook fires once in a backward, however often the forward used it.
-Reentrant activation checkpointing runs backwards inside the backward, and then a hook fires several times. So the
-first shard hands everything over at its end and counts; later shards wait for as many firings. A gradient that grows
-after its bucket is gone would be a silent error: it raises, and from then on nothing is handed over early.
+Memory: a bucket's host tensor, `[numel]` in its wire dtype, pinned on CUDA, belongs to `GradientBuckets`. It is lent to
+`on_bucket` until `recycle` and used again for later steps.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from guava_nb.errors import TrainingError
+from guava_nb.parallel.replicas.bucketing import CompletionCounter
 from guava_nb.replica.buckets import Bucket, BucketLayout, pack_present
 
 __all__ = ["GradientBuckets", "OnBucket"]
 
-#: Takes bucket number, presence bits and the flat host tensor. On CUDA it may be called in autograd's own thread.
+#: Takes bucket number, presence bits and the flat host tensor, `[numel]` in the wire dtype, which is lent: whoever takes
+#: it reads it, and only until the step is over. On CUDA it may be called in autograd's own thread.
 OnBucket = Callable[[int, bytes, Tensor], None]
-
-
-class _Arrival(Protocol):
-    """A copy to the host under way."""
-
-    def query(self) -> bool:
-        """Whether it is there."""
-
-    def synchronize(self) -> None:
-        """Wait until it is there."""
-
-
-class _Filling:
-    """One bucket in one shard: its host memory, and how often each gradient came."""
-
-    __slots__ = ("fired", "flat", "missing", "sent", "views")
-
-    def __init__(self, bucket: Bucket, flat: Tensor, views: list[Tensor]) -> None:
-        self.flat = flat
-        self.views = views
-        self.fired = [0] * len(bucket.names)
-        self.missing = len(bucket.names)
-        self.sent = False
+#: A bucket's flat tensor, `[numel]`, and the views of it in its parameters' shapes.
+_FlatBucket = tuple[Tensor, list[Tensor]]
 
 
 class GradientBuckets:
-    """Collects one shard's gradients into buckets and hands them over as they fill."""
+    """Collects one shard's gradients into buckets and hands them over as they fill.
+
+    Args:
+        layout: the buckets.
+        parameters: by full name, all that `layout` names.
+        device: where the gradients are.
+    """
 
     def __init__(self, layout: BucketLayout, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        """Prepare for the parameters that `layout` names."""
+        """Prepare; the parameters get their hooks with the first `begin`."""
         self._buckets = layout.buckets
-        self._parameters = [[parameters[name] for name in bucket.names] for bucket in layout.buckets]
-        self._needed = [[1] * len(bucket.names) for bucket in layout.buckets]
-        self._early = False  # handed over during backward: not before the first shard has been counted
-        self._may_be_early = True
+        named = [[(name, parameters[name]) for name in bucket.names] for bucket in layout.buckets]
+        self._parameters = [[parameter for _, parameter in bucket] for bucket in named]
         self._carrier = _carrier(device)
-        self._free: list[list[tuple[Tensor, list[Tensor]]]] = [[] for _ in layout.buckets]
-        self._lent: list[list[tuple[Tensor, list[Tensor]]]] = [[] for _ in layout.buckets]
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._counter = CompletionCounter(named, self._send, self._carrier.note_stream)
+        self._free: list[list[_FlatBucket]] = [[] for _ in layout.buckets]
+        self._lent: list[list[_FlatBucket]] = [[] for _ in layout.buckets]
         self._on_bucket: OnBucket | None = None
-        self._fillings: list[_Filling] = []
-        self._under_way: deque[tuple[int, bytes, Tensor, _Arrival]] = deque()
+        self._filling: list[_FlatBucket] = []  # of the shard that is handed over now
+        self._under_way: deque[tuple[int, bytes, Tensor, torch.cuda.Event]] = deque()
 
     def begin(self, on_bucket: OnBucket) -> None:
-        """Call right before the backward whose gradients complete the shard."""
-        if not self._hooks:
-            self._install()
-        self._fillings = [_Filling(bucket, *self._borrow(bucket)) for bucket in self._buckets]
+        """Call right before the backward whose gradients complete the shard.
+
+        The first such backward only counts how often each gradient is completed, and everything is handed over by
+        `finish`; from the second one on a bucket is handed over as soon as it is complete.
+        """
+        self._counter.install()
+        self._filling = [self._borrow(bucket) for bucket in self._buckets]
         self._on_bucket = on_bucket
+        self._counter.begin()
 
     def finish(self) -> None:
         """Hand over what is left, with parameters that got no gradient marked absent; gradients are dropped."""
-        for number, filling in enumerate(self._fillings):
-            if not filling.sent:
+        for number in range(len(self._filling)):
+            if number not in self._counter.sent:
                 self._send(number)
         self._drain(wait=True)
-        for needed, filling in zip(self._needed, self._fillings, strict=True):
-            needed[:] = map(max, needed, filling.fired)
-        self._fillings = []
+        self._counter.end()
+        self._filling = []
         self._on_bucket = None
-        self._early = self._may_be_early
 
     def cancel(self) -> None:
         """Stop after an error; what was handed over stays valid until `recycle`."""
-        self._fillings = []
+        self._counter.cancel()
+        self._filling = []
         self._on_bucket = None
         for *_, arrival in self._under_way:
             arrival.synchronize()
@@ -103,11 +88,9 @@ class GradientBuckets:
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were found."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._counter.remove()
 
-    def _borrow(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]]:
+    def _borrow(self, bucket: Bucket) -> _FlatBucket:
         free = self._free[bucket.index]
         if free:
             lent = free.pop()
@@ -117,61 +100,23 @@ class GradientBuckets:
         self._lent[bucket.index].append(lent)
         return lent
 
-    def _install(self) -> None:
-        for number, parameters in enumerate(self._parameters):
-            for position, parameter in enumerate(parameters):
-                if parameter.requires_grad:  # the user may have frozen it since
-                    hook = self._hook(number, position)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-    def _hook(self, number: int, position: int) -> Callable[[Tensor], None]:
-        # Runs once per parameter and step: a step of a small model has no time for more.
-        needed = self._needed[number]
-        note_stream = self._carrier.note_stream
-
-        def on_gradient(parameter: Tensor) -> None:
-            if not self._fillings:
-                return
-            filling = self._fillings[number]
-            if filling.sent:
-                self._too_late(number, position)
-            if note_stream is not None:
-                note_stream()
-            filling.fired[position] += 1
-            if filling.fired[position] == needed[position]:
-                filling.missing -= 1
-                if filling.missing == 0 and self._early:
-                    self._send(number)
-
-        return on_gradient
-
-    def _too_late(self, number: int, position: int) -> None:
-        self._may_be_early = self._early = False
-        name = self._buckets[number].names[position]
-        raise TrainingError(
-            f"the gradient of {name!r} changed after it had been handed over: the model uses it more often in this "
-            "step than in the first one, as reentrant activation checkpointing does when it is switched on later. Do "
-            "the step again: from now on gradients are handed over after backward. checkpoint(..., use_reentrant=False)"
-            " does not have this limit"
-        )
-
     def _send(self, number: int) -> None:
-        filling = self._fillings[number]
-        filling.sent = True
+        self._counter.sent.add(number)
         parameters = self._parameters[number]
         gradients = [parameter.grad for parameter in parameters]
         present = pack_present([gradient is not None for gradient in gradients])
-        arrival = self._carrier.copy(self._buckets[number], filling, gradients)
+        flat, _ = host = self._filling[number]
+        arrival = self._carrier.copy(self._buckets[number], host, gradients)
         for parameter in parameters:
             parameter.grad = None
         if arrival is not None:
-            self._under_way.append((number, present, filling.flat, arrival))
+            self._under_way.append((number, present, flat, arrival))
             self._drain(wait=False)
         elif self._on_bucket is not None:
-            self._on_bucket(number, present, filling.flat)
+            self._on_bucket(number, present, flat)
 
     def _drain(self, wait: bool) -> None:
-        while self._under_way and (wait or self._under_way[0][-1].query()):
+        while self._under_way and (wait or self._under_way[0][-1].query()):  # type: ignore[no-untyped-call]
             number, present, flat, arrival = self._under_way.popleft()
             arrival.synchronize()
             if self._on_bucket is not None:
@@ -194,48 +139,33 @@ def _fill(views: list[Tensor], gradients: list[Tensor | None]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-class _Carrier(Protocol):
-    """Brings gradients from a device into a flat host tensor."""
+class _Carrier:
+    """Brings gradients into a bucket's host tensor: from the host itself by one copy, with nothing to wait for."""
 
     #: Called at each gradient where it matters on which stream it was computed.
-    note_stream: Callable[[], None] | None
-
-    def allocate(self, bucket: Bucket) -> Tensor:
-        """Return a new flat host tensor."""
-
-    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
-        """Copy; None when all is there already. The gradients may be dropped at once."""
-
-
-class _HostCarrier:
-    """Gradients are on the host: one copy, nothing to wait for."""
-
     note_stream: Callable[[], None] | None = None
 
     def allocate(self, bucket: Bucket) -> Tensor:
+        """Return a new flat host tensor, `[numel]` in the wire dtype."""
         return torch.empty(bucket.numel, dtype=bucket.dtype)
 
-    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
+    def copy(self, bucket: Bucket, host: _FlatBucket, gradients: list[Tensor | None]) -> torch.cuda.Event | None:
+        """Copy; None when all is there already, else the event of its end. The gradients may be dropped at once."""
         with torch.no_grad():
-            _fill(filling.views, gradients)
+            _fill(host[1], gradients)
         return None
 
 
-class _StagedCarrier:
+class _StagedCarrier(_Carrier):
     """Any other device: gathered there, then one copy that waits for it."""
-
-    note_stream: Callable[[], None] | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._staging: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._staging: dict[int, _FlatBucket] = {}
 
-    def allocate(self, bucket: Bucket) -> Tensor:
-        return torch.empty(bucket.numel, dtype=bucket.dtype)
-
-    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
+    def copy(self, bucket: Bucket, host: _FlatBucket, gradients: list[Tensor | None]) -> torch.cuda.Event | None:
         with torch.no_grad():
-            filling.flat.copy_(self._gather(bucket, gradients))
+            host[0].copy_(self._gather(bucket, gradients))
         return None
 
     def _gather(self, bucket: Bucket, gradients: list[Tensor | None]) -> Tensor:
@@ -267,13 +197,13 @@ class _CudaCarrier(_StagedCarrier):
     def _note_stream(self) -> None:
         self._sources.add(torch.cuda.current_stream(self._device))
 
-    def copy(self, bucket: Bucket, filling: _Filling, gradients: list[Tensor | None]) -> _Arrival | None:
+    def copy(self, bucket: Bucket, host: _FlatBucket, gradients: list[Tensor | None]) -> torch.cuda.Event | None:
         self._note_stream()
         for source in self._sources:
             self._stream.wait_stream(source)
         self._sources.clear()
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            filling.flat.copy_(self._gather(bucket, gradients), non_blocking=True)
+            host[0].copy_(self._gather(bucket, gradients), non_blocking=True)
             arrival: torch.cuda.Event = self._stream.record_event()
         for gradient in gradients:
             if gradient is not None:
@@ -284,5 +214,5 @@ class _CudaCarrier(_StagedCarrier):
 
 def _carrier(device: torch.device) -> _Carrier:
     if device.type == "cpu":
-        return _HostCarrier()
+        return _Carrier()
     return _CudaCarrier(device) if device.type == "cuda" else _StagedCarrier(device)

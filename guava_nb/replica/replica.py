@@ -12,45 +12,42 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
-from guava_nb.protocol.messages import Commit, RunSpec
-from guava_nb.replica.buckets import BUFFERS, BucketLayout, build_layout, pack_present, present_at
+from guava_nb.protocol.messages import RunSpec
+from guava_nb.replica.base_replica import BaseReplica, Means, explained
+from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.build import autocast_dtype, build_model, check_spec, place_model
+from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
-from guava_nb.replica.objective import Loss, Observer, build_objective
-from guava_nb.replica.optimizer import LossScale, build_optimizer, build_scheduler
-from guava_nb.replica.preprocess import Preprocessing
+from guava_nb.replica.objective import Loss
+from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork, rows_of_batch, rows_of_parts
-from guava_nb.replica.state_dict import copied, like, load_model, parameter_hash, plain
+from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
+from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
 from guava_nb.replica.timer import Clock
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["EvalSums", "Forward", "Replica", "ShardResult", "ShardWork"]
-
-#: Calls a model with a batch and returns its outputs.
-Forward = Callable[[nn.Module, Any], Any]
-#: What came for a bucket: its presence bits and its flat tensor.
-Means = Mapping[int, tuple[bytes, Tensor]]
+__all__ = ["Replica"]
 
 
-class Replica:
-    """A model with all it needs to train.
+class Replica(BaseReplica):
+    """A whole model with all it needs to train.
 
     Attributes:
         model: the module; a given one is trained in place.
-        layout: its buckets.
-        optimizer: torch's optimizer over all parameters of the model.
-        device: where it lives.
+        optimizer: over all parameters of the model.
     """
+
+    optimizer: Optimizer
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> None:
         """Build everything a run's record describes.
@@ -67,17 +64,10 @@ class Replica:
             PreparationError: the user's own factory raised.
             ImportError: a module that the user's code imports is missing here.
         """
-        check_spec(spec)
-        self.device = device
-        self._spec = spec
-        self._objective = build_objective(spec, resolve, device)
-        self._preprocessing = Preprocessing(spec, resolve, device)
-        self._autocast_dtype = autocast_dtype(spec.precision, device)
+        super().__init__(spec, resolve, device)
         self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
-        self.layout: BucketLayout = build_layout(self.model, spec.bucket_bytes)
-        self.optimizer = build_optimizer(spec.optimizer, self.model.named_parameters(), resolve)
-        self._schedule = build_scheduler(spec.scheduler, self.optimizer, resolve, spec.scheduler_interval)
-        self._scaler = LossScale() if spec.precision == "fp16" else None
+        self.layout = build_layout(self.model, spec.bucket_bytes)
+        self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
         self._exchange = GradientBuckets(self.layout, self._named, device)
@@ -86,24 +76,8 @@ class Replica:
         self._check_state()
 
     @property
-    def kind(self) -> str:
-        """Names the replicas that must hold the same parameters: all."""
-        return ""
-
-    @property
-    def scheduler(self) -> Any:
-        """The learning-rate scheduler, None when there is none."""
-        return self._schedule.scheduler if self._schedule else None
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss before backward; 1 without fp16."""
-        return self._scaler.scale if self._scaler else 1.0
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+    def _module(self) -> nn.Module:
+        return self.model
 
     # -------------------------------------------------------------------------------------------------------- a shard
 
@@ -112,9 +86,9 @@ class Replica:
 
         Args:
             work: the shard. One without rows hands over empty buckets.
-            on_bucket: takes every bucket of `layout.numbers` once, the gradients as soon as backward has filled them;
-                its tensor is not touched again before `apply`, `take_parameters` or `restore`. None: a lone worker,
-                the gradients stay in the parameters.
+            on_bucket: takes every bucket of `layout.numbers` once, the gradients as soon as backward has filled them. Its
+                tensor, `[numel]` in the wire dtype, is lent: it is not touched again before `apply`, `take_parameters` or
+                `restore`. None: a lone worker, the gradients stay in the parameters.
 
         Raises:
             TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
@@ -170,11 +144,8 @@ class Replica:
         self, work: ShardWork, losses: list[tuple[Loss, int]], clock: Clock, counts: list[Any], solo: bool
     ) -> ShardResult:
         # Read only now: on a GPU every value waits for the device.
-        loss_sum = sum(float(loss.value) * loss.weight for loss, _ in losses)
-        count = sum(rows / work.global_rows if loss.count is None else float(loss.count) for loss, rows in losses)
-        if count < 0:
-            raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
-        finite = math.isfinite(loss_sum) and math.isfinite(count)
+        measured = [Measured(float(loss.value) * loss.weight, loss.count, None, rows) for loss, rows in losses]
+        loss_sum, count, finite = self._sums(work, measured)
         culprit = self._culprit() if solo and finite else ""
         forward_s, backward_s = clock.read()
         tokens = self._preprocessing.total(counts)
@@ -195,24 +166,7 @@ class Replica:
 
     # -------------------------------------------------------------------------------------------------- commit or abort
 
-    def apply(self, means: Means | None, commit: Commit) -> None:
-        """Apply the step.
-
-        Args:
-            means: the sum over all shards of every bucket in `layout.numbers`. They are used up: scaled in place, they
-                become the parameters' gradients. None: a lone worker applies its own gradients.
-            commit: `scale` is the factor to the true mean. With `skip` nothing changes but the loss scale.
-                `epoch_end` is for whoever calls `tick`.
-
-        Raises:
-            LocalProtocolError: a bucket is missing or has another size.
-        """
-        if commit.skip:
-            self.restore()
-            if self._scaler:
-                self._scaler.update(skipped=True)
-            return
-        factor = commit.scale / self.loss_scale
+    def _step(self, means: Means | None, factor: float) -> None:
         if means is None:
             self._scale_own(factor)
         else:
@@ -221,15 +175,13 @@ class Replica:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
         self._finish_step(means)
-        if self._schedule:
-            self._schedule.on_step()
 
     def take_parameters(self, buckets: Means) -> None:
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
 
         Args:
             buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 the mean of the
-                buffers if the model has any.
+                buffers if the model has any. They are copied and not kept.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
@@ -240,9 +192,11 @@ class Replica:
                 for parameter, view in zip(parameters, bucket.views(flat), strict=True):
                     parameter.copy_(view)
         self._finish_step(buckets)
+        if self._scaler:
+            self._scaler.update(skipped=False)
 
     def parameter_buckets(self) -> Iterator[tuple[int, bytes, Tensor]]:
-        """Give the parameters' values bucket by bucket, in new flat CPU tensors."""
+        """Give the parameters' values bucket by bucket: number, presence bits, a new CPU tensor, `[numel]` in the wire dtype."""
         for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
             flat = torch.cat([p.detach().reshape(-1).to(bucket.dtype) for p in parameters]).cpu()
             yield bucket.index, pack_present([True] * len(parameters)), flat
@@ -254,16 +208,9 @@ class Replica:
         self._drop_gradients()
         self._buffers.restore()
 
-    def tick(self, metric: float | None = None) -> None:
-        """Advance a schedule of epochs or validations once; one of steps advances in `apply` and ignores this."""
-        if self._schedule:
-            self._schedule.on_tick(metric)
-
     def _finish_step(self, means: Means | None) -> None:
         self._drop_gradients()
         self._exchange.recycle()
-        if self._scaler:
-            self._scaler.update(skipped=False)
         if means is None:
             self._buffers.commit()
         elif self.layout.buffers is not None:
@@ -290,93 +237,39 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None, observer: Observer | None = None) -> EvalSums:
-        """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
-
-        Args:
-            batch: as in training.
-            rows: its samples; None counts them.
-            observer: sees outputs, targets and rows.
-        """
+    def _evaluate(self, batch: Any, rows: int | None, observer: Observer | None) -> Measured:
         rows = rows_of_batch(batch) if rows is None else rows
-        with self._only_looking():
-            treated = self._preprocessing.for_evaluation(batch)
-            with self._autocast():
-                loss = self._objective(self.model, treated, rows, count_correct=True, observer=observer)
-        count = float(rows) if loss.count is None else float(loss.count)
-        correct = None if loss.correct is None else int(loss.correct)
-        return EvalSums(float(loss.value) * loss.weight, count, correct, rows)
+        loss = self._objective(self.model, batch, rows, count_correct=True, observer=observer)
+        return Measured(float(loss.value) * loss.weight, loss.count, loss.correct, rows)
 
-    def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]:
-        """Return the outputs on a batch and its rows, at the committed state and in evaluation mode.
-
-        Args:
-            batch: in the form that `forward` takes.
-            rows: its samples.
-            forward: calls the model with the batch.
-        """
-        with self._only_looking():
-            treated = self._preprocessing.for_evaluation(batch)
-            with self._autocast():
-                return [(forward(self.model, treated), rows)]
+    def _predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+        return [(forward(self.model, batch), rows)]
 
     @contextlib.contextmanager
-    def _only_looking(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         self._buffers.restore()
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
-                yield
-        finally:
-            # One by one: train() would wake layers that the user keeps in evaluation mode.
-            for module, training in modes:
-                module.training = training
+        with super()._evaluation_mode():
+            yield
 
     # ------------------------------------------------------------------------------------------------------------ state
 
-    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
-        """Return the state as of the last commit: plain data and CPU copies.
+    def _model_state(self) -> dict[str, Any]:
+        own = self.model.state_dict()
+        if self._buffers.touched:
+            own.update({name: value for name, value in self._buffers.committed().items() if name in own})
+        return {"model": plain(own, "model"), "buffers": plain(self._buffers.hidden(), "buffers")}
 
-        Args:
-            model: include "model" and "buffers" (moving ones that the state dict leaves out).
-            optimizer: include "optimizer", "scheduler" and "scaler"; the latter two are None where there is none.
+    def _optimizer_state(self) -> Any:
+        return plain(self.optimizer.state_dict(), "optimizer")
 
-        Raises:
-            CheckpointError: an optimizer or scheduler keeps something that is not plain data.
-        """
-        state: dict[str, Any] = {}
-        if model:
-            own = self.model.state_dict()
-            if self._buffers.touched:
-                own.update({name: value for name, value in self._buffers.committed().items() if name in own})
-            state |= {"model": plain(own, "model"), "buffers": plain(self._buffers.hidden(), "buffers")}
-        if optimizer:
-            scheduler = self.scheduler.state_dict() if self.scheduler else None
-            state["optimizer"] = plain(self.optimizer.state_dict(), "optimizer")
-            state["scheduler"] = plain(scheduler, "scheduler")
-            state["scaler"] = self._scaler.state() if self._scaler else None
-        return state
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Become a state that `state` returned; parts that it leaves out stay as they are. Nothing of it is kept.
-
-        Raises:
-            CheckpointError: it belongs to another model, optimizer or scheduler.
-        """
-        self.restore()
+    def _load(self, state: Mapping[str, Any]) -> None:
         if "model" in state:
             load_model(self.model, state["model"])
             self._buffers.load_hidden(state.get("buffers") or {})
             self._buffers.save_all()
         if state.get("optimizer") is not None:
-            with _explained("optimizer"):
+            with explained("optimizer"):
                 self.optimizer.load_state_dict(copied(state["optimizer"]))
-        if state.get("scheduler") is not None and self.scheduler:
-            with _explained("scheduler"):
-                self.scheduler.load_state_dict(like(self.scheduler.state_dict(), copied(state["scheduler"])))
-        if state.get("scaler") and self._scaler:
-            self._scaler.load(state["scaler"])
 
     def parameter_hash(self) -> str:
         """Return SHA-256 over names and raw bytes of all parameters, in order."""
@@ -386,18 +279,6 @@ class Replica:
         """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
         self.restore()
         self._exchange.remove_hooks()
-
-    # ---------------------------------------------------------------------------------------------------------- helpers
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
-
-    def _train_mode(self) -> None:
-        # Only where the whole model was put into evaluation mode: a layer that the factory froze stays frozen.
-        if not self.model.training:
-            self.model.train()
 
     def _check_state(self) -> None:
         """Find out now, not at the first checkpoint, that a state cannot be saved."""
@@ -426,11 +307,3 @@ def _pick(means: Means, number: int) -> tuple[bytes, Tensor]:
     if number not in means:
         raise LocalProtocolError(f"bucket {number} is missing; {sorted(means)} came")
     return means[number]
-
-
-@contextlib.contextmanager
-def _explained(part: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"the {part} state does not fit this run's {part}: {error}") from error

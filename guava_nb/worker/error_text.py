@@ -5,9 +5,10 @@ A report that cannot be sent would end the worker, and then every other one that
 
 from __future__ import annotations
 
+from guava_nb.errors import GuavaError
 from guava_nb.worker.user_traceback import user_traceback
 
-__all__ = ["error_text", "sendable", "trace_text"]
+__all__ = ["error_text", "problem_text", "sendable", "trace_text"]
 
 #: Longest sentence and longest traceback that are sent; of a traceback the end tells most.
 MAX_TEXT_CHARS = 10_000
@@ -26,6 +27,11 @@ def error_text(error: BaseException) -> str:
     except Exception as failed:  # the user's class; its name and the traceback go along
         return f"(it cannot be shown: its __str__ raised {type(failed).__name__})"
     return sendable(text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (cut)")
+
+
+def problem_text(error: BaseException) -> str:
+    """Return what an error says, after its class where the sentence is not one of this package's own."""
+    return error_text(error) if isinstance(error, GuavaError) else f"{type(error).__name__}: {error_text(error)}"
 
 
 def trace_text(error: BaseException) -> str:

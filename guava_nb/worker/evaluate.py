@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 from guava_nb.data.codec import pack
+from guava_nb.parallel.loss_interface import Forward
 from guava_nb.protocol.messages import Evaluate, Evaluated, Message, MetricSpec, Predict, Predicted, Tree, Wanted
+from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.metrics import Measure, build_metrics
 from guava_nb.replica.objective import user_function
 from guava_nb.replica.outputs import columns_of, inputs_of, joined
-from guava_nb.replica.shard import EvalSums
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Evaluator"]
 
 Reply = tuple[Message, Sequence[memoryview]]
-Forward = Callable[[nn.Module, Any], Any]
-
-
-class _Replica(Protocol):
-    device: torch.device
-
-    def evaluate(self, batch: Any, rows: int | None = None, observer: Any = None) -> EvalSums: ...
-
-    def predict(self, batch: Any, rows: int, forward: Forward) -> list[tuple[Any, int]]: ...
 
 
 class Evaluator:
@@ -39,7 +30,7 @@ class Evaluator:
         metrics: of the run's own validations, made at once so that what is missing here is told before training.
     """
 
-    def __init__(self, replica: _Replica, resolve: Resolve, metrics: Sequence[MetricSpec] = ()) -> None:
+    def __init__(self, replica: BaseReplica, resolve: Resolve, metrics: Sequence[MetricSpec] = ()) -> None:
         """Make the run's metrics; raises as `guava_nb.replica.metrics.build_metric`."""
         self._replica, self._resolve = replica, resolve
         self._specs: tuple[MetricSpec, ...] = tuple(metrics)

@@ -1,86 +1,49 @@
-"""The worker's loop: one for every mode. Takes messages, does shards, exchanges buckets, applies commits.
+"""The worker's loop: one for every mode. It takes messages from a queue and says which one goes where.
 
 Runs on one thread (the process's main thread where we started the process); the session's own threads keep the connection
 alive meanwhile, so a long compile or a long step is never taken for a death.
 """
 
-# over budget: what a worker does with each message stands in one place.
-
 from __future__ import annotations
 
-import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from guava_nb.data.codec import class_resolver, pack, tensor_bytes, tensor_from, unpack
-from guava_nb.errors import ConfigError, GuavaError, PreparationError
+from guava_nb.data.codec import class_resolver
+from guava_nb.errors import PreparationError
 from guava_nb.protocol.messages import (
     Abort,
     Accept,
     AskData,
-    Commit,
     CommitStep,
-    Committed,
-    DataFacts,
     EndRun,
     Evaluate,
-    Failure,
     FetchState,
-    FlatTensor,
     FormGroup,
-    GradientBucket,
-    GroupFormed,
     Leave,
     ListRows,
     LoadState,
     Message,
     Predict,
     Prepare,
-    Prepared,
-    Ready,
     Refused,
-    RunSpec,
     Shard,
-    State,
-    StateLoaded,
     StepInfo,
     SumBucket,
-    TensorInfo,
     Tick,
 )
-from guava_nb.replica.batch import cut
-from guava_nb.replica.flops import FlopCount
-from guava_nb.replica.replica import Replica
-from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
-from guava_nb.replica.rng import shard_seed
-from guava_nb.replica.shard import ShardResult, ShardWork
+from guava_nb.replica.resident import ResidentParts
 from guava_nb.row_cache.reader import Load, RowReader
-from guava_nb.spec import cells as source
-from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
-from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
-from guava_nb.worker.error_text import error_text, trace_text
-from guava_nb.worker.evaluate import Evaluator
-from guava_nb.worker.pending_steps import LocalStep, PendingSteps
+from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
-from guava_nb.worker.worker_datasets import OwnData
-
-if TYPE_CHECKING:  # loading torch's parallel libraries costs a second, and the star needs none of them
-    from guava_nb.replica.sharded_replica import ShardedReplica
+from guava_nb.worker.steps import StepRunner
 
 __all__ = ["Arrival", "WorkerLoop"]
-
-log = logging.getLogger(__name__)
-
-Send = Callable[[Message, Sequence[memoryview]], None]
-AnyReplica = Union[Replica, "ShardedReplica"]
-Mean = tuple[bytes, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +55,6 @@ class Arrival:
     done: Callable[[], None]
 
 
-#: What a user's code may raise without ending this worker: leaving is not its business.
-USER_ERRORS = (Exception, SystemExit)
 #: Seconds in which the orchestrator asks a worker that leaves for its state, if it needs it; and in which that may arrive.
 HANDOVER_S = 60.0
 TRANSFER_S = 600.0
@@ -105,10 +66,6 @@ SHOW_S = 0.25
 
 def _nothing() -> None:
     pass
-
-
-def _key(message: Shard) -> tuple[str, int, int, int]:
-    return message.run_id, message.generation, message.step, message.shard
 
 
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
@@ -124,7 +81,6 @@ class WorkerLoop:
         own: what lives in the calling process; its model is trained in place (program "worker").
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
-        accept_source: run the orchestrator's cells; False refuses runs that need them.
         seat: takes this worker's place in process groups; None refuses runs that need one.
         energy: gets told what this loop does when; None tells nobody.
     """
@@ -136,46 +92,28 @@ class WorkerLoop:
         own: ResidentParts | None = None,
         on_state: Callable[[str, int], None] = lambda state, step: None,
         on_commit: Callable[[int, int], None] = lambda generation, step: None,
-        accept_source: bool = True,
         seat: GroupSeat | None = None,
         energy: EnergyReporter | None = None,
     ) -> None:
         """Make a loop that has no run yet."""
-        self._energy, self._flops = energy, FlopCount(False)
-        self._phases = PhaseBook() if energy is None else energy.phases
-        self._seat = seat
-        self._send = send
-        self._device = device
-        self._own = own
-        self._on_state, self._on_commit_done = on_state, on_commit
+        self._send, self._device, self._own, self._seat = send, device, own, seat
+        self._on_state = on_state
         self._shown = ("", 0.0)
-        self._last_step = -1  # of the run that is over, for the worker's own display
-        self._accept_source = accept_source
         self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
-        self._run_id = ""
-        self._default_dtype = torch.get_default_dtype()
-        self._replica: AnyReplica | None = None
-        self._module: ModuleType | None = None
-        self._prepare: Prepare | None = None
-        self._answering: Evaluator | None = None
-        self._generation = 0
-        self._steps: PendingSteps[Mean] = PendingSteps()
+        self._preparation = Preparation(device, own, seat)
+        self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
+        self._reader = RowReader(send)
+        self._run: PreparedRun | None = None
         self._leaving = ""
         self._goes_by: float | None = None  # a leave was said; until then the orchestrator may ask for the state
-        self._reader = RowReader(send)
-        self._data = OwnData()
-        self._ahead = DevicePrefetch(copier_for(device))
-        self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
-        self._idle_since = time.monotonic()
         self.name = ""
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
     def post(self, message: Message, payload: memoryview, done: Callable[[], None] = lambda: None) -> None:
         """Hand in a message; from any thread."""
-        if isinstance(
-            message, Shard
-        ):  # how many of them wait here is bounded by the orchestrator's own credit, in bytes
+        if isinstance(message, Shard):
+            # How many of them wait here is bounded by the orchestrator's own credit, in bytes.
             done()
             done = _nothing
         self._queue.put(Arrival(message, payload, done))
@@ -204,16 +142,16 @@ class WorkerLoop:
             while not self._may_go():
                 self._take()
                 self._advance()
-                if self._leaving and self._goes_by is None and not self._mid_step():
+                if self._leaving and self._goes_by is None and not self._steps.mid_step:
                     # From here on it begins nothing: what it holds stays that of its last committed step.
-                    self._goes_by = time.monotonic() + (HANDOVER_S if self._replica is not None else 0)
+                    self._goes_by = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
                     self._send(Leave(self._leaving), ())
             return True
         except _End:
             return self._goes_by is not None
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
-            self._ahead.close()
+            self._steps.close()
             self._reader.close()
             self._release_own()
 
@@ -245,18 +183,17 @@ class WorkerLoop:
         now = time.monotonic()
         if state != self._shown[0] or (state == "working" and now > self._shown[1] + SHOW_S):
             self._shown = (state, now)
-            self._on_state(state, self._steps.committed if self._replica is not None else self._last_step)
-
-    def _mid_step(self) -> bool:
-        step = self._steps.current()
-        return step is not None and bool(step.done) and self._replica is not None
+            self._on_state(state, self._steps.committed)
 
     def _has_work(self) -> bool:
         if self._goes_by is not None:
             return False
-        step = self._steps.current()
-        leaves = bool(self._leaving) and not self._mid_step()
-        return leaves or (step is not None and (bool(step.todo) or self._can_apply(step)))
+        return (bool(self._leaving) and not self._steps.mid_step) or self._steps.has_work
+
+    def _advance(self) -> None:
+        error = self._steps.advance(leaving=self._goes_by is not None)
+        if error is not None:
+            self._give_up_run(error)
 
     def _handle(self, message: Message, payload: memoryview) -> None:
         match message:
@@ -266,374 +203,116 @@ class WorkerLoop:
             case Prepare():
                 self._on_prepare(message)
             case AskData():
-                self._on_ask_data(message)
+                self._show("preparing")
+                self._send(self._preparation.data_facts(message), ())
+                self._show("ready")
             case Refused(code=code, reason=reason):
                 if code == _ENDED:
                     raise _End
                 raise PreparationError(f"the orchestrator refused this worker: {reason}")
-            case _ if getattr(message, "run_id", None) == self._run_id and self._replica is not None:
+            case _ if self._run is not None and getattr(message, "run_id", None) == self._run.run_id:
                 try:
-                    self._handle_of_run(self._replica, message, payload)
+                    self._handle_of_run(self._run, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
             case Shard() | Evaluate() | Predict():
                 self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
-    def _handle_of_run(self, replica: AnyReplica, message: Message, payload: memoryview) -> None:
+    def _handle_of_run(self, run: PreparedRun, message: Message, payload: memoryview) -> None:
+        steps = self._steps
         match message:
             case Shard():
-                self._on_shard(message, self._read(message, payload))
+                self._refuse_training()
+                steps.add(message, self._read(message, payload))
             case StepInfo():
-                self._steps.announce(message.step, message.generation, message.want_hash)
+                steps.announce(message)
             case SumBucket():
-                self._on_mean(message, payload)
+                steps.add_sum(message, payload)
             case CommitStep():
-                self._on_commit(message)
+                steps.commit(message)
             case FormGroup():
-                self._on_form_group(replica, message, payload)
+                self._show("preparing")
+                self._send(self._preparation.form_group(run, message, payload), ())
+                self._show("ready")
             case Abort():
-                self._on_abort(message)
+                steps.abort(message)
             case LoadState():
-                self._on_load(replica, message, payload)
+                steps.load_state(run.replica, message, payload)
             case FetchState():
-                self._on_fetch(replica, message)
+                steps.send_state(run.replica, message)
+                if self._goes_by is not None:
+                    self._goes_by = time.monotonic() + TRANSFER_S
             case Tick(metric=metric):
-                replica.tick(metric)
+                run.replica.tick(metric)
             case Evaluate() | Predict():
-                assert self._answering is not None
-                self._on_ask(self._answering, message, self._read(message, payload))
-                self._idle_since = time.monotonic()  # that was work, no waiting for the next shard
+                self._on_evaluate(run, message, self._read(message, payload))
+                steps.rest()
             case ListRows():
                 self._reader.list_rows(message.run_id)
             case EndRun():
                 self._forget()
 
-    # ------------------------------------------------------------------------------------------------------ preparation
+    def _refuse_training(self) -> None:
+        if self._own is not None and self._own.service:
+            raise PreparationError(
+                f"this worker serves {self._own.service} and is not trained: start_training() there does"
+            )
 
-    def _release_own(self) -> None:
-        """Give the user's model back as of the last commit, without our hooks."""
-        if self._own is not None and isinstance(self._replica, Replica):
-            self._replica.close()
-
-    def _forget(self) -> None:
-        self._ahead.close()
-        self._release_own()
-        if self._replica is not None:
-            self._last_step = self._steps.committed
-        self._steps = PendingSteps()
-        self._replica = self._module = self._prepare = self._answering = None
-        self._run_id = ""
-        if self._seat is not None:
-            self._seat.leave()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    # ---------------------------------------------------------------------------------------------------- runs and data
 
     def _on_prepare(self, message: Prepare) -> None:
         self._forget()
         self._show("preparing")
         try:
-            replica = self._build(message)
-            self._answering = Evaluator(replica, self._resolve, message.spec.metrics)
-            self._replica = replica
-        except USER_ERRORS as error:  # the orchestrator's cell must show it
-            text = error_text(error)
-            problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
-            missing, trace = source.cause_is_missing(error), trace_text(error)
-            self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
-        else:
-            self._run_id, self._prepare = message.run_id, message
-            # Of a model in parts each worker would count its own operations only.
-            self._flops = FlopCount(message.spec.count_flops and message.spec.parallel is None)
-            self._reader.open(message.run_id, message.spec.cache)
-            self._send(
-                Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
-            )
-            self._show("ready")
-
-    def _build(self, message: Prepare) -> AnyReplica:
-        if message.cells and not self._accept_source:
-            raise PreparationError("this worker does not run source code of the orchestrator")
-        if message.spec.threads is not None:
-            torch.set_num_threads(message.spec.threads)
-        torch.use_deterministic_algorithms(message.spec.deterministic)
-        torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
-        torch.set_grad_enabled(True)
-        self._module = source.build_module(message.cells) if message.cells else None
-        self._data.open(message.cells, message.spec.data, self._module)
-        if message.spec.parallel is not None:
-            return self._build_group_replica(message.spec)
-        own_model = None if self._own is None else self._own.model
-        return Replica(message.spec, self._resolve, self._device, model=own_model)
-
-    def _on_ask_data(self, message: AskData) -> None:
-        self._show("preparing")
-        try:
-            if message.cells and not self._accept_source:
-                raise PreparationError("this worker does not run source code of the orchestrator")
-            module = source.build_module(message.cells) if message.cells else None
-            facts = self._data.facts(message.cells, message.data, module)
-        except USER_ERRORS as error:  # the orchestrator's cell must show it
-            # A sentence of ours needs no traceback, the user's own code does.
-            trace = "" if isinstance(error, ConfigError) else trace_text(error)
-            problem = error_text(error) or type(error).__name__
-            self._send(DataFacts(message.request_id, (), source.cause_is_missing(error), problem, trace), ())
-        else:
-            self._send(DataFacts(message.request_id, tuple(facts)), ())
-        self._show("ready")
-
-    def _resolve(self, name: str) -> object:
-        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
-        if not name.startswith("@"):
-            found: object = source.resolve(name, self._module)
-            return found
-        if self._own is None:
-            raise PreparationError(
-                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
-                "this worker is not one of those"
-            )
-        return self._own.find(name)
-
-    def _described(self, spec: RunSpec) -> tuple[TensorInfo, ...]:
-        """Describe a model that the orchestrator cannot build; others it knows."""
-        if self._own is None or spec.model is None or spec.model.name != OWN_MODEL:
-            return ()
-        return describe_model(self._own.model)
-
-    def _build_group_replica(self, spec: RunSpec) -> ShardedReplica:
-        from guava_nb.replica.sharded_replica import ShardedReplica
-
-        if self._seat is None or self._own is not None:
-            raise PreparationError(
-                "a worker inside the user's own process trains whole replicas in data mode only: start it with "
-                "%guava_worker or guava worker to take part in other modes"
-            )
-        return ShardedReplica(spec, self._resolve, self._device)
-
-    def _on_form_group(self, replica: AnyReplica, message: FormGroup, payload: memoryview) -> None:
-        seat = self._seat
-        assert seat is not None and not isinstance(replica, Replica)
-        self._show("preparing")
-        try:
-            resolve = class_resolver(self._module)
-            example = None if message.example is None else unpack(message.example, payload, resolve)
-            seat.form(message)
-            replica.spread(len(message.members), example, message.machines)
-            seat.complete()
-            answer = GroupFormed(message.run_id, message.generation, True, layout=replica.layout_text)
+            run = self._preparation.build(message)
         except USER_ERRORS as error:
-            text, trace = error_text(error), trace_text(error)
-            problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
-            answer = GroupFormed(message.run_id, message.generation, False, problem, trace, seat.broken_by(error))
-        self._send(answer, ())
+            self._send(self._preparation.failed(message, error), ())
+            return
+        self._run = run
+        self._steps.begin(run)
+        self._reader.open(run.run_id, run.spec.cache)
+        self._send(self._preparation.built(run), ())
         self._show("ready")
 
-    def _on_load(self, replica: AnyReplica, message: LoadState, payload: memoryview) -> None:
-        replica.load_state(unpack(message.state, payload))
-        self._steps.reset(message.step)
-        self._generation = message.generation
-        self._idle_since = time.monotonic()  # what came before was preparing, no waiting for data
-        digest = replica.parameter_hash() if message.want_hash else ""
-        kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
-        self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
+    def _release_own(self) -> None:
+        """Give the user's model back as of the last commit, without our hooks."""
+        if self._own is not None and self._run is not None:
+            self._run.replica.close()
 
-    def _on_fetch(self, replica: AnyReplica, message: FetchState) -> None:
-        tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
-        self._send(State(message.request_id, message.run_id, self._steps.committed, tree), buffers)
-        if self._goes_by is not None:
-            self._goes_by = time.monotonic() + TRANSFER_S
+    def _forget(self) -> None:
+        self._steps.end()
+        self._release_own()
+        self._run = None
+        if self._seat is not None:
+            self._seat.leave()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
-    def _on_ask(self, answering: Evaluator, message: Evaluate | Predict, load: Load | None) -> None:
+    def _give_up_run(self, error: BaseException) -> None:
+        """What the replica holds is unknown: tell, and wait for another run."""
+        assert self._run is not None
+        self._steps.fail(error, self._run.run_id, self._steps.committed + 1, kind="internal")
+        self._forget()
+
+    def _on_evaluate(self, run: PreparedRun, message: Evaluate | Predict, load: Load | None) -> None:
         if load is None:
             return  # rows are lacking: it comes again
         self._show("validating" if isinstance(message, Evaluate) else "predicting")
         try:
-            answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
-            reply, buffers = answer(message, load())  # type: ignore[arg-type]  # each takes its own
+            if isinstance(message, Evaluate):
+                reply, buffers = run.evaluator.evaluate(message, load())
+            else:
+                reply, buffers = run.evaluator.predict(message, load())
         except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
+            self._steps.fail(error, message.run_id, self._steps.committed, request=message.request_id)
             return
         self._send(reply, buffers)
 
     def _read(self, message: Shard | Evaluate | Predict, payload: memoryview) -> Load | None:
-        load = self._reader.read(message, payload, class_resolver(self._module))
+        """Return what gives a message's batch; None when rows are lacking and it comes again."""
+        run = self._run
+        load = self._reader.read(message, payload, class_resolver(None if run is None else run.module))
         if not message.source or load is None:
             return load
-        ids = load()
-        return lambda: self._own_batches(message, ids)
-
-    def _own_batches(self, message: Shard | Evaluate | Predict, ids: Any) -> Any:
-        """Batches of data that lies here; a shard that is issued again draws the same random numbers elsewhere."""
-        seed = self._prepare.spec.seed if self._prepare is not None else 0
-        if not isinstance(message, Shard):
-            return self._data.batch(message.source, ids.tolist(), shard_seed(seed, -1 - message.source, int(ids[0])))
-        return [
-            self._data.batch(
-                message.source, part.tolist(), shard_seed(seed, -1 - message.step, (place << 32) + message.shard)
-            )
-            for place, part in enumerate(ids)
-        ]
-
-    # ------------------------------------------------------------------------------------------------------------ steps
-
-    def _on_shard(self, message: Shard, load: Load | None) -> None:
-        if self._own is not None and self._own.service:
-            raise PreparationError(
-                f"this worker serves {self._own.service} and is not trained: start_training() there does"
-            )
-        step = self._steps.announce(message.step, message.generation, message.want_hash)
-        if step is not None and message.shard not in step.done and load is not None:
-            step.todo.append((message, load))
-
-    def _on_mean(self, message: SumBucket, payload: memoryview) -> None:
-        step = self._steps.find(message.step, message.generation)
-        if step is not None:
-            tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-            step.means[message.bucket] = (message.present, tensor)
-            step.commit = message.commit or step.commit
-
-    def _on_commit(self, message: CommitStep) -> None:
-        step = self._steps.find(message.step, message.generation)
-        if step is not None:
-            step.commit = message.commit
-
-    def _on_abort(self, message: Abort) -> None:
-        self._generation = max(self._generation, message.generation)
-        self._steps.abort(message.last_committed, message.generation)
-        # Tells how far this worker is: a lone one may have committed a step that the orchestrator does not know of yet.
-        self._send(Committed(message.run_id, message.generation, self._steps.committed), ())
-
-    def _can_apply(self, step: LocalStep[Mean]) -> bool:
-        if step.commit is None or not step.announced or self._replica is None:
-            return False
-        return len(step.means) == len(self._replica.layout.numbers) or not step.means
-
-    def _advance(self) -> None:
-        """Do one piece of work, so that messages are looked at in between."""
-        replica, step = self._replica, self._steps.current()
-        if replica is not None and self._steps.take_abandoned():
-            replica.restore()
-        if replica is None or step is None or self._goes_by is not None:
-            return
-        if self._can_apply(step):
-            try:
-                self._apply(replica, step)
-            except USER_ERRORS as error:  # the user's optimizer or schedule
-                self._give_up_run(error)
-        elif step.todo:
-            message, load = step.todo.pop(0)
-            if message.shard not in step.done:
-                self._work(replica, step, message, load)
-
-    def _work(self, replica: AnyReplica, step: LocalStep[Mean], message: Shard, load: Load) -> None:
-        started = time.monotonic()
-        wait_s = started - self._idle_since
-        self._phases.add(WAITING, self._idle_since, started)
-        self._show("working")
-        try:
-            parts = self._ahead.take(_key(message), load)
-            self._look_ahead()
-            result = self._run_shard(replica, message, parts)
-        except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
-            replica.restore()
-            self._fail(error, message.run_id, message.step, message.shard)
-            return
-        step.done.add(message.shard)
-        forward_ended = started + result.forward_s
-        self._phases.add(FORWARD, started, forward_ended)
-        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
-        ready = Ready(
-            message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
-            result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
-            result.gradient_square, result.tokens,
-        )  # fmt: skip
-        scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
-        if message.solo and (result.finite or scaled):
-            # Nobody waits for this report, so it travels with the commit: one message a step instead of two.
-            scale = message.global_rows / result.count if result.count else 0.0
-            step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
-        else:
-            self._send(ready, ())
-        self._idle_since = time.monotonic()
-
-    def _look_ahead(self) -> None:
-        """Let the next shard, if it is here, come to the device while this one computes."""
-        following = self._steps.following()
-        if following is not None:
-            message, load = following
-            self._ahead.begin(_key(message), load)
-
-    def _run_shard(self, replica: AnyReplica, message: Shard, parts: list[Any]) -> ShardResult:
-        """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
-
-        def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
-            spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
-            head = GradientBucket(
-                message.run_id, message.generation, message.step, message.shard, bucket, present, spec
-            )
-            self._send(head, [tensor_bytes(flat)])
-
-        while True:
-            pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
-            work = ShardWork(
-                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
-            )
-            try:
-                with self._flops.around(message.rows):
-                    result = replica.run_shard(work, None if message.solo else on_bucket)
-                if self._energy is not None:
-                    self._energy.flops = self._flops.per_sample
-                return result
-            except torch.OutOfMemoryError:
-                if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
-                    raise
-                self._pieces *= 2
-                log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
-                replica.restore()
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()
-
-    @property
-    def _at_orchestrator(self) -> bool:
-        return self._prepare is not None and self._prepare.spec.optimizer_site == "orchestrator"
-
-    def _apply(self, replica: AnyReplica, step: LocalStep[Mean]) -> None:
-        assert step.commit is not None and self._prepare is not None
-        started = time.monotonic()
-        self._phases.add(EXCHANGE, self._idle_since, started)
-        if isinstance(replica, Replica) and step.means and not step.commit.skip and self._at_orchestrator:
-            replica.take_parameters(step.means)
-        elif self._seat is not None and not isinstance(replica, Replica):
-            with self._seat.applying():
-                replica.apply(None, step.commit)
-        else:
-            replica.apply(step.means or None, step.commit)
-        self._steps.advance()
-        self._generation = step.generation
-        self._send(
-            Committed(
-                self._run_id, step.generation, self._steps.committed, replica.parameter_hash() if step.want_hash else "",
-                time.monotonic() - started, replica.learning_rate, step.commit.skip, step.ready,
-            ),
-            (),
-        )  # fmt: skip
-        self._idle_since = time.monotonic()
-        self._phases.add(UPDATE, started, self._idle_since)
-        self._on_commit_done(self._generation, self._steps.committed)
-
-    def _give_up_run(self, error: BaseException) -> None:
-        """Nobody knows any more what the replica holds: tell, and wait for another run."""
-        self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
-        self._forget()
-
-    def _fail(
-        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
-    ) -> None:
-        text, trace = error_text(error), trace_text(error)
-        if self._seat is not None and self._seat.broken_by(error):
-            kind = "group" if kind == "user" else "torn"
-        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
-            kind = "memory"
-            text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
-        current = self._steps.current()
-        generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())
+        ids, seed = load(), 0 if run is None else run.spec.seed
+        return lambda: self._preparation.datasets.batches(message, ids, seed)

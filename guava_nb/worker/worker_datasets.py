@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 from guava_nb.data.codec import pack
 from guava_nb.data.split import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
-from guava_nb.protocol.messages import Cell, DataSpec
-from guava_nb.replica.rng import seeded
+from guava_nb.protocol.messages import Cell, DataSpec, Evaluate, Predict, Shard
+from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.spec import cells as source
 from guava_nb.spec.factories import build, find
 
@@ -113,8 +113,29 @@ class OwnData:
                     "same data there, in the same order; or say check=False where they differ by design"
                 )
 
-    def batch(self, number: int, ids: Sequence[int], seed: int) -> Any:
-        """The batch of these samples of a data set of the run; random numbers are drawn from a stream of their own."""
+    def batches(self, message: Shard | Evaluate | Predict, ids: Any, seed: int) -> Any:
+        """Return the batch that a message names by the ids of its samples, or the list of parts of a shard.
+
+        A shard that is issued again draws the same random numbers elsewhere.
+
+        Args:
+            message: asks for it.
+            ids: an array of sample ids; of a shard one for each part.
+            seed: of the run.
+
+        Raises:
+            TrainingError: the data set is not one of the run.
+            SampleFailed: a sample cannot be loaded.
+        """
+        number = message.source
+        if not isinstance(message, Shard):
+            return self._batch(number, ids.tolist(), shard_seed(seed, -1 - number, int(ids[0])))
+        return [
+            self._batch(number, part.tolist(), shard_seed(seed, -1 - message.step, (place << 32) + message.shard))
+            for place, part in enumerate(ids)
+        ]
+
+    def _batch(self, number: int, ids: Sequence[int], seed: int) -> Any:
         if not 0 < number <= len(self._run):
             raise TrainingError(f"data set {number} of this run is unknown here")
         with seeded(seed, _CPU):

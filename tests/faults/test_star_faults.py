@@ -720,7 +720,7 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
 
     def spoil(worker: DirectWorker) -> None:
         with torch.no_grad():
-            next(worker.loop._replica.model.parameters()).add_(1.0)  # type: ignore[union-attr]
+            next(worker.loop._run.replica.model.parameters()).add_(1.0)  # type: ignore[union-attr]
 
     hook = once_after(1, StateLoaded, spoil)
     workers += start(cluster, [None, hook])
@@ -729,7 +729,7 @@ def test_a_worker_whose_parameters_drift_gets_the_state_again(cluster: Cluster) 
     finish(job.run)
     assert hook.fired
     for worker in workers:
-        assert difference(worker.loop._replica.model, job.run.model()) == 0.0  # type: ignore[union-attr]
+        assert difference(worker.loop._run.replica.model, job.run.model()) == 0.0  # type: ignore[union-attr]
 
 
 def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) -> None:

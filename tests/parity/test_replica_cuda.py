@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.protocol.messages import Factory
-from guava_nb.replica.replica import ShardWork
+from guava_nb.replica.shard import ShardWork
 from tests.support.star import Contribution, replica, solo_step, spec, star_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")

@@ -96,19 +96,20 @@ class DirectWorker:
         self._kept: list[MessageArrived] = []
         own = None if own_model is None else ResidentParts(own_model)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
-        run_shard = self.loop._run_shard
+        steps, preparation = self.loop._steps, self.loop._preparation
+        run_shard = steps._run_shard
 
         def one_at_a_time(*args: Any) -> Any:
             with RANDOM_STATE:
                 return run_shard(*args)
 
-        build = self.loop._build
+        build = preparation.build
 
         def build_alone(*args: Any) -> Any:
             with RANDOM_STATE:
                 return build(*args)
 
-        self.loop._run_shard, self.loop._build = one_at_a_time, build_alone  # type: ignore[method-assign]
+        steps._run_shard, preparation.build = one_at_a_time, build_alone  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run, name=f"guava-direct-{name}", daemon=True)
 
     def start(self) -> DirectWorker:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from guava_nb.protocol.messages import Commit, Factory, RunSpec
 from guava_nb.replica.buckets import BUFFERS
-from guava_nb.replica.replica import Replica, ShardResult, ShardWork
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.shard import ShardResult, ShardWork
 
 Handed = dict[int, tuple[bytes, Tensor]]
 

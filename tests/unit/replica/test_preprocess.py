@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.preprocess import Preprocessing
-from guava_nb.replica.replica import ShardWork
+from guava_nb.replica.shard import ShardWork
 from tests.support.star import CPU, replica, resolver, spec
 
 

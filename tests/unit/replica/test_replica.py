@@ -14,8 +14,9 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, Pr
 from guava_nb.protocol.messages import Commit, Factory
 from guava_nb.replica.batch import place
 from guava_nb.replica.buckets import BUFFERS, present_at
-from guava_nb.replica.replica import Replica, ShardWork
+from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded, shard_seed
+from guava_nb.replica.shard import ShardWork
 from tests.support.star import CPU, Contribution, all_finite, cloned, commit_of, replica, resolver, spec, sum_shards
 
 

@@ -1,0 +1,284 @@
+"""What a whole replica and a rank's part of a spread one have in common.
+
+Optimizer, schedule and loss scale; a step's result and its commit; evaluation and prediction; the state. What a shard's
+forward and backward are, and where gradients come from, the two kinds of replica know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
+from guava_nb.protocol.messages import Commit, RunSpec
+from guava_nb.replica.buckets import BucketLayout
+from guava_nb.replica.build import autocast_dtype, check_spec
+from guava_nb.replica.gradient_buckets import OnBucket
+from guava_nb.replica.objective import build_objective
+from guava_nb.replica.optimizer import LossScale, Schedule, build_scheduler
+from guava_nb.replica.preprocess import Preprocessing
+from guava_nb.replica.rng import seeded
+from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
+from guava_nb.replica.state_dict import copied, like, plain
+from guava_nb.spec.factories import Resolve
+
+__all__ = ["BaseReplica", "Means", "explained"]
+
+#: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
+Means = Mapping[int, tuple[bytes, Tensor]]
+
+
+class BaseReplica(ABC):
+    """A model, or a rank's part of one, with all it needs to train.
+
+    Attributes:
+        layout: buckets of the whole model.
+        optimizer: torch's optimizer of the parameters; None while there are none.
+        device: where the model lives.
+    """
+
+    layout: BucketLayout
+    optimizer: Optimizer | None
+
+    def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
+        """Find what the run's record names; the subclass builds the model.
+
+        Raises:
+            ConfigError: a name, an argument or a setting is wrong.
+            PreparationError: the user's own factory raised.
+            ImportError: a module that the user's code imports is missing here.
+        """
+        check_spec(spec)
+        self.device = device
+        self._spec, self._resolve = spec, resolve
+        self._objective = build_objective(spec, resolve, device)
+        self._preprocessing = Preprocessing(spec, resolve, device)
+        self._autocast_dtype = autocast_dtype(spec.precision, device)
+        self._schedule: Schedule | None = None
+        self._scaler: LossScale | None = None
+
+    def _use_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Step with this optimizer from now on; schedule and loss scale begin anew."""
+        spec, self.optimizer = self._spec, optimizer
+        self._schedule = None
+        if optimizer is not None:
+            self._schedule = build_scheduler(spec.scheduler, optimizer, self._resolve, spec.scheduler_interval)
+        self._scaler = LossScale() if spec.precision == "fp16" else None
+
+    @property
+    @abstractmethod
+    def _module(self) -> nn.Module:
+        """The local module."""
+
+    @property
+    def kind(self) -> str:
+        """Names the replicas that must hold the same parameters; "" for all."""
+        return ""
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler, None when there is none."""
+        return self._schedule.scheduler if self._schedule else None
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss before backward; 1 without fp16."""
+        return self._scaler.scale if self._scaler else 1.0
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the first parameter group; None on a rank without parameters."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    @abstractmethod
+    def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
+        """Do forward and backward of one shard."""
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+    def _train_mode(self) -> None:
+        # Only where the whole model was put into evaluation mode: a layer that the factory froze stays frozen.
+        if not self._module.training:
+            self._module.train()
+
+    def _sums(self, work: ShardWork, measured: Sequence[Measured]) -> tuple[float, float, bool]:
+        """Return loss sum and count of a shard, and whether both are finite. On a GPU this waits for the device.
+
+        Raises:
+            ConfigError: the count is negative.
+        """
+        loss_sum = sum(float(one.loss_sum) for one in measured)
+        count = sum(one.rows / work.global_rows if one.count is None else float(one.count) for one in measured)
+        if count < 0:
+            raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
+        return loss_sum, count, math.isfinite(loss_sum) and math.isfinite(count)
+
+    def apply(self, means: Means | None, commit: Commit) -> None:
+        """Apply the step.
+
+        Args:
+            means: the sum over all shards of every bucket in `layout.numbers`, flat, `[numel]`, in the wire dtype. The
+                memory is given to the replica: it is scaled in place, and on the CPU gradients are views of it until the
+                step is over. None: the gradients are in the parameters already, of a lone worker or summed by a group.
+            commit: `scale` is the factor to the true mean, `clip` that of clipping where a group knows the norm. With
+                `skip` nothing changes but the loss scale. `epoch_end` is for whoever calls `tick`.
+
+        Raises:
+            LocalProtocolError: a bucket is missing or has another size.
+            GroupBroken: a member was lost while parameters were exchanged (ZeRO 1); the part holds no step any more.
+        """
+        if commit.skip:
+            self.restore()
+        else:
+            self._step(means, commit.scale * commit.clip / self.loss_scale)
+        if self._scaler:
+            self._scaler.update(skipped=commit.skip)
+        if self._schedule and not commit.skip:
+            self._schedule.on_step()
+
+    @abstractmethod
+    def _step(self, means: Means | None, factor: float) -> None:
+        """Multiply the gradients with `factor`, step the optimizer, and drop the gradients."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
+
+    def tick(self, metric: float | None = None) -> None:
+        """Advance a schedule of epochs or validations once; one of steps advances in `apply` and ignores this."""
+        if self._schedule:
+            self._schedule.on_tick(metric)
+
+    # ------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, batch: Any, rows: int | None = None, observer: Observer | None = None) -> EvalSums:
+        """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
+
+        Args:
+            batch: as in training; in a group this rank's part.
+            rows: its samples; None counts them. In a group all ranks measure together, and 0 or None mark a stand-in.
+            observer: sees outputs, targets and rows, on the ranks that have them.
+
+        Returns:
+            The sums; in a group all 0 on ranks whose figures do not count.
+        """
+        with self._evaluation_mode():
+            treated = self._preprocessing.for_evaluation(batch)
+            with self._autocast():
+                one = self._evaluate(treated, rows, observer)
+        if one is None:
+            return EvalSums(0.0, 0.0, 0, 0)
+        count = float(one.rows) if one.count is None else float(one.count)
+        return EvalSums(float(one.loss_sum), count, None if one.correct is None else int(one.correct), one.rows)
+
+    @abstractmethod
+    def _evaluate(self, batch: Any, rows: int | None, observer: Observer | None) -> Measured | None:
+        """Do a forward of a preprocessed batch; None on a rank whose figures do not count."""
+
+    def predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+        """Return outputs and rows of a batch, at the committed state and in evaluation mode.
+
+        Args:
+            batch: in the form that `forward` takes; in a group this rank's part, stages get (inputs, nothing).
+            rows: its samples; in a group 0 marks a stand-in.
+            forward: calls a whole model with the batch.
+
+        Returns:
+            One pair; in a group one for each micro-batch, and none on ranks whose outputs do not count.
+        """
+        with self._evaluation_mode():
+            treated = self._preprocessing.for_evaluation(batch)
+            with self._autocast():
+                return self._predict(treated, rows, forward)
+
+    @abstractmethod
+    def _predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+        """Do a forward of a preprocessed batch."""
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self._module.modules()]
+        self._module.eval()
+        try:
+            with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
+                yield
+        finally:
+            # One by one: train() would wake layers that the user keeps in evaluation mode.
+            for module, training in modes:
+                module.training = training
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
+        """Return the state as of the last commit: plain data and CPU copies; of a spread model this rank's share.
+
+        Args:
+            model: include "model", and of a whole replica "buffers" (moving ones that the state dict leaves out).
+            optimizer: include "optimizer", "scheduler" and "scaler"; the latter two are None where there is none.
+
+        Raises:
+            CheckpointError: an optimizer or scheduler keeps something that is not plain data.
+        """
+        state = self._model_state() if model else {}
+        if optimizer:
+            scheduler = self.scheduler.state_dict() if self.scheduler else None
+            state["optimizer"] = self._optimizer_state()
+            state["scheduler"] = plain(scheduler, "scheduler")
+            state["scaler"] = self._scaler.state() if self._scaler else None
+        return state
+
+    @abstractmethod
+    def _model_state(self) -> dict[str, Any]:
+        """Return what `state` holds of the model."""
+
+    @abstractmethod
+    def _optimizer_state(self) -> Any:
+        """Return what `state` holds of the optimizer."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Become a whole state, as `Replica.state` returned it; what it leaves out stays as it is. Nothing of it is kept.
+
+        Raises:
+            CheckpointError: it belongs to another model, optimizer or scheduler.
+        """
+        self.restore()
+        self._load(state)
+        if state.get("scheduler") is not None and self.scheduler:
+            with explained("scheduler"):
+                self.scheduler.load_state_dict(like(self.scheduler.state_dict(), copied(state["scheduler"])))
+        if state.get("scaler") and self._scaler:
+            self._scaler.load(state["scaler"])
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over model and optimizer of a whole state."""
+
+    @abstractmethod
+    def parameter_hash(self) -> str:
+        """Return SHA-256 over names and raw bytes of the parameters held here, in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what training needed."""
+
+
+@contextlib.contextmanager
+def explained(part: str) -> Iterator[None]:
+    """Raise what loading raises as CheckpointError that names the part of the state."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the {part} state does not fit this run's {part}: {error}") from error

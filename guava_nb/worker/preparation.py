@@ -1,0 +1,174 @@
+"""What a worker builds before a run: the shared cells' module, data sets that lie here, the replica, its group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from guava_nb.data.codec import class_resolver, unpack
+from guava_nb.errors import ConfigError, PreparationError
+from guava_nb.protocol.messages import (
+    AskData,
+    Cell,
+    DataFacts,
+    FormGroup,
+    GroupFormed,
+    Message,
+    Prepare,
+    Prepared,
+    RunSpec,
+    TensorInfo,
+)
+from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
+from guava_nb.spec import cells as source
+from guava_nb.spec.factories import Resolve
+from guava_nb.worker.error_text import error_text, problem_text, trace_text
+from guava_nb.worker.evaluate import Evaluator
+from guava_nb.worker.process_group import GroupSeat
+from guava_nb.worker.worker_datasets import OwnData
+
+__all__ = ["USER_ERRORS", "Preparation", "PreparedRun", "Send"]
+
+Send = Callable[[Message, Sequence[memoryview]], None]
+#: What a user's code may raise without ending this worker: leaving is not its business.
+USER_ERRORS = (Exception, SystemExit)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """What a worker has of one run.
+
+    Attributes:
+        run_id: of the run.
+        spec: its record.
+        module: of the shared cells; None where there are none.
+        replica: trains.
+        evaluator: validates and predicts with the replica.
+    """
+
+    run_id: str
+    spec: RunSpec
+    module: ModuleType | None
+    replica: BaseReplica
+    evaluator: Evaluator
+
+
+class Preparation:
+    """Builds what runs need, on one device.
+
+    Args:
+        device: where replicas live.
+        own: what lives in the calling process; its model is trained in place.
+        seat: takes this worker's place in process groups; None refuses runs that need one.
+
+    Attributes:
+        datasets: that lie here; the newest run's are open.
+    """
+
+    def __init__(self, device: torch.device, own: ResidentParts | None, seat: GroupSeat | None) -> None:
+        """Build nothing yet."""
+        self._device, self._own, self._seat = device, own, seat
+        self._default_dtype = torch.get_default_dtype()
+        self.datasets = OwnData()
+
+    def build(self, message: Prepare) -> PreparedRun:
+        """Build what a run needs; raises what the user's code raises.
+
+        Raises:
+            ConfigError: a name, an argument or a setting is wrong.
+            PreparationError: the run needs what this worker lacks, or the user's factory raised.
+            ImportError: a module that the user's code imports is missing here.
+        """
+        spec = message.spec
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        torch.use_deterministic_algorithms(spec.deterministic)
+        torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
+        torch.set_grad_enabled(True)
+        module = _module_of(message.cells)
+        self.datasets.open(message.cells, spec.data, module)
+
+        def resolve(name: str) -> object:
+            return self._resolve(name, module)
+
+        replica = self._replica(spec, resolve)
+        return PreparedRun(message.run_id, spec, module, replica, Evaluator(replica, resolve, spec.metrics))
+
+    def _replica(self, spec: RunSpec, resolve: Resolve) -> BaseReplica:
+        if spec.parallel is None:
+            return Replica(spec, resolve, self._device, None if self._own is None else self._own.model)
+        if self._seat is None or self._own is not None:
+            raise PreparationError(
+                "a worker inside the user's own process trains whole replicas in data mode only: start it with "
+                "%guava_worker or guava worker to take part in other modes"
+            )
+        # Loading torch's parallel libraries costs a second, and the star needs none of them.
+        from guava_nb.replica.sharded_replica import ShardedReplica
+
+        return ShardedReplica(spec, resolve, self._device)
+
+    def _resolve(self, name: str, module: ModuleType | None) -> object:
+        """Return what a run's record names: shared, importable, or with @ what lives in this process."""
+        if not name.startswith("@"):
+            found: object = source.resolve(name, module)
+            return found
+        if self._own is None:
+            raise PreparationError(
+                f"this run's {name[1:]} lives in a worker's own process (GPUTrainer, or NetworkWorker with model_ctor=), and "
+                "this worker is not one of those"
+            )
+        return self._own.find(name)
+
+    def built(self, run: PreparedRun) -> Prepared:
+        """Return the answer for a run that was built; a model that the orchestrator cannot build is described."""
+        described: tuple[TensorInfo, ...] = ()
+        if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
+            described = describe_model(self._own.model)
+        return Prepared(run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described)
+
+    def failed(self, message: Prepare, error: BaseException) -> Prepared:
+        """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
+        return Prepared(
+            run_id=message.run_id, ok=False, missing_module=source.cause_is_missing(error),
+            problem=problem_text(error), traceback=trace_text(error),
+        )  # fmt: skip
+
+    def data_facts(self, message: AskData) -> DataFacts:
+        """Build data sets that lie here and return their records, or what is wrong with them."""
+        try:
+            facts = self.datasets.facts(message.cells, message.data, _module_of(message.cells))
+        except USER_ERRORS as error:  # the orchestrator's cell must show it
+            # A sentence of ours needs no traceback, the user's own code does.
+            trace = "" if isinstance(error, ConfigError) else trace_text(error)
+            problem, missing = error_text(error) or type(error).__name__, source.cause_is_missing(error)
+            return DataFacts(message.request_id, (), missing_module=missing, problem=problem, traceback=trace)
+        return DataFacts(message.request_id, tuple(facts))
+
+    def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
+        """Join the process group, and build this rank's part of the model over it."""
+        from guava_nb.replica.sharded_replica import ShardedReplica
+
+        seat, replica = self._seat, run.replica
+        assert seat is not None and isinstance(replica, ShardedReplica)
+        run_id, generation = message.run_id, message.generation
+        try:
+            resolve = class_resolver(run.module)
+            example = None if message.example is None else unpack(message.example, payload, resolve)
+            seat.form(message)
+            replica.spread(len(message.members), example, message.machines)
+            seat.complete()
+            return GroupFormed(run_id=run_id, generation=generation, ok=True, layout=replica.layout_text)
+        except USER_ERRORS as error:
+            return GroupFormed(
+                run_id=run_id, generation=generation, ok=False, problem=problem_text(error), traceback=trace_text(error),
+                broken=seat.broken_by(error),
+            )  # fmt: skip
+
+
+def _module_of(cells: Sequence[Cell]) -> ModuleType | None:
+    return source.build_module(cells) if cells else None

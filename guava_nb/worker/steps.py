@@ -1,0 +1,330 @@
+"""A worker's share of a run's steps: shards are worked on, commits applied, one piece at a time.
+
+Knows what has come of each step, the replica, and what to tell the orchestrator; knows nothing of the queue of messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.protocol.messages import (
+    Abort,
+    Commit,
+    CommitStep,
+    Committed,
+    Failure,
+    FetchState,
+    FlatTensor,
+    GradientBucket,
+    LoadState,
+    Ready,
+    Shard,
+    State,
+    StateLoaded,
+    StepInfo,
+    SumBucket,
+)
+from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.batch import cut
+from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.shard import ShardResult, ShardWork
+from guava_nb.row_cache.reader import Load
+from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
+from guava_nb.telemetry.energy_reporter import EnergyReporter
+from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
+from guava_nb.worker.error_text import error_text, trace_text
+from guava_nb.worker.pending_steps import LocalStep, PendingSteps
+from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
+from guava_nb.worker.process_group import GroupSeat
+
+__all__ = ["StepRunner"]
+
+log = logging.getLogger(__name__)
+
+#: Presence bits and flat tensor of a bucket.
+_Sum = tuple[bytes, torch.Tensor]
+
+
+def _key(message: Shard) -> tuple[str, int, int, int]:
+    return message.run_id, message.generation, message.step, message.shard
+
+
+class StepRunner:
+    """Works on the steps of one run after another.
+
+    Args:
+        send: queues a message for the orchestrator; never blocks.
+        device: where replicas live.
+        seat: this worker's place in process groups, if it may take one.
+        energy: gets told what is done when; None tells nobody.
+        on_work: called when a shard begins.
+        on_commit: called with (generation, step) after each commit.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        device: torch.device,
+        seat: GroupSeat | None,
+        energy: EnergyReporter | None,
+        on_work: Callable[[], None],
+        on_commit: Callable[[int, int], None],
+    ) -> None:
+        """Have no run yet."""
+        self._send, self._device, self._seat, self._energy = send, device, seat, energy
+        self._on_work, self._on_commit = on_work, on_commit
+        self._phases = PhaseBook() if energy is None else energy.phases
+        self._flops = FlopCount(False)
+        self._prefetch = DevicePrefetch(copier_for(device))
+        self._run: PreparedRun | None = None
+        self._pending: PendingSteps[_Sum] = PendingSteps()
+        self._generation = 0
+        self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
+        self._idle_since = time.monotonic()
+
+    def begin(self, run: PreparedRun) -> None:
+        """Work on this run from now on, from its first step or the one that `load_state` tells."""
+        self._run, self._pending = run, PendingSteps()
+        # Of a model in parts each worker would count its own operations only.
+        self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
+
+    def end(self) -> None:
+        """The run is over: forget what has come of it."""
+        committed = self.committed
+        self._run, self._pending = None, PendingSteps()
+        self._pending.reset(committed)
+        self.close()
+
+    def close(self) -> None:
+        """End the prefetch; a shard that comes later begins it anew."""
+        self._prefetch.close()
+
+    @property
+    def committed(self) -> int:
+        """The last step that was applied in this run or, between two, in the last one; -1 before the first."""
+        return self._pending.committed
+
+    @property
+    def mid_step(self) -> bool:
+        """Whether shards of the present step were computed that are not committed."""
+        step = self._pending.current()
+        return step is not None and bool(step.done)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has something to do."""
+        step = self._pending.current()
+        return step is not None and (bool(step.todo) or self._can_apply(step))
+
+    def rest(self) -> None:
+        """What was done until now is no waiting for the next shard."""
+        self._idle_since = time.monotonic()
+
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    def add(self, message: Shard, load: Load | None) -> None:
+        """Take a shard; `load` gives its parts, None where it will come again."""
+        step = self._pending.announce(message.step, message.generation, message.want_hash)
+        if step is not None and message.shard not in step.done and load is not None:
+            step.todo.append((message, load))
+
+    def announce(self, message: StepInfo) -> None:
+        """A step has begun in which this worker may have no shard."""
+        self._pending.announce(message.step, message.generation, message.want_hash)
+
+    def add_sum(self, message: SumBucket, payload: memoryview) -> None:
+        """Take the sum of a bucket, `[numel]`; its tensor is `payload` itself, which is this run's from now on."""
+        step = self._pending.find(message.step, message.generation)
+        if step is not None:
+            tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+            step.means[message.bucket] = (message.present, tensor)
+            step.commit = message.commit or step.commit
+
+    def commit(self, message: CommitStep) -> None:
+        """Apply a step as soon as all of it has come."""
+        step = self._pending.find(message.step, message.generation)
+        if step is not None:
+            step.commit = message.commit
+
+    def abort(self, message: Abort) -> None:
+        """Give up what is not committed, and tell how far this worker is.
+
+        A lone one may have committed a step that the orchestrator does not know of yet.
+        """
+        self._generation = max(self._generation, message.generation)
+        self._pending.abort(message.last_committed, message.generation)
+        self._send(Committed(run_id=message.run_id, generation=message.generation, step=self.committed), ())
+
+    def load_state(self, replica: BaseReplica, message: LoadState, payload: memoryview) -> None:
+        """Become the state that came, and say that it is loaded; errors as in `BaseReplica.load_state`."""
+        replica.load_state(unpack(message.state, payload))
+        self._pending.reset(message.step)
+        self._generation = message.generation
+        self.rest()  # what came before was preparing, no waiting for data
+        digest = replica.parameter_hash() if message.want_hash else ""
+        kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
+        self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
+
+    def send_state(self, replica: BaseReplica, message: FetchState) -> None:
+        """Send the state of the last commit."""
+        tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
+        self._send(State(message.request_id, message.run_id, self.committed, tree), buffers)
+
+    # ------------------------------------------------------------------------------------------------------------ work
+
+    def advance(self, leaving: bool) -> BaseException | None:
+        """Do one piece of work, so that messages are looked at in between; none when the worker is `leaving`.
+
+        Returns:
+            What the user's optimizer or schedule raised: what the replica holds is then unknown.
+        """
+        run, step = self._run, self._pending.current()
+        if run is not None and self._pending.take_abandoned():
+            run.replica.restore()
+        if run is None or step is None or leaving:
+            return None
+        if self._can_apply(step):
+            try:
+                self._apply(run, step)
+            except USER_ERRORS as error:
+                return error
+        elif step.todo:
+            message, load = step.todo.pop(0)
+            if message.shard not in step.done:
+                self._work(run, step, message, load)
+        return None
+
+    def _can_apply(self, step: LocalStep[_Sum]) -> bool:
+        if step.commit is None or not step.announced or self._run is None:
+            return False
+        return len(step.means) == len(self._run.replica.layout.numbers) or not step.means
+
+    def _work(self, run: PreparedRun, step: LocalStep[_Sum], message: Shard, load: Load) -> None:
+        started = time.monotonic()
+        wait_s = started - self._idle_since
+        self._phases.add(WAITING, self._idle_since, started)
+        self._on_work()
+        try:
+            parts = self._prefetch.take(_key(message), load)
+            self._look_ahead()
+            result = self._run_shard(run.replica, message, parts)
+        except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
+            run.replica.restore()
+            self.fail(error, message.run_id, message.step, message.shard)
+            return
+        step.done.add(message.shard)
+        forward_ended = started + result.forward_s
+        self._phases.add(FORWARD, started, forward_ended)
+        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
+        ready = _ready(message, result, wait_s)
+        if message.solo and (result.finite or run.spec.precision == "fp16"):
+            # Nobody waits for this report, so it travels with the commit: one message a step instead of two.
+            scale = message.global_rows / result.count if result.count else 0.0
+            step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
+        else:
+            self._send(ready, ())
+        self.rest()
+
+    def _look_ahead(self) -> None:
+        """Let the next shard, if it is here, come to the device while this one computes."""
+        following = self._pending.following()
+        if following is not None:
+            message, load = following
+            self._prefetch.begin(_key(message), load)
+
+    def _run_shard(self, replica: BaseReplica, message: Shard, parts: list[Any]) -> ShardResult:
+        """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
+
+        def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
+            head = GradientBucket(
+                run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
+                bucket=bucket, present=present,
+                tensor=FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel()),
+            )  # fmt: skip
+            self._send(head, [tensor_bytes(flat)])
+
+        while True:
+            pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
+            work = ShardWork(
+                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
+            )
+            try:
+                with self._flops.around(message.rows):
+                    result = replica.run_shard(work, None if message.solo else on_bucket)
+                if self._energy is not None:
+                    self._energy.flops = self._flops.per_sample
+                return result
+            except torch.OutOfMemoryError:
+                if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
+                    raise
+                self._pieces *= 2
+                log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
+                replica.restore()
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
+        replica, commit = run.replica, step.commit
+        assert commit is not None
+        started = time.monotonic()
+        self._phases.add(EXCHANGE, self._idle_since, started)
+        at_orchestrator = run.spec.optimizer_site == "orchestrator"
+        if isinstance(replica, Replica) and step.means and not commit.skip and at_orchestrator:
+            replica.take_parameters(step.means)
+        else:
+            with contextlib.nullcontext() if self._seat is None else self._seat.applying():
+                replica.apply(step.means or None, commit)
+        self._pending.advance()
+        self._generation = step.generation
+        self._send(
+            Committed(
+                run_id=run.run_id, generation=step.generation, step=self.committed,
+                parameter_hash=replica.parameter_hash() if step.want_hash else "",
+                update_s=time.monotonic() - started, learning_rate=replica.learning_rate, skipped=commit.skip,
+                ready=step.ready,
+            ),
+            (),
+        )  # fmt: skip
+        self.rest()
+        self._phases.add(UPDATE, started, self._idle_since)
+        self._on_commit(self._generation, self.committed)
+
+    def fail(
+        self, error: BaseException, run_id: str, step: int, shard: int = -1, kind: str = "user", request: int = 0
+    ) -> None:
+        """Tell the orchestrator what the user's code, or the group, raised.
+
+        Args:
+            shard: -1 where none was worked on.
+            kind: "internal" where what the replica holds is unknown.
+            request: number of the `Evaluate` or `Predict`, if it was one.
+        """
+        text, trace = error_text(error), trace_text(error)
+        if self._seat is not None and self._seat.broken_by(error):
+            kind = "group" if kind == "user" else "torn"
+        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
+            kind = "memory"
+            text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
+        current = self._pending.current()
+        failure = Failure(
+            run_id=run_id, generation=self._generation if current is None else current.generation, step=step,
+            shard=shard, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
+        )  # fmt: skip
+        self._send(failure, ())
+
+
+def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
+    return Ready(
+        run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
+        loss_sum=result.loss_sum, count=result.count, finite=result.finite, rows=message.rows,
+        forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, culprit=result.culprit,
+        gradient_square=result.gradient_square, tokens=result.tokens,
+    )  # fmt: skip
