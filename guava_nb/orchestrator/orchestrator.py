@@ -67,6 +67,8 @@ class Orchestrator(SessionHost):
         """Check the settings; nothing is started before `open`."""
         super().__init__(config, **overrides)
         self._given = self.config  # what a mode falls back to
+        if ignored := self.config.without_effect():
+            self._notices.add(f"accepted, without effect here: {', '.join(ignored)}; see help(DistributedConfig)")
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
         self._models = ModelRegistry()
