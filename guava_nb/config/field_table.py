@@ -19,13 +19,15 @@ class FieldTable:
 
     Args:
         owner: the dataclass.
+        sizes: fields whose text is a size with its unit, such as 900MB.
 
     Attributes:
         names: of all settings, in order.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, sizes: tuple[str, ...] = ()) -> None:
         """Read the class once."""
+        self._sizes = sizes
         hints = typing.get_type_hints(owner)
         self._fields = {one.name: one for one in fields(owner) if one.init}
         self._kinds = {name: hints[name] for name in self._fields}
@@ -59,7 +61,7 @@ class FieldTable:
         Raises:
             ConfigError: it is of another type, or out of range.
         """
-        if self._fields[name].metadata["has_unit"] and isinstance(value, str) and value.strip() != "0":
+        if name in self._sizes and isinstance(value, str) and value.strip() != "0":
             try:
                 value = parse_bytes(value)
             except ConfigError as error:

@@ -158,7 +158,7 @@ class DistributedConfig:
     window_mb: int = setting(256, low=1)
     bucket_mb: float = setting(4.0, above=0, high=1024)
     compression: str = setting("auto", choices=("auto", "on", "off"))
-    budget_bytes: int = setting(0, low=0, has_unit=True)
+    budget_bytes: int = setting(0, low=0)
 
     checkpoint_dir: str = setting("./checkpoints")
     save_interval: int = setting(0, low=0)
@@ -397,4 +397,4 @@ class DistributedConfig:
 
 @cache
 def _table() -> FieldTable:
-    return FieldTable(DistributedConfig)
+    return FieldTable(DistributedConfig, sizes=("budget_bytes",))

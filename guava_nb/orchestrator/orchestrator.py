@@ -17,7 +17,7 @@ from guava_nb.cluster.host import SessionHost
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
 from guava_nb.data.loader_feed import Feed
-from guava_nb.errors import CheckpointError, ClusterError, ConfigError
+from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import Metrics, merges_for, metric_specs
 from guava_nb.evaluation.passes import Progress
@@ -25,7 +25,7 @@ from guava_nb.evaluation.predict import PredictOptions, predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import Composed, PlannedRun, guessed_feeds, unchanged_randomness
+from guava_nb.forecast.planned_run import PlannedRun, guessed_feeds, unchanged_randomness
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
@@ -38,14 +38,13 @@ from guava_nb.spec.training_options import Reference, TrainingOptions, takes_opt
 from guava_nb.status import Status
 from guava_nb.sync.handover import take_over
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import chosen_limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.progress_bar import reporting, watch
 from guava_nb.training.run import Run
 from guava_nb.training.status_survey import survey
-from guava_nb.training.worker_data_facts import ask_data, feeds, refuse_group, refuse_static
+from guava_nb.training.worker_data_facts import ask_data, feeds
 
 __all__ = ["Orchestrator"]
 
@@ -162,7 +161,6 @@ class Orchestrator(SessionHost):
         with interrupts_remembered() as interrupts:
             model, workers = self._models.needed(self._replica_sets.loaded), len(cluster.roster.ready())
             composed = self._builder().compose(chosen, model, loaders, workers, cuda_reach(cluster))
-            self._check_data(composed, chosen)
             if composed.own:
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
@@ -182,13 +180,6 @@ class Orchestrator(SessionHost):
 
     def _builder(self) -> RunBuilder:
         return RunBuilder(self.config, self._models, self._tensor_plan)
-
-    @staticmethod
-    def _check_data(composed: Composed, options: TrainingOptions) -> None:
-        if options.cache_static:
-            refuse_static(composed.spec)
-        if composed.own:
-            refuse_group(composed.spec)
 
     # ------------------------------------------------------------------------------------------------------- forecast
 
@@ -241,7 +232,6 @@ class Orchestrator(SessionHost):
         cluster = self._cluster
         workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
         composed = self._builder().compose(options, model, loaders, workers)
-        self._check_data(composed, options)
         plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders), composed.validation)
         limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
         replica_set, trained = self._replica_sets.guess(composed, plan, options)
@@ -393,28 +383,9 @@ class Orchestrator(SessionHost):
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
-        target, trained, job = Path(path), self._replica_sets.trained, self._job
-        if trained is None or job is None:
-            raise CheckpointError("there is nothing to save: no run was started in this session")
-        if job.run.done:
-            state = self._replica_sets.fetch(trained)
-            checkpoint.write(target, state, trained.step, job.where(), trained.spec)
-            return target
-
-        def save() -> None:
-            job.budget_gate.refuse_save()
-            checkpoint.write(target, trained.fetch(job), trained.step, job.where(), trained.spec)
-
-        saving = job.at_boundary(save)
-        if job.is_current():
-            saving.add_done_callback(lambda done: self._tell_failure(f"{target} was not saved", done.exception()))
-        else:
-            saving.result(timeout=self.config.rejoin_timeout_s)
+        target = Path(path)
+        self._replica_sets.save(target, self._job, self.config.rejoin_timeout_s)
         return target
-
-    def _tell_failure(self, what: str, error: BaseException | None) -> None:
-        if error is not None:
-            self._notices.add(f"{what}: {error}")
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.

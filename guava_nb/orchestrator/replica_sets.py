@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.notices import Notices
-from guava_nb.errors import ConfigError
+from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
@@ -22,6 +22,7 @@ from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
+from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
 __all__ = ["ReplicaSets"]
@@ -84,6 +85,38 @@ class ReplicaSets:
         if replica_set.master_step != replica_set.step:
             self.fetch(replica_set)
         return replica_set.master.model
+
+    def save(self, path: Path, job: TrainingJob | None, timeout_s: float) -> None:
+        """Save the state of the last committed step; during a run at its next boundary between steps.
+
+        Args:
+            job: of the newest run.
+            timeout_s: how long that boundary is waited for; the run's own thread does not wait.
+
+        Raises:
+            CheckpointError: nothing was trained yet, or the file cannot be written.
+            WorkerLost: the workers that hold the state are gone.
+        """
+        trained = self.trained
+        if trained is None or job is None:
+            raise CheckpointError("there is nothing to save: no run was started in this session")
+        if job.run.done:
+            checkpoint.write(path, self.fetch(trained), trained.step, job.where(), trained.spec)
+            return
+
+        def write() -> None:
+            job.budget_gate.refuse_save()
+            checkpoint.write(path, trained.fetch(job), trained.step, job.where(), trained.spec)
+
+        saving = job.at_boundary(write)
+        if job.is_current():
+            saving.add_done_callback(lambda done: self._tell_unsaved(path, done.exception()))
+        else:
+            saving.result(timeout=timeout_s)
+
+    def _tell_unsaved(self, path: Path, error: BaseException | None) -> None:
+        if error is not None:
+            self._notices.add(f"{path} was not saved: {error}")
 
     # ------------------------------------------------------------------------------------------------------- to train
 

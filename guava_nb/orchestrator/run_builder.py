@@ -14,7 +14,7 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.run_spec import build_spec, parallel_spec
 from guava_nb.spec.training_options import Reference, TrainingOptions
-from guava_nb.training.worker_data_facts import data_spec, refuse_place
+from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
 
 __all__ = ["RunBuilder"]
 
@@ -57,6 +57,10 @@ class RunBuilder:
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
         parallel = parallel_spec(self._config, workers, self._tensor_plan, (lambda: False) if own else reach)
         spec = build_spec(self._config, shared, model, options, parallel, metrics)
+        if options.cache_static:
+            refuse_static(spec)
+        if own:
+            refuse_group(spec)
         return Composed(spec, shared, own, lambda: Validation(metrics, merges_for(metrics, shared)))
 
     def question(
