@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +19,52 @@ from guava_nb.protocol.messages import Factory, Wanted
 from guava_nb.replica.state_dict import parameter_hash
 from guava_nb.sync.replica_set import ReplicaSet, fetch_between_runs
 
-__all__ = ["PredictOptions", "predict"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictOptions:
-    """How a prediction is made.
-
-    Attributes:
-        wanted: what comes back.
-        path: of memory maps; None keeps results in memory.
-        resume: go on with what `path` holds.
-        patience_s: for a worker that holds the state and does not answer.
-        grace_s: as for `ask`.
-    """
-
-    wanted: Wanted
-    path: Path | None = None
-    resume: bool = False
-    patience_s: float = 60.0
-    grace_s: float = 5.0
+__all__ = ["predict"]
 
 
 def predict(
-    cluster: Cluster, replica_set: ReplicaSet, loader: Any, options: PredictOptions, progress: Progress | None = None
+    cluster: Cluster,
+    replica_set: ReplicaSet,
+    loader: Any,
+    wanted: Wanted,
+    *,
+    path: Path | None = None,
+    resume: bool = False,
+    patience_s: float = 60.0,
+    grace_s: float = 5.0,
+    progress: Progress | None = None,
 ) -> Predictions:
-    """Predict all of a loader; errors as for `Orchestrator.predict`.
+    """Predict all of a loader; arguments and errors as for `Orchestrator.predict`.
 
     Args:
         cluster: who is here.
         replica_set: whose last committed state predicts.
         loader: the user's.
-        options: how.
+        wanted: what comes back.
+        path: of memory maps; None keeps results in memory.
+        resume: go on with what `path` holds.
+        patience_s: for a worker that holds the state and does not answer.
+        grace_s: as for `ask`.
         progress: as for `ask`.
     """
-    wanted, path = options.wanted, options.path
-    _check(replica_set, options)
+    if resume and path is None:
+        raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
+    if wanted.step is not None and replica_set.spec.parallel is not None and replica_set.spec.parallel.pp > 1:
+        raise ConfigError(
+            "predict_step calls a whole model, and here each worker holds some of its layers: leave it out for batches of "
+            "inputs or (inputs, targets), or train in another mode"
+        )
     feed = Feed(loader)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
-        fetch_between_runs(replica_set, cluster, options.patience_s)
-        results = DiskResults(path, _asked(replica_set, loader, feed.samples_per_epoch, wanted), options.resume)
+        fetch_between_runs(replica_set, cluster, patience_s)
+        results = DiskResults(path, _asked(replica_set, loader, feed.samples_per_epoch, wanted), resume)
     question = Prediction(wanted, results, feed.samples_per_epoch, lambda: feed.skipped_samples)
     if not (isinstance(results, DiskResults) and results.complete):
         skip = results.batches if isinstance(results, DiskResults) else 0
         complete = False
         try:
-            ask(cluster, replica_set, feed, question, skip_batches=skip, grace_s=options.grace_s, progress=progress)
+            ask(cluster, replica_set, feed, question, skip_batches=skip, grace_s=grace_s, progress=progress)
             question.check_skipped()
             complete = True
         finally:
@@ -75,17 +73,6 @@ def predict(
     if path is None:
         return Predictions(in_id_order(arrays) if arrays else arrays, question.estimated_bytes)
     return Predictions(arrays, question.estimated_bytes, path)
-
-
-def _check(replica_set: ReplicaSet, options: PredictOptions) -> None:
-    if options.resume and options.path is None:
-        raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
-    parallel = replica_set.spec.parallel
-    if options.wanted.step is not None and parallel is not None and parallel.pp > 1:
-        raise ConfigError(
-            "predict_step calls a whole model, and here each worker holds some of its layers: leave it out for batches of "
-            "inputs or (inputs, targets), or train in another mode"
-        )
 
 
 def _asked(replica_set: ReplicaSet, loader: Any, total: int | None, wanted: Wanted) -> dict[str, Any]:

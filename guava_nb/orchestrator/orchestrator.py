@@ -21,7 +21,7 @@ from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import Metrics, merges_for, metric_specs
 from guava_nb.evaluation.passes import Progress
-from guava_nb.evaluation.predict import PredictOptions, predict
+from guava_nb.evaluation.predict import predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
@@ -356,15 +356,11 @@ class Orchestrator(SessionHost):
             step = Factory(factory_name("predict_step", predict_step, self._models.shared()))
             wanted = replace(wanted, step=step)
         replica_set = self._for_question(None, preprocess)
-        options = PredictOptions(
-            wanted=wanted,
-            path=None if path is None else Path(path),
-            resume=resume,
-            patience_s=self._patience_s,
-            grace_s=self.config.interrupt_grace_s,
-        )
         with reporting("predicting", progress) as report:
-            return predict(cluster, replica_set, loader, options, report)
+            return predict(
+                cluster, replica_set, loader, wanted, path=None if path is None else Path(path), resume=resume,
+                patience_s=self._patience_s, grace_s=self.config.interrupt_grace_s, progress=report,
+            )  # fmt: skip
 
     def _for_question(self, criterion: Reference | None, preprocess: Reference | None) -> ReplicaSet:
         self._check_idle()

@@ -187,5 +187,6 @@ def _factories(
         reference, arguments = getattr(options, name), getattr(options, f"{name}_args", None)
         if name == "optimizer":
             arguments = optimizer_arguments(reference, arguments, config)
-        made[name] = None if reference is None else _factory(name, reference, arguments, shared)
+        absent = reference is None and name != "optimizer"  # there always is one
+        made[name] = None if absent else _factory(name, reference, arguments, shared)
     return made

@@ -18,8 +18,7 @@ from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ClusterError, ConfigError, RemoteError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
-from guava_nb.evaluation.predict import PredictOptions
-from guava_nb.evaluation.predict import predict as predict_with
+from guava_nb.evaluation.predict import predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.protocol.messages import Evaluated, Factory, Message, Predicted, Wanted
@@ -35,12 +34,6 @@ def cluster() -> Iterator[Cluster]:
     made = make_cluster()
     yield made
     made.close()
-
-
-def predict(
-    cluster: Cluster, replica_set: ReplicaSet, loader: Any, wanted: Wanted, progress: Any = None, **options: Any
-) -> Predictions:
-    return predict_with(cluster, replica_set, loader, PredictOptions(wanted=wanted, **options), progress)
 
 
 def start(cluster: Cluster, *hooks: Hook | None) -> ReplicaSet:
