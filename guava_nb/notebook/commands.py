@@ -30,6 +30,10 @@ def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
     return option(flag_name, metavar="|".join(names), type=choice(*names), complete=names, help=text)
 
 
+def _count(flag_name: str, text: str, low: int = 1, metavar: str = "N") -> Option:
+    return option(flag_name, metavar=metavar, type=integer(low), help=text)
+
+
 def _json(flag_name: str, text: str, example: str = '{"hidden": 64}') -> Option:
     return option(flag_name, metavar="JSON", type=json_object(example), help=text)
 
@@ -74,10 +78,8 @@ UP = Command(
         ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
-        option(
-            "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
-        ),
-        option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        _count("--workers", "how many workers training waits for, local ones included"),
+        _count("--local", "also start N workers on this machine", 0),
         option(
             "--connect",
             nargs="*",
@@ -141,19 +143,9 @@ MODE = Command(
             help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
             "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",
         ),
-        option("--dp", metavar="N", type=integer(1), help="zero, hybrid: replicas that share the batch"),
-        option(
-            "--pp",
-            metavar="N",
-            type=integer(1),
-            help="pipeline, hybrid: stages (default in pipeline mode: all workers)",
-        ),
-        option(
-            "--tp",
-            metavar="N",
-            type=integer(1),
-            help="tensor, hybrid: workers that share each layer (tensor: all)",
-        ),
+        _count("--dp", "zero, hybrid: replicas that share the batch"),
+        _count("--pp", "pipeline, hybrid: stages (default in pipeline mode: all workers)"),
+        _count("--tp", "tensor, hybrid: workers that share each layer (tensor: all)"),
         option(
             "--zero",
             metavar="1|2|3",
@@ -161,14 +153,9 @@ MODE = Command(
             help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; zero mode: 2 when left "
             "out, hybrid: nothing (0); with stages at most 1",
         ),
-        option("--micro-batches", metavar="M", type=integer(1), help="pipeline: parts a batch is cut into (4)"),
+        _count("--micro-batches", "pipeline: parts a batch is cut into (4)", 1, "M"),
         _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
-        option(
-            "--stages-per-worker",
-            metavar="N",
-            type=integer(1),
-            help="pipeline: more than 1 with --schedule interleaved",
-        ),
+        _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved"),
         option(
             "--split",
             metavar="NAMES",
@@ -201,8 +188,8 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "arguments": lambda flag_name, text, info: _json(flag_name, text),
     "metrics": lambda flag_name, text, info: _metrics(text),
     "choice": lambda flag_name, text, info: _one(flag_name, info.choices, text),
-    "count": lambda flag_name, text, info: option(flag_name, metavar="N", type=integer(1), help=text),
-    "seed": lambda flag_name, text, info: option(flag_name, metavar="N", type=integer(0), help=text),
+    "count": lambda flag_name, text, info: _count(flag_name, text),
+    "seed": lambda flag_name, text, info: _count(flag_name, text, 0),
     "norm": lambda flag_name, text, info: option(flag_name, metavar="X", type=number, help=text),
     "size": lambda flag_name, text, info: option(flag_name, metavar="SIZE", type=byte_size, help=text),
     "weights": lambda flag_name, text, info: option(flag_name, metavar="A,B,...", type=shares, help=text),
@@ -253,7 +240,7 @@ PREDICT = Command(
     "What the trained model makes of every sample, in the order of the data set; returns the results.",
     (
         _expression("--data", "DataLoader of the notebook; of (inputs, targets) the targets stay here", required=True),
-        option("--top-k", metavar="K", type=integer(1), help="the best K classes of each sample (default 1)"),
+        _count("--top-k", "the best K classes of each sample (default 1)", 1, "K"),
         option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
         flag("--full", help="the probabilities of all classes too"),
         flag("--raw", help="the outputs as they are, for models that give no [rows, classes]"),
@@ -286,7 +273,7 @@ LOG = Command(
     "Last lines that workers printed.",
     (
         word("worker", nargs="?", metavar="WORKER", complete=("<workers>",), help="only this worker"),
-        option("-n", metavar="N", type=integer(1), help="how many lines (default: %%config Guava.log_lines, 50)"),
+        _count("-n", "how many lines (default: %%config Guava.log_lines, 50)"),
         flag(
             "-f", "--follow", help="go on with new lines until the run or the worker ends, or the cell is interrupted"
         ),
