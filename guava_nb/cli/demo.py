@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,28 +81,19 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "demo", help="train on real digit images with workers on this machine", description=__doc__
     )
-    default = DemoOptions()
-    parser.add_argument(
-        "--workers", type=int, default=default.workers, metavar="N", help="worker processes (%(default)s)"
-    )
-    parser.add_argument("--mode", default=default.mode, help=f"way to share the work: {', '.join(MODES)} (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=default.epochs, metavar="E", help="passes (%(default)s)")
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=default.batch_size,
-        metavar="B",
-        help="images per step, all workers (%(default)s)",
-    )
-    parser.add_argument("--shares", metavar="2,1", help="relative share of each worker (equal)")
-    parser.add_argument("--lr", type=float, default=default.learning_rate, help="learning rate of Adam (%(default)s)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="root of every random stream (%(default)s)")
-    parser.add_argument(
-        "--precision", choices=("fp32", "fp64"), help="fp32; with --check fp64, where parity is sharpest"
-    )
-    parser.add_argument("--check", action="store_true", help="train plain PyTorch too and compare the weights")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("--no-tls", action="store_true", help="do not encrypt the connections")
+    add = parser.add_argument
+    add("--workers", type=int, metavar="N", help="worker processes (%(default)s)")
+    add("--mode", help=f"way to share the work: {', '.join(MODES)} (%(default)s)")
+    add("--epochs", type=int, metavar="E", help="passes (%(default)s)")
+    add("--batch-size", type=int, metavar="B", help="images per step, all workers (%(default)s)")
+    add("--shares", metavar="2,1", help="relative share of each worker (equal)")
+    add("--lr", type=float, dest="learning_rate", metavar="LR", help="learning rate of Adam (%(default)s)")
+    add("--seed", type=int, help="root of every random stream (%(default)s)")
+    add("--precision", choices=("fp32", "fp64"), help="fp32; with --check fp64, where parity is sharpest")
+    add("--check", action="store_true", help="train plain PyTorch too and compare the weights")
+    add("--report", type=Path, metavar="FILE", help="write all figures as JSON")
+    add("--no-tls", dest="tls", action="store_false", help="do not encrypt the connections")
+    parser.set_defaults(**{**asdict(DemoOptions()), "precision": None})
     parser.set_defaults(run=run)
 
 
@@ -126,19 +117,9 @@ def options_from(args: argparse.Namespace) -> DemoOptions:
     Raises:
         ConfigError: options that do not fit together.
     """
-    return DemoOptions(
-        workers=args.workers,
-        mode=args.mode,
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        shares=_parse_shares(args.shares),
-        learning_rate=args.lr,
-        seed=args.seed,
-        precision=args.precision or ("fp64" if args.check else "fp32"),
-        check=args.check,
-        report=args.report,
-        tls=not args.no_tls,
-    )
+    given = {one.name: getattr(args, one.name) for one in fields(DemoOptions)}
+    precision = args.precision or ("fp64" if args.check else "fp32")
+    return DemoOptions(**{**given, "shares": _parse_shares(args.shares), "precision": precision})
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:

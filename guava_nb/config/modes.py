@@ -58,23 +58,8 @@ def mode_settings(
     Raises:
         ConfigError: an unknown mode, a size that the mode has no axis for, or settings that contradict each other.
     """
-    if mode not in MODES:
-        raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(MODES)}")
-    axes = {"data": "", "pipeline": "pp", "tensor": "tp", "zero": "dp", "hybrid": "dp pp tp"}[mode].split()
-    for name, size in (("dp", dp), ("pp", pp), ("tp", tp)):
-        if size is not None and name not in axes:
-            raise ConfigError(f"{mode} mode has no axis {name}; leave --{name} out, or use hybrid mode")
-    if zero_stage is not None and mode not in ("zero", "hybrid"):
-        raise ConfigError(f"{mode} mode has no ZeRO stage; use zero or hybrid mode")
-    if mode == "hybrid" and dp is pp is tp is None:
-        raise ConfigError(
-            "hybrid mode needs its axes: how many replicas (dp, --dp), stages (pp, --pp) and workers that share a layer "
-            "(tp, --tp), two of them at least, such as %guava_mode hybrid --dp 2 --pp 2; of those "
-            "left out dp follows from the workers, the others are 1"
-        )
-    stage = zero_stage if zero_stage is not None else (2 if mode == "zero" else 0)
-    if mode == "zero" and not stage:
-        raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
+    stage = 2 if mode == "zero" and zero_stage is None else zero_stage or 0
+    _check_axes(mode, {"dp": dp, "pp": pp, "tp": tp}, zero_stage, stage)
     settings = {
         **MODE_DEFAULTS,
         "data_parallel": mode in ("data", "zero", "hybrid"),
@@ -92,6 +77,26 @@ def mode_settings(
         bool(settings.get("sync_batchnorm")),
     )  # fmt: skip
     return settings
+
+
+def _check_axes(mode: str, sizes: Mapping[str, int | None], asked_stage: int | None, stage: int) -> None:
+    """Refuse sizes that the mode has no axis for, and axes that it lacks."""
+    if mode not in MODES:
+        raise ConfigError(f"mode is {mode!r}; it is one of: {', '.join(MODES)}")
+    axes = {"data": "", "pipeline": "pp", "tensor": "tp", "zero": "dp", "hybrid": "dp pp tp"}[mode].split()
+    for name, size in sizes.items():
+        if size is not None and name not in axes:
+            raise ConfigError(f"{mode} mode has no axis {name}; leave --{name} out, or use hybrid mode")
+    if asked_stage is not None and mode not in ("zero", "hybrid"):
+        raise ConfigError(f"{mode} mode has no ZeRO stage; use zero or hybrid mode")
+    if mode == "hybrid" and all(size is None for size in sizes.values()):
+        raise ConfigError(
+            "hybrid mode needs its axes: how many replicas (dp, --dp), stages (pp, --pp) and workers that share a layer "
+            "(tp, --tp), two of them at least, such as %guava_mode hybrid --dp 2 --pp 2; of those "
+            "left out dp follows from the workers, the others are 1"
+        )
+    if mode == "zero" and not stage:
+        raise ConfigError("zero mode needs stage 1, 2 or 3: it says what is sharded (optimizer, gradients, parameters)")
 
 
 def check_combination(

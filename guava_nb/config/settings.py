@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from guava_nb.config import sources
+from guava_nb.config.field_table import FieldTable
 from guava_nb.config.mesh import Mesh, divide_layers, largest_divisor, make_mesh
 from guava_nb.config.modes import SCHEDULES, mode_name
-from guava_nb.config.units import parse_bytes
-from guava_nb.config.values import Origin, check, near, parse, setting
+from guava_nb.config.values import Origin, setting
 from guava_nb.errors import ConfigError
 
 __all__ = ["DistributedConfig"]
@@ -26,8 +25,7 @@ class DistributedConfig:
     Times are in seconds, sizes in the unit of the name (`_mb`: 2**20 bytes).
 
     Model shape (what `get_layers_per_gpu` and tensor groups reckon with; your own model may ignore it):
-        vocab_size (50257), d_model (768), n_heads (12), n_layers (12), d_ff (3072), max_seq_len (1024): counts.
-        dropout (0.1): probability, at least 0 and less than 1.
+        d_model (768), n_heads (12), n_layers (12): counts.
 
     Training:
         num_epochs (1): passes over the data. batch_size (8): samples of the global batch.
@@ -74,9 +72,7 @@ class DistributedConfig:
         "direct"; "auto" takes the direct path where all reach each other.
 
     Waiting:
-        activation_timeout (0), ack_timeout (0): longest wait for an activation or an acknowledgement; 0 waits as long
-        as the peer is alive. max_resends (0): times an open request is sent again; 0 as often as needed.
-        resend_probe_interval (5): time between such probes. connect_timeout_s (10): for one attempt to connect.
+        connect_timeout_s (10): for one attempt to connect.
         heartbeat_s (2): fills silence. silence_s (15): this much without a byte is a dead connection.
         grace_s (30): a worker whose connections broke keeps its seat so long.
         rejoin_timeout_s (300): a run whose workers are all gone waits so long for one.
@@ -94,18 +90,16 @@ class DistributedConfig:
         snapshot_every_steps (None): steps between snapshots to go back to; None takes them when they are needed.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
 
-    Log:
-        compact_log (True): one line per log interval. log_step_every (100): steps of that interval.
-        log_act (False): log every activation that travels.
+    Accepted and checked, without effect (older programs set them; a session says so where one differs from its default):
+        vocab_size (50257), d_ff (3072), max_seq_len (1024), dropout (0.1): the model is yours.
+        activation_timeout (0), ack_timeout (0), max_resends (0), resend_probe_interval (5): every wait lasts as long as the
+        peer is alive, and what a broken connection lost is sent again.
+        compact_log (True), log_step_every (100), log_act (False): the panel and `run.history` show the steps.
     """
 
-    vocab_size: int = setting(50257, low=1)
     d_model: int = setting(768, low=1)
     n_heads: int = setting(12, low=1)
     n_layers: int = setting(12, low=1)
-    d_ff: int = setting(3072, low=1)
-    max_seq_len: int = setting(1024, low=1)
-    dropout: float = setting(0.1, low=0, below=1)
 
     num_epochs: int = setting(1, low=1)
     batch_size: int = setting(8, low=1, env=("BATCH_SIZE",))
@@ -153,10 +147,6 @@ class DistributedConfig:
     checkpoint_activations: str = setting("")
     path: str = setting("auto", choices=("auto", "relay", "direct"))
 
-    activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",))
-    ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",))
-    max_resends: int = setting(0, low=0, env=("RESENDS_MAX",))
-    resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",))
     connect_timeout_s: float = setting(10.0, above=0)
     heartbeat_s: float = setting(2.0, above=0)
     silence_s: float = setting(15.0, above=0)
@@ -175,9 +165,17 @@ class DistributedConfig:
     snapshot_every_steps: int | None = setting(None, low=0)
     hash_every_steps: int = setting(100, low=0)
 
-    compact_log: bool = setting(True, env=("COMPACT_LOG",))
-    log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",))
-    log_act: bool = setting(False, env=("LOG_ACT",))
+    vocab_size: int = setting(50257, low=1, effect=False)
+    d_ff: int = setting(3072, low=1, effect=False)
+    max_seq_len: int = setting(1024, low=1, effect=False)
+    dropout: float = setting(0.1, low=0, below=1, effect=False)
+    activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",), effect=False)
+    ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",), effect=False)
+    max_resends: int = setting(0, low=0, env=("RESENDS_MAX",), effect=False)
+    resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",), effect=False)
+    compact_log: bool = setting(True, env=("COMPACT_LOG",), effect=False)
+    log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",), effect=False)
+    log_act: bool = setting(False, env=("LOG_ACT",), effect=False)
 
     _origins: dict[str, Origin] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -186,7 +184,7 @@ class DistributedConfig:
         if name == "_origins":
             object.__setattr__(self, name, value)
             return
-        object.__setattr__(self, _known(name, "assignment"), _checked(name, value, "argument"))
+        object.__setattr__(self, _table().known(name, "assignment"), _table().checked(name, value, "argument"))
         self.__dict__.get("_origins", {}).pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------ sources
@@ -201,7 +199,7 @@ class DistributedConfig:
         Raises:
             ConfigError: a value is wrong, or a GUAVA_ variable looks like a misspelt field.
         """
-        return cls._from_layers([sources.from_environ(environ, _table())])
+        return cls._from_layers([sources.from_environ(environ, _table().for_sources())])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -210,7 +208,9 @@ class DistributedConfig:
         Raises:
             ConfigError: an unknown key (the near one is named) or a wrong value.
         """
-        return cls._from_layers([{_known(key, "dictionary"): (value, "dictionary") for key, value in values.items()}])
+        return cls._from_layers(
+            [{_table().known(key, "dictionary"): (value, "dictionary") for key, value in values.items()}]
+        )
 
     @classmethod
     def load(
@@ -231,10 +231,10 @@ class DistributedConfig:
         Raises:
             ConfigError: a named file is missing or cannot be read, an unknown key, a wrong value.
         """
-        table = _table()
+        table = _table().for_sources()
         return cls._from_layers(
             [
-                {_known(name, "argument"): (value, "argument") for name, value in arguments.items()},
+                {_table().known(name, "argument"): (value, "argument") for name, value in arguments.items()},
                 sources.from_environ(environ, table),
                 sources.from_env_file(env_file, table),
                 sources.from_yaml(path, table),
@@ -247,13 +247,13 @@ class DistributedConfig:
         joined: sources.Layer = {}
         for layer in reversed(layers):
             joined.update(layer)
-        config = cls(**{name: _checked(name, value, origin) for name, (value, origin) in joined.items()})
+        config = cls(**{name: _table().checked(name, value, origin) for name, (value, origin) in joined.items()})
         config._origins.update({name: origin for name, (_, origin) in joined.items()})
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as plain data (for JSON, YAML or `from_dict`)."""
-        return {name: getattr(self, name) for name in _kinds()}
+        return {name: getattr(self, name) for name in _table().names}
 
     def replace(self, **changes: Any) -> DistributedConfig:
         """Return a copy with some fields changed.
@@ -261,14 +261,18 @@ class DistributedConfig:
         Raises:
             ConfigError: an unknown name or a wrong value.
         """
-        given = {_known(name, "argument"): (value, "argument") for name, value in changes.items()}
+        given = {_table().known(name, "argument"): (value, "argument") for name, value in changes.items()}
         kept = {name: (value, self.origin(name)) for name, value in self.to_dict().items()}
         return self._from_layers([given, kept])
 
     def origin(self, name: str) -> Origin:
         """Where a field's value came from: "argument", "environment variable X", "file config.yaml", "default"."""
-        default = next(spec.default for spec in fields(self) if spec.name == _known(name, "configuration"))
+        default = _table().default(_table().known(name, "configuration"))
         return self._origins.get(name, "default" if getattr(self, name) == default else "argument")
+
+    def without_effect(self) -> list[str]:
+        """Return the names of settings that differ from their defaults although nothing reads them."""
+        return [name for name in _table().without_effect() if getattr(self, name) != _table().default(name)]
 
     # --------------------------------------------------------------------------------------------- what follows
 
@@ -392,36 +396,5 @@ class DistributedConfig:
 
 
 @cache
-def _kinds() -> dict[str, Any]:
-    hints = typing.get_type_hints(DistributedConfig)
-    return {spec.name: hints[spec.name] for spec in fields(DistributedConfig) if spec.init}
-
-
-@cache
-def _limits() -> dict[str, Mapping[str, Any]]:
-    return {spec.name: spec.metadata for spec in fields(DistributedConfig) if spec.init}
-
-
-def _table() -> sources.Table:
-    return {name: (kind, _limits()[name]["env"]) for name, kind in _kinds().items()}
-
-
-def _checked(name: str, value: Any, origin: Origin) -> Any:
-    if name == "budget_bytes" and isinstance(value, str) and value.strip() != "0":
-        value = _bytes_of(name, value, origin)
-    if isinstance(value, sources.Text):
-        value = parse(name, value, _kinds()[name], origin)
-    return check(name, value, _kinds()[name], _limits()[name], origin)
-
-
-def _bytes_of(name: str, text: str, origin: Origin) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise ConfigError(f"{name} (from {origin}): {error}") from None
-
-
-def _known(name: str, origin: Origin) -> str:
-    if name not in _kinds():
-        raise ConfigError(f"{name!r} is no setting (from {origin}).{near(name, _kinds())}")
-    return name
+def _table() -> FieldTable:
+    return FieldTable(DistributedConfig, sizes=("budget_bytes",))

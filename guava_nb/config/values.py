@@ -34,6 +34,7 @@ def setting(
     below: float | None = None,
     choices: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
+    effect: bool = True,
 ) -> Any:
     """Declare a field of the configuration.
 
@@ -45,9 +46,10 @@ def setting(
         below: the value must be less than this.
         choices: allowed texts.
         env: further environment variables that set it, besides GUAVA_<FIELD>; the first that is set wins.
+        effect: False where nothing reads it, and it is accepted for the sake of older programs.
     """
-    limits = {"low": low, "high": high, "above": above, "below": below, "choices": choices, "env": env}
-    return dataclasses.field(default=default, metadata=limits)
+    limits = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
+    return dataclasses.field(default=default, metadata={**limits, "env": env, "effect": effect})
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

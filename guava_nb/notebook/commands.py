@@ -1,6 +1,8 @@
-"""The table of all magics: their options, choices and help. No code beyond that."""
+"""The table of all magics: their options, choices and help; those of a run are the fields of `TrainingOptions`."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from guava_nb.config import MODES, SCHEDULES
 from guava_nb.notebook.line_options import (
@@ -17,23 +19,19 @@ from guava_nb.notebook.line_options import (
     word,
     zero_stage,
 )
+from guava_nb.spec.training_options import LOSSES, Kind, OptionInfo, TrainingOptions, option_infos
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "run_options"]
 
-_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-_INTERVALS = ("step", "epoch", "validation")
-_CACHES = ("off", "memory", "disk")
-_SITES = ("workers", "orchestrator")
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "mps")
-#: What most people use of torch; tab offers these beside the names of shared cells, any other is as good.
-_LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL1Loss", "NLLLoss", "KLDivLoss")
-_OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
-_SCHEDULERS = ("CosineAnnealingLR", "StepLR", "MultiStepLR", "OneCycleLR", "LinearLR", "ExponentialLR", "LambdaLR",
-               "ReduceLROnPlateau", "CosineAnnealingWarmRestarts")  # fmt: skip
 
 
 def _one(flag_name: str, names: tuple[str, ...], text: str) -> Option:
     return option(flag_name, metavar="|".join(names), type=choice(*names), complete=names, help=text)
+
+
+def _count(flag_name: str, text: str, low: int = 1, metavar: str = "N") -> Option:
+    return option(flag_name, metavar=metavar, type=integer(low), help=text)
 
 
 def _json(flag_name: str, text: str, example: str = '{"hidden": 64}') -> Option:
@@ -47,6 +45,10 @@ def _expression(flag_name: str, text: str, required: bool = False) -> Option:
 def _shared(flag_name: str, text: str, *names: str, required: bool = False) -> Option:
     """What is found in shared cells, or is well known."""
     return option(flag_name, metavar="NAME", required=required, complete=("<shared>", *names), help=text)
+
+
+def _metrics(text: str) -> Option:
+    return option("--metrics", metavar="EXPR", complete=("<shared>",), help=text)
 
 
 def _file(flag_name: str, text: str, metavar: str = "PATH") -> Option:
@@ -76,10 +78,8 @@ UP = Command(
         ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),
-        option(
-            "--workers", metavar="N", type=integer(1), help="how many workers training waits for, local ones included"
-        ),
-        option("--local", metavar="N", type=integer(0), help="also start N workers on this machine"),
+        _count("--workers", "how many workers training waits for, local ones included"),
+        _count("--local", "also start N workers on this machine", 0),
         option(
             "--connect",
             nargs="*",
@@ -143,19 +143,9 @@ MODE = Command(
             help="data: whole model on each worker, a part of each batch; pipeline: some layers on each worker; tensor: a part "
             "of each layer on each worker; zero: data, but optimizer state (and more) is shared out; hybrid: several axes",
         ),
-        option("--dp", metavar="N", type=integer(1), help="zero, hybrid: replicas that share the batch"),
-        option(
-            "--pp",
-            metavar="N",
-            type=integer(1),
-            help="pipeline, hybrid: stages (default in pipeline mode: all workers)",
-        ),
-        option(
-            "--tp",
-            metavar="N",
-            type=integer(1),
-            help="tensor, hybrid: workers that share each layer (tensor: all)",
-        ),
+        _count("--dp", "zero, hybrid: replicas that share the batch"),
+        _count("--pp", "pipeline, hybrid: stages (default in pipeline mode: all workers)"),
+        _count("--tp", "tensor, hybrid: workers that share each layer (tensor: all)"),
         option(
             "--zero",
             metavar="1|2|3",
@@ -163,14 +153,9 @@ MODE = Command(
             help="zero, hybrid: 1: optimizer state is shared out, 2: gradients too, 3: parameters too; zero mode: 2 when left "
             "out, hybrid: nothing (0); with stages at most 1",
         ),
-        option("--micro-batches", metavar="M", type=integer(1), help="pipeline: parts a batch is cut into (4)"),
+        _count("--micro-batches", "pipeline: parts a batch is cut into (4)", 1, "M"),
         _one("--schedule", SCHEDULES, "pipeline: order of forwards and backwards (1f1b)"),
-        option(
-            "--stages-per-worker",
-            metavar="N",
-            type=integer(1),
-            help="pipeline: more than 1 with --schedule interleaved",
-        ),
+        _count("--stages-per-worker", "pipeline: more than 1 with --schedule interleaved"),
         option(
             "--split",
             metavar="NAMES",
@@ -197,63 +182,43 @@ MODE = Command(
     ),
     "%guava_mode pipeline --micro-batches 8",
 )
+#: How a line says a value of each kind.
+_LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
+    "name": lambda flag_name, text, info: _shared(flag_name, text, *info.known),
+    "arguments": lambda flag_name, text, info: _json(flag_name, text),
+    "metrics": lambda flag_name, text, info: _metrics(text),
+    "choice": lambda flag_name, text, info: _one(flag_name, info.choices, text),
+    "count": lambda flag_name, text, info: _count(flag_name, text),
+    "seed": lambda flag_name, text, info: _count(flag_name, text, 0),
+    "norm": lambda flag_name, text, info: option(flag_name, metavar="X", type=number, help=text),
+    "size": lambda flag_name, text, info: option(flag_name, metavar="SIZE", type=byte_size, help=text),
+    "weights": lambda flag_name, text, info: option(flag_name, metavar="A,B,...", type=shares, help=text),
+    "switch": lambda flag_name, text, info: flag(flag_name, help=text),
+    "file": lambda flag_name, text, info: _file(flag_name, text),
+}
+
+
+def run_options(options: type[TrainingOptions] = TrainingOptions) -> tuple[Option, ...]:
+    """The options of a run that a line can say, as the fields of a class tell them."""
+    return tuple(
+        _LINE_OF[info.kind](f"--{info.flag}", info.text.rstrip(".").replace("%", "%%"), info)
+        for info in option_infos(options)
+        if info.flag
+    )
+
+
 TRAIN = Command(
     "guava_train",
     "Train over all workers. Blocks and returns the run; the first interrupt stops after the step, the second at once.",
     (
         _shared("--model", "class or function of a shared cell, or package.module:name", required=True),
         _json("--model-args", "keyword arguments of the model"),
-        _shared("--loss", "a torch criterion (CrossEntropyLoss) or a shared function(outputs, targets)", *_LOSSES),
-        _json("--loss-args", "keyword arguments of a torch criterion"),
-        _shared("--step", "instead of --loss: a shared function(model, batch) that returns the loss"),
         _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
-        option("--metrics", metavar="EXPR", complete=("<shared>",), help="of the validations, as for %%guava_validate"),
-        option(
-            "--epochs",
-            metavar="N",
-            type=integer(1),
-            help="passes over the data; with --resume counted from the very beginning",
-        ),
-        _shared("--optimizer", "a torch.optim class or a shared function of the named parameters", *_OPTIMIZERS),
-        _json("--optimizer-args", "keyword arguments of the optimizer"),
+        *run_options(),
         option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args"),
         option("--weight-decay", metavar="X", type=number, help="weight decay, short for --optimizer-args"),
-        _shared("--scheduler", "a torch.optim.lr_scheduler class or a shared function", *_SCHEDULERS),
-        _json("--scheduler-args", "keyword arguments of the scheduler"),
-        _one("--scheduler-interval", _INTERVALS, "what the scheduler counts"),
-        option("--clip", metavar="X", type=number, help="largest global gradient norm"),
-        option("--accumulate", metavar="N", type=integer(1), help="batches per optimizer step"),
-        _one("--precision", _PRECISIONS, "arithmetic of forward and backward"),
-        option("--val-interval", metavar="N", type=integer(1), help="optimizer steps between validations"),
-        option("--seed", metavar="N", type=integer(0), help="root of all random numbers of the run"),
-        option("--shares", metavar="A,B,...", type=shares, help="weights of the workers, in the order of their ranks"),
-        _one("--optimizer-site", _SITES, "who holds the optimizer"),
-        _shared("--preprocess", "shared function(batch), run on the workers' devices for every batch"),
-        _shared("--augment", "shared function(batch), run there before it, in training only"),
-        _one("--cache", _CACHES, "where workers keep samples, so that later epochs send only those that changed"),
-        flag(
-            "--cache-static", help="samples do not change between epochs: those that workers hold are not loaded again"
-        ),
-        _shared(
-            "--tokens",
-            "shared function(batch) that returns its number of tokens, for joules per token in %%guava_energy",
-        ),
-        flag("--flops", help="count floating point operations, for %%guava_energy (data mode)"),
-        option(
-            "--budget",
-            metavar="SIZE",
-            type=byte_size,
-            help="most bytes to send and receive here, such as 900MB: stops before, with a checkpoint to go on from",
-        ),
-        _file("--save", "where that checkpoint goes (default: checkpoints/, the name is told)"),
         flag("--dry-run", help="only show what the run would send and receive, and what would make it less"),
-        flag("--detach", help="return at once; %%guava_status, %%guava_stop"),
-        _file("--resume", "go on from a checkpoint, at its place in its epoch"),
-        flag(
-            "--fresh",
-            help="start from new weights; else a run with the last run's model and cells goes on from its weights",
-        ),
         option("-o", "--out", metavar="NAME", help="also store the run in this variable; with --dry-run the forecast"),
     ),
     "%guava_train --model Net --loss CrossEntropyLoss --data train --val test --epochs 3 --optimizer AdamW --lr 1e-3",
@@ -264,13 +229,8 @@ VALIDATE = Command(
     "Loss, accuracy and metrics of the trained model on a DataLoader. Each sample counts once, whoever is lost meanwhile.",
     (
         _expression("--data", "DataLoader of the notebook", required=True),
-        option(
-            "--metrics",
-            metavar="EXPR",
-            complete=("<shared>",),
-            help="shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression",
-        ),
-        _shared("--loss", "criterion, where nothing was trained yet (default: CrossEntropyLoss)", *_LOSSES),
+        _metrics("shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression"),
+        _shared("--loss", "criterion, where nothing was trained yet (default: CrossEntropyLoss)", *LOSSES),
         *_MODEL,
     ),
     "%guava_validate --data test --metrics top5,f1",
@@ -280,7 +240,7 @@ PREDICT = Command(
     "What the trained model makes of every sample, in the order of the data set; returns the results.",
     (
         _expression("--data", "DataLoader of the notebook; of (inputs, targets) the targets stay here", required=True),
-        option("--top-k", metavar="K", type=integer(1), help="the best K classes of each sample (default 1)"),
+        _count("--top-k", "the best K classes of each sample (default 1)", 1, "K"),
         option("--threshold", metavar="P", type=number, help="samples whose best class is less probable get class -1"),
         flag("--full", help="the probabilities of all classes too"),
         flag("--raw", help="the outputs as they are, for models that give no [rows, classes]"),
@@ -313,7 +273,7 @@ LOG = Command(
     "Last lines that workers printed.",
     (
         word("worker", nargs="?", metavar="WORKER", complete=("<workers>",), help="only this worker"),
-        option("-n", metavar="N", type=integer(1), help="how many lines (default: %%config Guava.log_lines, 50)"),
+        _count("-n", "how many lines (default: %%config Guava.log_lines, 50)"),
         flag(
             "-f", "--follow", help="go on with new lines until the run or the worker ends, or the cell is interrupted"
         ),

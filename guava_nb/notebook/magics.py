@@ -105,7 +105,7 @@ class GuavaMagics(Magics):
             )
         name = self.session.share(args.name, cell)
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
-        for sentence in self.session.undefined(name):
+        for sentence in self.session.cells.undefined(name):
             say(f"Not ready to train: {sentence}.")
 
     @line_magic
@@ -232,9 +232,9 @@ def load(shell: Any) -> None:
         shell,
         commands.COMMANDS,
         {
-            "<shared>": lambda begin: magics.session.shared_names(),
+            "<shared>": lambda begin: magics.session.cells.defined(),
             "<workers>": lambda begin: magics.session.worker_names(),
-            "<cells>": lambda begin: magics.session.cell_names(),
+            "<cells>": lambda begin: magics.session.cells.names(),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
             "<files>": files,

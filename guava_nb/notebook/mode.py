@@ -15,22 +15,16 @@ if TYPE_CHECKING:
 
 __all__ = ["mode_arguments", "mode_sentence"]
 
-#: Option of the line to the name that the orchestrator knows.
+#: Options of the line that the orchestrator knows by another name.
 _NAMES = {
-    "dp": "dp",
-    "pp": "pp",
-    "tp": "tp",
     "zero": "zero_stage",
-    "micro_batches": "micro_batches",
     "schedule": "pipeline_schedule",
-    "stages_per_worker": "stages_per_worker",
     "split": "pipeline_split",
     "balance": "pipeline_balance",
     "plan": "tensor_plan",
-    "checkpoint_activations": "checkpoint_activations",
-    "sync_batchnorm": "sync_batchnorm",
-    "path": "path",
 }
+#: What else stands in a parsed line.
+_NO_SETTINGS = ("mode", "help", "_given")
 _PIPELINE_ONLY = ("micro_batches", "schedule", "stages_per_worker", "split", "balance")
 
 
@@ -40,7 +34,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: an option that the mode has no use for or that has no mode, or options that contradict each other.
     """
-    given = {name: value for name in _NAMES if (value := getattr(args, name)) is not None}
+    given = {name: value for name, value in vars(args).items() if name not in _NO_SETTINGS and value is not None}
     if args.mode is None:
         if given:
             raise UsageError(f"--{next(iter(given)).replace('_', '-')} needs the mode before it: %guava_mode MODE ...")
@@ -51,7 +45,7 @@ def mode_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--{wrong[0].replace('_', '-')} means nothing in {args.mode} mode")
     if "sync_batchnorm" in given:
         given["sync_batchnorm"] = given["sync_batchnorm"] == "on"
-    chosen = {_NAMES[name]: value for name, value in given.items()}
+    chosen = {_NAMES.get(name, name): value for name, value in given.items()}
     try:
         mode_settings(args.mode, **{name: value for name, value in chosen.items() if name != "tensor_plan"})
         check_plan(chosen.get("tensor_plan", {}))

@@ -6,8 +6,6 @@ Holds no network and no training of its own; every method is a few calls into `O
 from __future__ import annotations
 
 import argparse
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,24 +14,21 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
-from guava_nb.errors import GuavaError
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import NEW_ADDRESS, hand_over
 from guava_nb.notebook.line_words import near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
-from guava_nb.notebook.names import cell_name, defined_names
 from guava_nb.notebook.own_worker import OwnWorker
 from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import LocalWorkers, cautions, code_to_dial, orchestrator_settings
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import gather
-from guava_nb.protocol.messages import Cell
 from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
-from guava_nb.spec.cell_checks import check_syntax, undefined_names
 from guava_nb.status import RunStatus
 
 __all__ = ["NotebookSession"]
@@ -70,10 +65,10 @@ class NotebookSession:
         self._shell = shell
         self._new_orchestrator = new_orchestrator
         self.worker = OwnWorker(shell, start_worker)
+        self.cells = SharedCells(shell)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
-        self._cells: dict[str, str] = {}
         self._mode: dict[str, Any] = {}
 
     # ------------------------------------------------------------------------------------------------ orchestrator
@@ -99,7 +94,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
-            notes += self._share_again()
+            notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
             self._orchestrator.open(
                 args.tunnel, self._token_prompt()
@@ -139,22 +134,8 @@ class NotebookSession:
         return self._local is not None and self._local.are_all and not self._orchestrator.status().tunnel
 
     def share(self, given_name: str | None, text: str) -> str:
-        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name.
-
-        Raises:
-            UsageError: the cell failed here.
-            SourceError: the cell cannot run elsewhere; it did not run here either.
-        """
-        name = cell_name(given_name, self._shell, text)
-        check_syntax(name, text)
-        result = self._shell.run_cell(text)
-        if not result.success:
-            error = result.error_before_exec or result.error_in_exec
-            raise UsageError(f"cell {name} is not shared: it failed here with {type(error).__name__}")
-        if self.is_open:
-            self._orchestrator.share(text, name=name)
-        self._cells[name] = text
-        return name
+        """Run a cell here and share it; before %guava_up it waits for the session. Returns its name."""
+        return self.cells.share(given_name, text, self._orchestrator if self.is_open else None)
 
     def forget(self, name: str, alone: bool) -> str:
         """Share a cell no longer, from the next run on; returns the sentence to say.
@@ -164,23 +145,8 @@ class NotebookSession:
         """
         if not alone:
             raise UsageError("--forget stands alone on a line: %guava_share --forget NAME")
-        if name not in self._cells:
-            known = ", ".join(self._cells) or "none"
-            raise UsageError(
-                f"--forget {name}: no shared cell is called so{near(name, self._cells) or '.'} Shared: {known}"
-            )
-        if self.is_open:
-            self._orchestrator.unshare(name)
-        del self._cells[name]
+        self.cells.forget(name, self._orchestrator if self.is_open else None)
         return f"Cell {name} is shared no longer; what it defined stays in this notebook."
-
-    def cell_names(self) -> list[str]:
-        """How the shared cells are called."""
-        return list(self._cells)
-
-    def shared_names(self) -> list[str]:
-        """What shared cells define, by name."""
-        return sorted({name for text in self._cells.values() for name in defined_names(text)})
 
     def choose_mode(self, args: argparse.Namespace) -> str:
         """Choose the mode of the next runs, if the line names one; returns a sentence on the mode that holds now.
@@ -220,7 +186,7 @@ class NotebookSession:
         if not args.detach and choose_ui(self._shell) not in ("text", "none"):
             panel.update(lambda: (View("preparing", ""), ()))
         try:
-            run = orchestrator.start_training(**arguments, detach=True)
+            run = orchestrator.start_training(**{**arguments, "detach": True})
         except BaseException:
             panel.close()
             raise
@@ -245,7 +211,7 @@ class NotebookSession:
         """Keyword arguments for a run, checked as far as this notebook can."""
         arguments = training_arguments(args, self._shell.user_ns)
         check_variable(args.out, "--out")
-        self._check_shared(args)
+        self.cells.check(args)
         return arguments
 
     def validate(self, args: argparse.Namespace, panel: Panel) -> Any:
@@ -354,7 +320,7 @@ class NotebookSession:
         orchestrator = self._need_session()
         if args.model is None and args.model_args is not None:
             raise UsageError("--model-args needs --model")
-        self._check_shared(args)
+        self.cells.check(args)
         if args.model is not None:
             orchestrator.register_model(args.model, args.model_args or {})
         return orchestrator
@@ -367,32 +333,6 @@ class NotebookSession:
         return [
             f"The session is open already, so {', '.join(changed)} did not change; %guava_down first, then %guava_up."
         ]
-
-    def _share_again(self) -> list[str]:
-        """Cells shared before this session opened; one that is refused must not keep the session from opening."""
-        notes = []
-        for name, text in self._cells.items():
-            try:
-                self._orchestrator.share(text, name=name)
-            except GuavaError as error:
-                notes.append(f"Cell {name} is not shared: {error}")
-        return notes
-
-    def undefined(self, name: str) -> list[str]:
-        """Sentences on names that a shared cell uses and no shared cell defines so far."""
-        return [text for text in undefined_names([Cell(n, t) for n, t in self._cells.items()]) if repr(name) in text]
-
-    def _check_shared(self, args: argparse.Namespace) -> None:
-        """Catch the commonest slip: a name that exists in this notebook, in a cell that was not shared."""
-        shared = self.shared_names()
-        for option in ("model", "loss", "step", "optimizer", "scheduler", "preprocess", "augment", "tokens"):
-            name = getattr(args, option, None)
-            here = self._shell.user_ns.get(name) if name and name not in shared else None
-            if here is not None and inspect.getmodule(here) is sys.modules.get("__main__"):
-                raise UsageError(
-                    f"--{option} {name}: it exists in this notebook, but in no shared cell: put %%guava_share on top of the "
-                    "cell that defines it and run that cell"
-                )
 
     def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""

@@ -12,35 +12,12 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.line_words import near
+from guava_nb.spec.training_options import OptionInfo, option_infos
 
 __all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
 
 #: Names with commas between them.
 _NAMES = re.compile(r"[\w.:]+(\s*,\s*[\w.:]+)*")
-
-#: Options that go on under the name on the right, if they were given: defaults have one home, and it is not here.
-_PASSED_ON = {
-    "epochs": "num_epochs",
-    "val_interval": "val_interval",
-    "loss": "criterion",
-    "loss_args": "criterion_args",
-    "step": "step",
-    "optimizer": "optimizer",
-    "scheduler": "scheduler",
-    "scheduler_args": "scheduler_args",
-    "scheduler_interval": "scheduler_interval",
-    "clip": "max_grad_norm",
-    "accumulate": "accumulation_steps",
-    "precision": "precision",
-    "seed": "seed",
-    "shares": "shares",
-    "optimizer_site": "optimizer_site",
-    "preprocess": "preprocess",
-    "augment": "augment",
-    "tokens": "tokens",
-    "cache": "cache",
-    "budget": "budget_bytes",
-}
 
 
 def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
@@ -88,29 +65,29 @@ def training_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
     Raises:
         UsageError: an option contradicts another one.
     """
-    given = {new: getattr(args, old) for old, new in _PASSED_ON.items() if getattr(args, old) is not None}
-    optimizer_args = _optimizer_args(args)
-    if optimizer_args:
+    given: dict[str, Any] = {}
+    for info in option_infos():
+        value = getattr(args, info.flag.replace("-", "_")) if info.flag else None
+        if value is None or value is False:
+            continue
+        if info.needs and getattr(args, info.needs) is None:  # silently ignoring it would look like obeying
+            raise UsageError(f"%guava_train: --{info.flag} needs --{info.needs}")
+        given[info.name] = _value(info, value, namespace)
+    if optimizer_args := _optimizer_args(args):
         given["optimizer_args"] = optimizer_args
-    if args.fresh:
-        given["fresh"] = True
-    if args.flops:
-        given["count_flops"] = True
-    if args.cache_static:
-        given["cache_static"] = True
-    if args.resume is not None:
-        given["resume"] = Path(args.resume).expanduser()
-    if args.save is not None:
-        given["save_path"] = Path(args.save).expanduser()
     if args.fresh and args.resume is not None:
         raise UsageError("%guava_train: --fresh and --resume contradict each other; keep one")
-    _check_companions(args)
     given["train_loader"] = resolve(args.data, namespace, "--data")
     if args.val is not None:
         given["val_loader"] = resolve(args.val, namespace, "--val")
-    if args.metrics is not None:
-        given["metrics"] = metrics_argument(args.metrics, namespace)
     return given
+
+
+def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
+    """What a word of the line stands for."""
+    if info.kind == "file":
+        return Path(value).expanduser()
+    return metrics_argument(value, namespace) if info.kind == "metrics" else value
 
 
 def _optimizer_args(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,17 +99,3 @@ def _optimizer_args(args: argparse.Namespace) -> dict[str, Any]:
         if value is not None:
             merged[name] = value
     return merged
-
-
-def _check_companions(args: argparse.Namespace) -> None:
-    """Options that mean something only beside another one: silently ignoring them would look like obeying."""
-    for option, needed in (
-        ("loss_args", "loss"),
-        ("scheduler_args", "scheduler"),
-        ("scheduler_interval", "scheduler"),
-        ("val_interval", "val"),
-        ("metrics", "val"),
-        ("save", "budget"),
-    ):
-        if getattr(args, option) is not None and getattr(args, needed) is None:
-            raise UsageError(f"%guava_train: --{option.replace('_', '-')} needs --{needed}")

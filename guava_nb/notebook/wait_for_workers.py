@@ -8,8 +8,9 @@ from typing import Any
 
 from guava_nb.notebook.display import say
 from guava_nb.notebook.join_code import CodeBox
-from guava_nb.notebook.panel.blocking import Interrupted, Interrupts
+from guava_nb.notebook.panel.blocking import Interrupted
 from guava_nb.notebook.panel.panel import Frame, Panel, make_panel
+from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import ready_workers, waiting_view
 
 __all__ = ["gather"]
@@ -59,7 +60,7 @@ def gather(
         return waiting_view(orchestrator.status().workers, expected, left_s, advice), ()
 
     try:
-        with Interrupts() as interrupts, CodeBox(code) as box:
+        with interrupts_counted() as interrupts, CodeBox(code) as box:
 
             def on_wait(now_here: int) -> None:
                 if interrupts.count:

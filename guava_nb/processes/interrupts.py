@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Interrupts", "interrupts_call", "interrupts_remembered", "interrupts_wait"]
+__all__ = ["Interrupts", "interrupts_call", "interrupts_counted", "interrupts_remembered", "interrupts_wait"]
 
 
 class Interrupts:
@@ -42,14 +42,21 @@ def interrupts_call(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Hold SIGINT back until the block has ended, for a clean-up that must not stay half done and ends by itself."""
+def interrupts_counted() -> Iterator[Interrupts]:
+    """Count SIGINT while the block runs, and raise nothing."""
     interrupts = Interrupts()
 
-    def hold() -> None:
+    def note() -> None:
         interrupts.count += 1
 
-    with interrupts_call(hold):
+    with interrupts_call(note):
+        yield interrupts
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Hold SIGINT back until the block has ended, for a clean-up that must not stay half done and ends by itself."""
+    with interrupts_counted() as interrupts:
         yield
     interrupts.check()
 

@@ -6,7 +6,7 @@ Everything wrong with it is found here, on the orchestrator, before any worker i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,18 +15,10 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import CacheSpec, Factory, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Factory, MetricSpec, ParallelSpec, RunSpec
+from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
-__all__ = ["build_spec", "cache_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
-
-#: Settings with few choices, here so that a wrong one is refused whatever it came from.
-_CHOICES = {
-    "scheduler_interval": ("step", "epoch", "validation"),
-    "optimizer_site": ("workers", "orchestrator"),
-    "precision": ("fp32", "bf16", "fp16", "fp64"),
-}
-
-Reference = str | Callable[..., Any] | type
+__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
 
 
 def plain_arguments(what: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -136,18 +128,11 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def cache_spec(config: DistributedConfig, mode: str | None = None) -> CacheSpec | None:
-    """Return what workers keep of batches; `mode` replaces the configuration's `worker_cache`.
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
-    chosen = config.worker_cache if mode is None else mode
-    if chosen not in ("off", "memory", "disk"):
-        raise ConfigError(f"cache is {chosen!r}; it is one of: off, memory, disk")
-    if chosen == "off":
+def _cache_spec(config: DistributedConfig, mode: str | None) -> CacheSpec | None:
+    """What workers keep of batches."""
+    if mode is None or mode == "off":
         return None
-    return CacheSpec(chosen, config.worker_cache_mb << 20, config.worker_cache_dir if chosen == "disk" else "")
+    return CacheSpec(mode, config.worker_cache_mb << 20, config.worker_cache_dir if mode == "disk" else "")
 
 
 def mode_of(spec: RunSpec) -> str:
@@ -155,74 +140,53 @@ def mode_of(spec: RunSpec) -> str:
     return "data" if spec.parallel is None else spec.parallel.mode
 
 
-def _check_numbers(chosen: Mapping[str, Any]) -> None:
-    if not (isinstance(chosen["seed"], int) and 0 <= chosen["seed"] < 2**63):
-        raise ConfigError(f"seed is {chosen['seed']!r}; give a whole number from 0 to 2**63 - 1")
-    clip = chosen["max_grad_norm"]
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ConfigError(f"max_grad_norm is {clip!r}; give a number above 0, or None for no clipping")
-
-
 def build_spec(
     config: DistributedConfig,
     shared: ModuleType | None,
-    *,
     model: Factory,
-    criterion: Reference | None,
-    criterion_args: Mapping[str, Any] | None,
-    step: Reference | None,
-    optimizer: Reference,
-    optimizer_args: Mapping[str, Any] | None,
-    scheduler: Reference | None,
-    scheduler_args: Mapping[str, Any] | None,
-    threads: int | None,
+    options: TrainingOptions,
     parallel: ParallelSpec | None = None,
-    preprocess: Reference | None = None,
-    augment: Reference | None = None,
-    tokens: Reference | None = None,
-    **overrides: Any,
+    metrics: Sequence[MetricSpec] = (),
 ) -> RunSpec:
-    """Return the records for a run; `overrides` replace the configuration's values where they are not None.
+    """Return the record of a run.
+
+    Its fields come from the options of the same names, else from the configuration; those of another form are made here.
+
+    Args:
+        options: settled.
 
     Raises:
         ConfigError, SourceError: something is wrong or exists only here.
     """
-    if (criterion is None) == (step is None):
-        raise ConfigError(
-            "give either a criterion (loss of outputs and targets) or a step (of model and batch), not both"
-        )
-    chosen: dict[str, Any] = {
-        "scheduler_interval": config.scheduler_interval,
-        "optimizer_site": config.optimizer_site,
-        "precision": config.effective_precision,
-        "max_grad_norm": config.max_grad_norm,
-        "seed": config.seed,
-        "sync_batchnorm": config.sync_batchnorm,
-        "count_flops": config.count_flops,
-        **{name: value for name, value in overrides.items() if value is not None},
-    }
-    for name, allowed in _CHOICES.items():
-        if chosen[name] not in allowed:
-            raise ConfigError(f"{name} is {chosen[name]!r}; it is one of: {', '.join(allowed)}")
-    _check_numbers(chosen)
-    if parallel is not None and chosen["optimizer_site"] == "orchestrator":
+    if parallel is not None and options.optimizer_site == "orchestrator":
         raise ConfigError(
             f"optimizer_site is 'orchestrator' and the mode {parallel.mode}: there the workers hold parts of the model, and each "
             "steps its own; leave optimizer_site at 'workers', or use data mode"
         )
     return RunSpec(
-        model=model,
-        criterion=None if criterion is None else _factory("criterion", criterion, criterion_args, shared),
-        step=None if step is None else _factory("step", step, None, shared),
-        optimizer=_factory("optimizer", optimizer, optimizer_arguments(optimizer, optimizer_args, config), shared),
-        scheduler=None if scheduler is None else _factory("scheduler", scheduler, scheduler_args, shared),
-        bucket_bytes=int(config.bucket_mb * (1 << 20)),
-        hash_every_steps=config.hash_every_steps,
-        threads=threads or config.threads_per_worker,
-        deterministic=config.deterministic,
-        parallel=parallel,
-        preprocess=None if preprocess is None else _factory("preprocess", preprocess, None, shared),
-        augment=None if augment is None else _factory("augment", augment, None, shared),
-        tokens=None if tokens is None else _factory("tokens", tokens, None, shared),
-        **chosen,
+        **{
+            **same_named(RunSpec.__struct_fields__, config, options),
+            **_factories(config, shared, options),
+            "model": model,
+            "parallel": parallel,
+            "metrics": tuple(metrics),
+            "bucket_bytes": int(config.bucket_mb * (1 << 20)),
+            "threads": options.threads or config.threads_per_worker,
+            "cache": _cache_spec(config, options.cache),
+            "data": (),  # what lies at the workers, they tell
+        }
     )
+
+
+def _factories(
+    config: DistributedConfig, shared: ModuleType | None, options: TrainingOptions
+) -> dict[str, Factory | None]:
+    """What every option of a name stands for, with its arguments where it has an option for them."""
+    made: dict[str, Factory | None] = {}
+    for name in (one.name for one in option_infos(type(options)) if one.kind == "name"):
+        reference, arguments = getattr(options, name), getattr(options, f"{name}_args", None)
+        if name == "optimizer":
+            arguments = optimizer_arguments(reference, arguments, config)
+        absent = reference is None and name != "optimizer"  # there always is one
+        made[name] = None if absent else _factory(name, reference, arguments, shared)
+    return made

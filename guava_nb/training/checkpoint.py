@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -18,9 +18,16 @@ from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.training.plan import Position
 
-__all__ = ["check_model", "differences", "made_with", "model_text", "read", "write"]
+__all__ = ["Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
 
 FORMAT = "guava_nb checkpoint 1"
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that was read, and where it lies."""
+
+    path: Path
+    content: dict[str, Any]
 
 
 def write(path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import Feed
-from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
+from guava_nb.spec.training_options import TrainingOptions, same_named
 from guava_nb.training.byte_budget import Budget
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class TrainingPlan:
         val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
         accumulation_steps: loader batches per optimizer step.
         shares: relative share of each worker in order of rank; None shares equally.
-        prefetch_steps: steps that are issued ahead of the one in work at least; more as `engine.credit` allows.
+        prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
@@ -114,33 +114,35 @@ class TrainingPlan:
     budget: Budget | None = None
     validation: Callable[[], Validation] = Validation
 
-    def __post_init__(self) -> None:
-        """Refuse what would fail, or be ignored, in the middle of the run.
+    @classmethod
+    def of(
+        cls,
+        options: TrainingOptions,
+        config: DistributedConfig,
+        feeds: tuple[Feed, Feed | None],
+        validation: Callable[[], Validation],
+    ) -> TrainingPlan:
+        """Return the plan of a run; its fields come from the options of the same names, else from the configuration.
 
-        Raises:
-            ConfigError: a value is out of its range.
+        Args:
+            options: settled.
+            feeds: to train and to validate with.
+            validation: as for the class.
         """
-        for name in ("num_epochs", "val_interval", "accumulation_steps"):
-            value = getattr(self, name)
-            if not (name == "val_interval" and value is None) and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
-        if self.shares is not None and not _are_shares(self.shares):
-            raise ConfigError(f"shares is {self.shares!r}; give one number per worker, at least 0, one above")
-        if self.split_fn is not None and not callable(self.split_fn):
-            raise ConfigError(
-                f"split_fn is a {type(self.split_fn).__name__}; give a function of a batch and row ranges"
-            )
-        if not isinstance(self.callbacks, Sequence):
-            raise ConfigError(f"callbacks is a {type(self.callbacks).__name__}; give a list of objects")
+        return cls(
+            **{
+                **same_named([one.name for one in fields(cls)], config, options),
+                "feed": feeds[0],
+                "val_feed": feeds[1],
+                "validation": validation,
+                "save_every_steps": config.save_interval,
+                "save_path": None,  # the option's is for the checkpoint that a budget ends with
+                "save_folder": Path(config.checkpoint_dir),
+            }
+        )
 
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""
         shares = (1.0,) if self.shares is None else self.shares
         weights = [float(shares[rank % len(shares)]) for rank in team]
         return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
-
-
-def _are_shares(shares: Any) -> bool:
-    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
-        return False
-    return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)

@@ -277,7 +277,7 @@ def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: P
     run.stop()
     assert run.wait(30) and run.state == "stopped" and len(run.history) == committed
     with pytest.raises(WorkerLost, match="still in work there. Nothing is lost"):
-        fetch_between_runs(session.orch._replica_set, session.orch._open_cluster(), 0.5)
+        fetch_between_runs(session.orch._replica_sets.trained, session.orch._open_cluster(), 0.5)
     for worker in held:
         worker.release()
     session.orch.save_checkpoint(tmp_path / "after.pt")

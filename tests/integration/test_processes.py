@@ -153,7 +153,7 @@ def test_bf16_learns_like_float32(three: Session) -> None:
 
 def loss_scales(three: Session) -> list[float]:
     """The scale in each worker's own scaler."""
-    replica_set, job = three.orch._replica_set, Job(three.orch._cluster)  # type: ignore[arg-type]
+    replica_set, job = three.orch._replica_sets.trained, Job(three.orch._cluster)  # type: ignore[arg-type]
     assert replica_set is not None
     replica_set.attach(job)
     with job.attached():

@@ -6,17 +6,15 @@ one and the second one mean different things, so none may get lost between two i
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
 from typing import Any
 
 from guava_nb.notebook.display import say
 from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.processes.interrupts import Interrupts, interrupts_counted
 
-__all__ = ["POLL_S", "Interrupted", "Interrupts", "follow_lines", "interrupt_run", "interrupt_worker", "watch"]
+__all__ = ["POLL_S", "Interrupted", "follow_lines", "interrupt_run", "interrupt_worker", "watch"]
 
 #: Seconds of one wait: how late an interrupt is noticed at most.
 POLL_S = 0.25
@@ -28,29 +26,6 @@ class Interrupted(KeyboardInterrupt):
     def _render_traceback_(self) -> list[str]:
         """Show the sentence alone: IPython calls this instead of printing a traceback."""
         return [f"Interrupted: {self}"]
-
-
-class Interrupts:
-    """Counts SIGINT while the block runs; in a thread that cannot take signals it counts what it is told only."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._previous: Any = None
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # A handler that was not set from Python comes back as None and cannot be set again from here.
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 def watch(
@@ -69,7 +44,7 @@ def watch(
         panel: is finished on return, also when something raises.
         on_interrupt: does what the n-th interrupt means and returns the sentence to say.
     """
-    with Interrupts() as interrupts:
+    with interrupts_counted() as interrupts:
         try:
             _loop(wait, frame, panel, on_interrupt, interrupts)
             panel.finish(last_frame)
@@ -99,7 +74,7 @@ def _loop(
 
 def follow_lines(new_lines: Callable[[], list[str]], at_work: Callable[[], bool]) -> None:
     """Write lines as they come, until nothing is at work any more or the cell is interrupted."""
-    with Interrupts() as interrupts:
+    with interrupts_counted() as interrupts:
         going = True
         while going and not interrupts.count:
             going = at_work()

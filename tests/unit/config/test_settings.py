@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import guava_nb
+from guava_nb import Orchestrator
 from guava_nb.config import DistributedConfig, mode_settings, version
 from guava_nb.config.mesh import divide_layers, largest_divisor, make_mesh
 from guava_nb.errors import ConfigError, MeshError
+from guava_nb.protocol.messages import RunSpec
+from guava_nb.training.plan import TrainingPlan
+
+PACKAGE = Path(guava_nb.__file__).parent
+#: Fields of records that are filled with the settings of the same names.
+SAME_NAMED = {*RunSpec.__struct_fields__, *(spec.name for spec in dataclasses.fields(TrainingPlan))}
 
 
 def test_the_seeds_own_example_works() -> None:
@@ -54,6 +63,32 @@ def test_the_seeds_own_example_works() -> None:
 def test_every_field_is_in_the_docstring() -> None:
     text = DistributedConfig.__doc__ or ""
     assert [name for name in DistributedConfig().to_dict() if name not in text] == []
+
+
+def _read_somewhere(name: str) -> bool:
+    """Whether some code beyond the declaration, and beyond a mode's way of setting it, takes the setting."""
+    taken = re.compile(rf"(?:config|_given|chosen|\))\.{name}\b|setting=\"{name}\"")
+    texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    own = (PACKAGE / "config" / "settings.py").read_text(encoding="utf-8")
+    return name in SAME_NAMED or f"self.{name}" in own or any(taken.search(text) for text in texts)
+
+
+def test_settings_without_effect_are_those_that_nothing_reads() -> None:
+    marked = {spec.name for spec in dataclasses.fields(DistributedConfig) if not spec.metadata.get("effect", True)}
+    assert marked == {name for name in DistributedConfig().to_dict() if not _read_somewhere(name)}
+    told = (DistributedConfig.__doc__ or "").partition("without effect")[2]
+    assert [name for name in marked if name not in told] == []
+
+
+def test_a_setting_without_effect_is_accepted_and_told_once() -> None:
+    assert Orchestrator().status().notes == ()
+    config = DistributedConfig.from_env({"ACK_TIMEOUT_SEC": "2"}).replace(vocab_size=50, dropout=0.1)
+    assert (config.ack_timeout, config.vocab_size) == (2.0, 50)
+    assert config.without_effect() == ["vocab_size", "ack_timeout"]
+    orchestrator = Orchestrator(config)
+    orchestrator.set_mode("zero")
+    [note] = orchestrator.status().notes
+    assert note.startswith("accepted, without effect here: vocab_size, ack_timeout;")
 
 
 def test_round_trip_through_json() -> None:

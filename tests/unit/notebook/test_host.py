@@ -8,7 +8,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.notebook.display import choose_ui
 from guava_nb.notebook.host import Host, colab_rule, detect_host
-from guava_nb.notebook.names import cell_name
+from guava_nb.notebook.shared_cells import cell_name
 from guava_nb.tunnels.host import current_host
 
 ColabShell = type("Shell", (), {"__module__": "google.colab._shell"})

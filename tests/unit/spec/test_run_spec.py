@@ -10,14 +10,12 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Factory
 from guava_nb.spec.run_spec import build_spec, factory_name, optimizer_arguments, plain_arguments
+from guava_nb.spec.training_options import TrainingOptions
 
 
 def build(**changes: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "model": Factory("Net"), "criterion": "CrossEntropyLoss", "criterion_args": None, "step": None, "optimizer": "AdamW",
-        "optimizer_args": None, "scheduler": None, "scheduler_args": None, "threads": None, **changes,
-    }  # fmt: skip
-    return build_spec(DistributedConfig(), None, **arguments)
+    config = DistributedConfig()
+    return build_spec(config, None, Factory("Net"), TrainingOptions(**changes).settled(config))
 
 
 def test_names_of_shared_importable_and_local_things() -> None:
@@ -87,7 +85,5 @@ def test_wrong_choices_name_the_right_ones(changes: dict[str, Any], text: str) -
     ],
 )
 def test_a_plan_refuses_numbers_out_of_range(changes: dict[str, Any]) -> None:
-    from guava_nb.training.plan import TrainingPlan
-
     with pytest.raises(ConfigError, match=next(iter(changes))):
-        TrainingPlan(**{"feed": None, "val_feed": None, "num_epochs": 1, **changes})
+        TrainingOptions(**changes)

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
+from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ConfigError
+from guava_nb.evaluation.validation import Validation
+from guava_nb.spec.training_options import TrainingOptions
 from guava_nb.training.plan import TrainingPlan
 
 
@@ -27,8 +30,10 @@ from guava_nb.training.plan import TrainingPlan
 )
 def test_what_would_fail_in_the_middle_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        TrainingPlan(**{"feed": Feed([1]), "val_feed": None, "num_epochs": 1, **changes})
+        TrainingOptions(**changes)
 
 
 def test_a_worker_may_have_no_share() -> None:
-    assert TrainingPlan(Feed([1]), None, 1, shares=(1, 0)).shares == (1, 0)
+    config = DistributedConfig()
+    options = TrainingOptions(shares=(1, 0)).settled(config)
+    assert TrainingPlan.of(options, config, (Feed([1]), None), Validation).shares == (1, 0)

@@ -1,0 +1,95 @@
+"""From a plan to a job that is ready to start, and from a planned run to its forecast on the lines of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.line_rate import measure_lines
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ClusterError
+from guava_nb.forecast.compression import squeezed_so_far
+from guava_nb.forecast.forecast import Forecast
+from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
+from guava_nb.spec.run_spec import mode_of
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.training import checkpoint
+from guava_nb.training.byte_budget import Budget, Limit
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.run import Run
+from guava_nb.training.status_survey import total_bytes, wire_meter
+
+__all__ = ["budget_for", "forecast_on", "job_for"]
+
+
+def job_for(
+    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
+) -> TrainingJob:
+    """Return the job of a plan, which has the run's handle; it is not started yet.
+
+    Args:
+        model: gives the trained model, for the handle.
+    """
+    batches = plan.feed.batches_per_epoch
+    per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
+    total = None if per_epoch is None else per_epoch * plan.num_epochs - (replica_set.step + 1)
+    run = Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, total)
+
+    def save(path: Path, position: Position, step: int) -> None:
+        checkpoint.write(path, replica_set.master.state(), step, position, replica_set.spec)
+
+    plan.save_path = plan.save_folder / f"{replica_set.run_id}.pt"
+    meter = wire_meter(cluster, replica_set.spec)
+    if plan.budget is not None:
+        plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
+    job = TrainingJob(replica_set, plan, run, cluster, save)
+    run.connect(meter, job.interrupt, model)
+    return job
+
+
+def budget_for(
+    limit: Limit, cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, composed: Composed
+) -> Budget:
+    """Return the budget of a run that is about to begin.
+
+    Raises:
+        ConfigError: not even one step and its checkpoint have room.
+    """
+    workers = len(replica_set.pick(set(cluster.roster.ready())))
+    trained = replica_set.step >= 0 or bool(replica_set.master.optimizer.state)
+    planned = PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
+    with unchanged_randomness():
+        return budget_of(limit, planned)
+
+
+def forecast_on(cluster: Cluster | None, planned: PlannedRun, config: DistributedConfig, idle: bool) -> Forecast:
+    """Return the forecast of a run by what is known of the lines; those that are not known are measured first.
+
+    Args:
+        cluster: None before the session is open.
+        idle: no run is in progress, so that the lines are free to be measured.
+    """
+    if cluster is None:
+        return forecast_of(planned, config, (None, None))
+    measured = _measured(cluster) if idle else []
+    squeezed = squeezed_so_far(cluster.all_sessions(), planned.composed.spec.optimizer_site == "orchestrator")
+    return forecast_of(planned, config, _rates(cluster), squeezed, measured)
+
+
+def _measured(cluster: Cluster) -> list[str]:
+    """Measure the lines that are not known; returns what is to be said of that."""
+    try:
+        return measure_lines(cluster)
+    except ClusterError:  # another thread's work began meanwhile: the line is busy
+        return []
+
+
+def _rates(cluster: Cluster) -> tuple[float | None, float | None]:
+    """Bytes a second out and in, of all lines together, as far as they were measured."""
+    measured = [cluster.rates(rank) for rank in cluster.roster.alive()]
+    known = [[rate for rate in way if rate is not None] for way in zip(*measured, strict=True)] or [[], []]
+    return (sum(known[0]) or None, sum(known[1]) or None)

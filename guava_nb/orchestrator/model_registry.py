@@ -1,0 +1,121 @@
+"""What a session trains: its shared cells, and the model that was registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from guava_nb.errors import ConfigError, SourceError
+from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.spec import cells as source
+from guava_nb.spec.run_spec import factory_name, plain_arguments
+from guava_nb.spec.training_options import Reference
+from guava_nb.training import checkpoint
+
+__all__ = ["ModelRegistry"]
+
+
+class ModelRegistry:
+    """The shared cells of a session and its registered model."""
+
+    def __init__(self) -> None:
+        """Nothing is shared or registered yet."""
+        self._ledger = source.SourceLedger()
+        self._built: tuple[str, ModuleType] | None = None
+        self._factory: Factory | None = None
+        self._instance: torch.nn.Module | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- cells
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The shared cells, in order of first appearance."""
+        return self._ledger.cells()
+
+    def share(self, text: str, name: str | None) -> str:
+        """Add a cell, or replace the one of this name; returns its name.
+
+        Raises:
+            SourceError: it is no Python that another machine can run.
+        """
+        chosen = name or f"cell-{len(self.cells) + 1}"
+        self._ledger.add(chosen, text)
+        return chosen
+
+    def unshare(self, name: str) -> None:
+        """Take a cell away; unknown names are fine."""
+        self._ledger.remove(name)
+
+    def shared(self) -> ModuleType | None:
+        """Return the module of the shared cells, built anew only when a cell changed: cells may take long or print.
+
+        Raises:
+            SourceError: a cell uses a name that no cell defines, or fails.
+        """
+        if not self.cells:
+            return None
+        if self._built is None or self._built[0] != self._ledger.digest():
+            self._ledger.check()
+            self._built = (self._ledger.digest(), source.build_module(self.cells))
+        return self._built[1]
+
+    # ---------------------------------------------------------------------------------------------------------- model
+
+    def register(self, model: Reference | torch.nn.Module, args: Mapping[str, Any] | None) -> bool:
+        """Take a model; errors as for `Orchestrator.register_model`.
+
+        Returns:
+            Whether it is an instance, whose weights are where training starts.
+        """
+        instance = model if isinstance(model, torch.nn.Module) else None
+        factory = self.factory_of(type(model) if isinstance(model, torch.nn.Module) else model, args)
+        if instance is not None or factory != self._factory:
+            self._factory, self._instance = factory, instance
+        return instance is not None
+
+    def factory_of(self, model: Reference, args: Mapping[str, Any] | None) -> Factory:
+        """Return the record that names a model.
+
+        Raises:
+            SourceError: it exists only here.
+            ConfigError: an argument cannot travel.
+        """
+        return Factory(factory_name("model", model, self.shared()), plain_arguments("model", args))
+
+    def keep(self, factory: Factory | None) -> None:
+        """Register the model that a run takes from its checkpoint, where none was registered."""
+        self._factory = self._factory or factory
+
+    def instance_for(self, spec: RunSpec) -> torch.nn.Module | None:
+        """Return the registered instance if a run trains it: its weights are where the run starts."""
+        return self._instance if spec.model == self._factory else None
+
+    def needed(self, loaded: checkpoint.Loaded | None) -> Factory:
+        """Return the registered model, else the one that the loaded checkpoint names.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        factory = self._factory or (None if loaded is None else self._saved(loaded))
+        if factory is None:
+            made = "" if loaded is None else checkpoint.model_text(loaded.content)
+            told = f" ({loaded.path} was made with {made})" if loaded is not None and made else ""
+            raise ConfigError(
+                f"no model is named yet{told}: name one of a shared cell on this line, --model Net (in a script: "
+                "register_model(Net))"
+            )
+        return factory
+
+    def _saved(self, loaded: checkpoint.Loaded) -> Factory | None:
+        """The model that a checkpoint names, if a shared cell defines it: a file must not choose what else is called."""
+        made, shared = checkpoint.made_with(loaded.content), self.shared()
+        if made is None or shared is None or ":" in made.name:
+            return None
+        try:
+            found = source.resolve(made.name, shared)
+        except SourceError:
+            return None
+        return made if getattr(found, "__module__", "") == shared.__name__ else None

@@ -1,0 +1,259 @@
+"""The replica sets of a session: the one that was trained last, and one that is only asked; and where weights come from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.notices import Notices
+from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.forecast.planned_run import Composed
+from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.protocol.messages import RunSpec
+from guava_nb.spec.training_options import Reference, TrainingOptions
+from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
+from guava_nb.training import checkpoint
+from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.plan import TrainingPlan
+
+__all__ = ["ReplicaSets"]
+
+
+class ReplicaSets:
+    """Knows which replicas hold the weights of a session, and brings those of a run or of a question about.
+
+    Args:
+        registry: the model and the shared cells.
+        notices: takes sentences on what a run begins with.
+        cluster: gives the open cluster.
+        patience_s: gives how long a worker that holds the state is waited for.
+
+    Attributes:
+        trained: those of the newest run, None before the first.
+        loaded: the checkpoint that the next run goes on from.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        notices: Notices,
+        cluster: Callable[[], Cluster],
+        patience_s: Callable[[], float],
+    ) -> None:
+        """Nothing was trained or loaded yet."""
+        self._registry, self._notices = registry, notices
+        self._cluster, self._patience_s = cluster, patience_s
+        self.trained: ReplicaSet | None = None
+        self.loaded: checkpoint.Loaded | None = None
+        self._runs = 0
+        # Replicas that are asked and not trained, and what they were made of.
+        self._asked: tuple[ReplicaSet, object] | None = None
+        self._asked_numbers = itertools.count(1)
+
+    def forget(self) -> None:
+        """The session was closed, and its workers are gone."""
+        self.trained = self._asked = None
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read the checkpoint that the next run goes on from; returns what is in it.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self.loaded = checkpoint.Loaded(path, checkpoint.read(path))
+        return self.loaded.content
+
+    def fetch(self, replica_set: ReplicaSet) -> dict[str, Any]:
+        """Bring the state of the last committed step here.
+
+        Raises:
+            WorkerLost: the workers that hold it are gone.
+        """
+        return fetch_between_runs(replica_set, self._cluster(), self._patience_s())
+
+    def model_of(self, replica_set: ReplicaSet) -> torch.nn.Module:
+        """Return the trained model; where it is here already, also after the session was closed."""
+        if replica_set.master_step != replica_set.step:
+            self.fetch(replica_set)
+        return replica_set.master.model
+
+    def save(self, path: Path, job: TrainingJob | None, timeout_s: float) -> None:
+        """Save the state of the last committed step; during a run at its next boundary between steps.
+
+        Args:
+            job: of the newest run.
+            timeout_s: how long that boundary is waited for; the run's own thread does not wait.
+
+        Raises:
+            CheckpointError: nothing was trained yet, or the file cannot be written.
+            WorkerLost: the workers that hold the state are gone.
+        """
+        trained = self.trained
+        if trained is None or job is None:
+            raise CheckpointError("there is nothing to save: no run was started in this session")
+        if job.run.done:
+            checkpoint.write(path, self.fetch(trained), trained.step, job.where(), trained.spec)
+            return
+
+        def write() -> None:
+            job.budget_gate.refuse_save()
+            checkpoint.write(path, trained.fetch(job), trained.step, job.where(), trained.spec)
+
+        saving = job.at_boundary(write)
+        if job.is_current():
+            saving.add_done_callback(lambda done: self._tell_unsaved(path, done.exception()))
+        else:
+            saving.result(timeout=timeout_s)
+
+    def _tell_unsaved(self, path: Path, error: BaseException | None) -> None:
+        if error is not None:
+            self._notices.add(f"{path} was not saved: {error}")
+
+    # ------------------------------------------------------------------------------------------------------- to train
+
+    def begin(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> ReplicaSet:
+        """Build the master and bring it to where the run begins: a checkpoint, the last run, or the very start.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or belongs to another model or optimizer.
+            GuavaError: something cannot be built.
+        """
+        start = self._start(options)
+        self._notices.forget("run")  # what an earlier run had to say
+        replica_set = self._new(composed, options.fresh or start is not None)
+        if start is not None:
+            for note in from_checkpoint(replica_set, plan, *start):
+                self._notices.add(note, "run")
+        self._registry.keep(composed.spec.model)
+        self.loaded = None  # not before: after a refusal load_checkpoint still holds
+        replica_set.look_at(plan.feed)
+        return replica_set
+
+    def _start(self, options: TrainingOptions) -> checkpoint.Loaded | None:
+        if options.resume is None:
+            return None if options.fresh else self.loaded
+        return checkpoint.Loaded(Path(options.resume), checkpoint.read(Path(options.resume)))
+
+    @property
+    def _run_id(self) -> str:
+        return f"run-{self._runs + 1}"  # counted when it is launched: a refused one is none
+
+    def _new(self, composed: Composed, fresh: bool) -> ReplicaSet:
+        spec, last = composed.spec, self.trained
+        if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
+            self.fetch(own)
+            return own
+        replica_set = self._build(composed)
+        if not fresh and last is not None:
+            self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
+        return replica_set
+
+    def _build(self, composed: Composed) -> ReplicaSet:
+        spec, instance = composed.spec, self._registry.instance_for(composed.spec)
+        return build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+
+    def launched(self, replica_set: ReplicaSet) -> None:
+        """A run of these replicas was launched."""
+        self.trained, self._asked = replica_set, None
+        self._runs += 1
+
+    def guess(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> tuple[ReplicaSet, bool]:
+        """Return the replicas as a run would begin, as to sizes; and whether there would be an optimizer's state.
+
+        Raises:
+            ConfigError: the model lives in the worker's own process.
+            CheckpointError: as for `begin`.
+        """
+        start = self._start(options)
+        if is_own(composed.spec):
+            raise ConfigError(
+                "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
+                "forecast; a budget holds all the same"
+            )
+        replica_set = self._build(composed)
+        if start is not None:
+            from_checkpoint(replica_set, plan, *start, rewind=False)
+            return replica_set, True
+        last = None if options.fresh else self.trained
+        return replica_set, last is not None and goes_on(replica_set, last)
+
+    # --------------------------------------------------------------------------------------------------------- to ask
+
+    def for_question(
+        self, builder: RunBuilder, criterion: Reference | None, preprocess: Reference | None
+    ) -> ReplicaSet:
+        """Return what is asked: the last run's replicas, or others of the same weights where cells or functions differ.
+
+        A model that was not trained here, or a checkpoint that was loaded and not trained on, has replicas of its own.
+
+        Args:
+            criterion, preprocess: None takes those of the last run.
+
+        Raises:
+            GuavaError: there is no model, or something cannot be built.
+        """
+        trained = self._known()
+        if isinstance(trained, ResidentReplicaSet):
+            return trained
+        workers = len(self._cluster().roster.ready())
+        fresh = builder.question(self._registry.needed(self.loaded), workers, criterion, preprocess)
+        if is_own(fresh):
+            cells, shared = self._registry.cells, self._registry.shared()
+            self.trained = adopt(self._next_asked(), fresh, cells, shared, self._cluster())
+            return self.trained
+        if trained is None or trained.spec.model != fresh.model or self.loaded is not None:
+            return self._standing(fresh, None)
+        spec = trained.spec
+        if criterion is not None:
+            spec = replace(spec, criterion=fresh.criterion, step=None)
+        if preprocess is not None:
+            spec = replace(spec, preprocess=fresh.preprocess)
+        same = spec == trained.spec and self._registry.cells == trained.cells
+        return self._hold(trained) if same else self._standing(spec, trained)
+
+    def _known(self) -> ReplicaSet | None:
+        """The last run's replicas, unless they lived in workers' own processes that are gone: the next one has its own."""
+        if isinstance(self.trained, ResidentReplicaSet) and self.trained.is_gone(self._cluster()):
+            self.trained = None
+        return self.trained
+
+    def _next_asked(self) -> str:
+        return f"asked-{next(self._asked_numbers)}"
+
+    def _standing(self, spec: RunSpec, trained: ReplicaSet | None) -> ReplicaSet:
+        """Replicas that are only asked, with the weights of a run, of a checkpoint, or of the beginning."""
+        cells, instance = self._registry.cells, self._registry.instance_for(spec) if trained is None else None
+        weights = (instance, self.loaded and self.loaded.path) if trained is None else (trained, trained.step)
+        made_of = (spec, cells, weights)
+        if self._asked is None or self._asked[1] != made_of:
+            state = None if trained is None else self.fetch(trained)
+            replica_set = build_ensemble(self._next_asked(), spec, cells, self._registry.shared(), instance)
+            if state is not None:
+                replica_set.master.load_state({"model": state["model"]})
+            elif self.loaded is not None:
+                path, content = self.loaded
+                checkpoint.check_model(path, content, replica_set.master.model.state_dict(), spec.model)
+                replica_set.master.load_state({"model": content["model"]})
+            self._asked = (replica_set, made_of)
+        return self._hold(self._asked[0])
+
+    def _hold(self, replica_set: ReplicaSet) -> ReplicaSet:
+        """Workers hold one run at a time: what they hold of others is brought here, and they are known to forget it."""
+        if self.trained is not None and self.trained is not replica_set and self.trained.at:
+            self.fetch(self.trained)
+        for other in (self.trained, self._asked and self._asked[0]):
+            if other is not None and other is not replica_set:
+                for rank in list(other.at):
+                    other.drop(rank)
+        return replica_set

@@ -1,0 +1,77 @@
+"""From the registered model, the shared cells and the options to the record of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from guava_nb.config import DistributedConfig
+from guava_nb.data.worker_data import WorkerData
+from guava_nb.evaluation.metric_specs import merges_for, metric_specs
+from guava_nb.evaluation.validation import Validation
+from guava_nb.forecast.planned_run import Composed
+from guava_nb.orchestrator.model_registry import ModelRegistry
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.spec.run_spec import build_spec, parallel_spec
+from guava_nb.spec.training_options import Reference, TrainingOptions
+from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
+
+__all__ = ["RunBuilder"]
+
+
+class RunBuilder:
+    """Makes the records of runs under one choice of settings.
+
+    Args:
+        config: that holds now.
+        registry: knows the shared cells.
+        tensor_plan: of the mode that was chosen.
+    """
+
+    def __init__(self, config: DistributedConfig, registry: ModelRegistry, tensor_plan: Mapping[str, str]) -> None:
+        """Nothing is built before it is asked for."""
+        self._config, self._registry, self._tensor_plan = config, registry, tensor_plan
+
+    def compose(
+        self,
+        options: TrainingOptions,
+        model: Factory,
+        loaders: tuple[Any, Any],
+        workers: int,
+        reach: Callable[[], bool] = lambda: False,
+    ) -> Composed:
+        """Return the record of a run, and what it was made of.
+
+        Args:
+            options: settled.
+            loaders: to train and to validate with.
+            workers: how many take part.
+            reach: as for `parallel_spec`.
+
+        Raises:
+            ConfigError, SourceError: something is wrong or exists only here.
+        """
+        shared = self._registry.shared()
+        refuse_place(options.data, loaders[0])
+        metrics = metric_specs(options.metrics, shared)
+        own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
+        parallel = parallel_spec(self._config, workers, self._tensor_plan, (lambda: False) if own else reach)
+        spec = build_spec(self._config, shared, model, options, parallel, metrics)
+        if options.cache_static:
+            refuse_static(spec)
+        if own:
+            refuse_group(spec)
+        return Composed(spec, shared, own, lambda: Validation(metrics, merges_for(metrics, shared)))
+
+    def question(
+        self, model: Factory, workers: int, criterion: Reference | None, preprocess: Reference | None
+    ) -> RunSpec:
+        """Return the record of replicas that are asked and not trained; errors as for `compose`."""
+        options = TrainingOptions(
+            criterion=criterion or "CrossEntropyLoss",
+            preprocess=preprocess,
+            optimizer="SGD",
+            optimizer_args={"lr": 0.0},
+        )
+        parallel = parallel_spec(self._config, workers, self._tensor_plan)
+        return build_spec(self._config, self._registry.shared(), model, options.settled(self._config), parallel)

@@ -1,0 +1,299 @@
+"""The options of a training run, each written once.
+
+`Orchestrator.start_training` and `forecast`, the line of `%guava_train` with its help and its completion, and the record
+that travels to the workers derive from the fields here. Knows no torch: a notebook reads it before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ConfigError
+from guava_nb.spec.factories import near
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of Python 3.11
+
+__all__ = [
+    "LOSSES",
+    "Kind",
+    "OptionInfo",
+    "Reference",
+    "TrainingOptions",
+    "option",
+    "option_infos",
+    "same_named",
+    "takes_options",
+]
+
+#: What stands for a model, a loss or another function: its name, or the object itself.
+Reference = str | Callable[..., Any] | type
+
+#: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
+Kind = Literal[
+    "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
+    "function", "objects",
+]  # fmt: skip
+
+#: What most people use of torch; any other name is as good.
+LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL1Loss", "NLLLoss", "KLDivLoss")
+_OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
+_SCHEDULERS = ("CosineAnnealingLR", "StepLR", "MultiStepLR", "OneCycleLR", "LinearLR", "ExponentialLR", "LambdaLR",
+               "ReduceLROnPlateau", "CosineAnnealingWarmRestarts")  # fmt: skip
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionInfo:
+    """One option, for those who show it, read it from a line or check it.
+
+    Attributes:
+        name, default, text: of the field, and what the docstring of its class says of it.
+        kind: what values it takes.
+        choices: the values themselves, where there are few.
+        setting: what the configuration calls the value to take where none is given.
+        flag: the word after `--` on a line of `%guava_train`; "" where no line can say it, and `unsayable` tells why.
+        known: names of torch that most people use; any other is as good.
+        needs: the word of the line without which this one would mean nothing there.
+    """
+
+    name: str = ""
+    default: Any = None
+    text: str = ""
+    kind: Kind
+    choices: tuple[str, ...] = ()
+    setting: str = ""
+    flag: str = ""
+    unsayable: str = ""
+    known: tuple[str, ...] = ()
+    needs: str = ""
+
+
+def option(default: Any, kind: Kind, **facts: Any) -> Any:
+    """Declare a field of the options; `facts` as for `OptionInfo`."""
+    return field(default=default, metadata={"facts": OptionInfo(kind=kind, **facts)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """All options of a run beside its data loaders. Checked when made; `settled` fills in the configuration's values.
+
+    A new option is a field, a sentence below, and the code that uses it.
+
+    Attributes:
+        num_epochs: passes over the data; with a checkpoint to resume counted from the very beginning.
+        val_interval: optimizer steps between validations; by default after each epoch.
+        detach: return at once; %guava_status shows the run, %guava_stop (run.stop()) ends it.
+        criterion: loss(outputs, targets) for batches (inputs, targets): a torch criterion or a shared function.
+        criterion_args: keyword arguments of a torch criterion.
+        step: instead of a criterion, for batches of any form: a shared function(model, batch) that returns the loss.
+        optimizer: a torch.optim class, or a shared function of the named parameters.
+        optimizer_args: keyword arguments of the optimizer; by default learning rate and weight decay of the configuration.
+        scheduler: a torch.optim.lr_scheduler class, or a shared function of the optimizer; by default the learning rate stays.
+        scheduler_args: keyword arguments of the scheduler.
+        scheduler_interval: what the scheduler counts; by default the configuration's.
+        max_grad_norm: largest global L2 norm of the gradients; by default the configuration's, None: no clipping.
+        accumulation_steps: loader batches per optimizer step; by default the configuration's.
+        precision: arithmetic of forward and backward; by default the configuration's.
+        seed: root of all random numbers of the run; by default the configuration's.
+        shares: relative share of each worker, in the order they joined; by default equal ones.
+        optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
+        callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
+        split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+        preprocess: shared function(batch), run on the workers' devices for every batch of training and validation, so that
+            data travels in the dtype it has (uint8 images, say) and becomes floats there.
+        augment: shared function(batch), run there before it, in training only; what it draws depends on seed, step and share
+            alone.
+        metrics: of the validations, beside loss and accuracy; as for `validate` and %guava_validate.
+        cache: where workers keep the samples they got, within `worker_cache_mb` of the configuration, so that later epochs
+            send only those that changed; by default the configuration's `worker_cache`.
+        cache_static: samples do not change between epochs: those that workers hold are not loaded again. Without it every
+            sample is loaded and compared.
+        data: "worker" where `train_loader` is a `WorkerData`.
+        tokens: shared function(batch) that returns the number of tokens of a batch as the model gets it, for joules per token
+            in %guava_energy (run.energy_record()).
+        count_flops: count floating point operations, for the share of a device's peak in %guava_energy (data mode); by default
+            the configuration's.
+        threads: torch's threads in each worker; by default the configuration's, None: torch's own choice.
+        budget_bytes: most bytes to send and receive here, before encryption, such as 900MB: the run stops before, between two
+            steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
+            directly does not count.
+        save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
+        resume: go on from a checkpoint, at its place in its epoch.
+        fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.
+        progress: show a bar while blocking.
+    """
+
+    num_epochs: int = option(1, "count", flag="epochs")
+    val_interval: int | None = option(None, "count", flag="val-interval", needs="val")
+    detach: bool = option(False, "switch", flag="detach")
+    criterion: Reference | None = option("CrossEntropyLoss", "name", flag="loss", known=LOSSES)
+    criterion_args: Mapping[str, Any] | None = option(None, "arguments", flag="loss-args", needs="loss")
+    step: Reference | None = option(None, "name", flag="step")
+    optimizer: Reference = option("AdamW", "name", flag="optimizer", known=_OPTIMIZERS)
+    optimizer_args: Mapping[str, Any] | None = option(None, "arguments", flag="optimizer-args")
+    scheduler: Reference | None = option(None, "name", flag="scheduler", known=_SCHEDULERS)
+    scheduler_args: Mapping[str, Any] | None = option(None, "arguments", flag="scheduler-args", needs="scheduler")
+    scheduler_interval: str | None = option(
+        None, "choice", flag="scheduler-interval", choices=("step", "epoch", "validation"), setting="scheduler_interval",
+        needs="scheduler",
+    )  # fmt: skip
+    max_grad_norm: float | None = option(None, "norm", flag="clip", setting="max_grad_norm")
+    accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
+    precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
+    seed: int | None = option(None, "seed", flag="seed", setting="seed")
+    shares: Sequence[float] | None = option(None, "weights", flag="shares")
+    optimizer_site: str | None = option(
+        None, "choice", flag="optimizer-site", choices=("workers", "orchestrator"), setting="optimizer_site"
+    )
+    callbacks: Sequence[Any] = option((), "objects", unsayable="objects of this process")
+    split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = option(
+        None, "function", unsayable="a function of this process"
+    )
+    preprocess: Reference | None = option(None, "name", flag="preprocess")
+    augment: Reference | None = option(None, "name", flag="augment")
+    metrics: Any = option(None, "metrics", flag="metrics", needs="val")
+    cache: str | None = option(None, "choice", flag="cache", choices=("off", "memory", "disk"), setting="worker_cache")
+    cache_static: bool = option(False, "switch", flag="cache-static")
+    data: str = option(
+        "orchestrator", "choice", choices=("orchestrator", "worker"), unsayable="--data names the loader, which says it"
+    )
+    tokens: Reference | None = option(None, "name", flag="tokens")
+    count_flops: bool | None = option(None, "switch", flag="flops", setting="count_flops")
+    threads: int | None = option(None, "whole", unsayable="set for all runs by GUAVA_THREADS_PER_WORKER")
+    budget_bytes: int | str | None = option(None, "size", flag="budget", setting="budget_bytes")
+    save_path: str | Path | None = option(None, "file", flag="save", needs="budget")
+    resume: str | Path | None = option(None, "file", flag="resume")
+    fresh: bool = option(False, "switch", flag="fresh")
+    progress: bool = option(True, "switch", unsayable="the magic draws a panel of its own")
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail, or be ignored, in the middle of the run.
+
+        Raises:
+            ConfigError: a value is out of its range, or contradicts another one.
+        """
+        for one in option_infos(type(self)):
+            value = getattr(self, one.name)
+            if (value is not None or one.default is not None) and (rule := _broken_rule(one, value)):
+                shown = f"a {type(value).__name__}" if one.kind in ("function", "objects") else repr(value)
+                raise ConfigError(f"{one.name} is {shown}; {rule}")
+        if (self.criterion is None) == (self.step is None):
+            raise ConfigError(
+                "give either a criterion (loss of outputs and targets) or a step (of model and batch), not both"
+            )
+
+    @classmethod
+    def of(cls, call: str, **given: Any) -> Self:
+        """Return the options that a user's call gives; a step takes the place of the criterion.
+
+        Args:
+            call: its name, for the error.
+            given: options by name.
+
+        Raises:
+            TypeError: an unknown name; the near one is named.
+            ConfigError: a wrong value.
+        """
+        known = [one.name for one in option_infos(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{near(name, known)}")
+        return cls(**{**given, "criterion": None} if given.get("step") is not None else given)
+
+    def settled(self, config: DistributedConfig) -> Self:
+        """Return the options with the values of the configuration where none was given; the one place that joins them.
+
+        Raises:
+            ConfigError: a value of the configuration is none for a run.
+        """
+        missing = [one for one in option_infos(type(self)) if one.setting and getattr(self, one.name) is None]
+        return replace(self, **{one.name: getattr(config, one.setting) for one in missing})
+
+
+def option_infos(options: type[TrainingOptions] = TrainingOptions) -> tuple[OptionInfo, ...]:
+    """Return all options of a class, in the order of its fields."""
+    section = inspect.cleandoc(options.__doc__ or "").partition("\nAttributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    return tuple(
+        replace(one.metadata["facts"], name=one.name, default=one.default, text=texts.get(one.name, ""))
+        for one in fields(options)
+    )
+
+
+#: What a value of a kind must be, and how to say it.
+_RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
+    "whole": (lambda value: type(value) is int and value >= 0, "give a whole number, at least 0"),
+    "count": (lambda value: type(value) is int and value >= 1, "give a whole number, at least 1"),
+    "seed": (lambda value: isinstance(value, int) and 0 <= value < 2**63, "give a whole number from 0 to 2**63 - 1"),
+    "norm": (
+        lambda value: isinstance(value, int | float) and value > 0, "give a number above 0, or None for no clipping"
+    ),
+    "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above"),
+    "function": (callable, "give a function of a batch and row ranges"),
+    "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
+}  # fmt: skip
+
+
+def _broken_rule(one: OptionInfo, value: Any) -> str:
+    if one.choices:
+        return "" if value in one.choices else f"it is one of: {', '.join(one.choices)}"
+    holds, rule = _RULES.get(one.kind, (lambda value: True, ""))
+    return "" if holds(value) else rule
+
+
+def _are_weights(shares: Any) -> bool:
+    if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
+        return False
+    return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)
+
+
+def same_named(names: Iterable[str], *sources: object) -> dict[str, Any]:
+    """Return what the sources have under these names; where several have one, the last of them counts."""
+    return {name: getattr(source, name) for name in names for source in sources if hasattr(source, name)}
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def takes_options(options: type[TrainingOptions] = TrainingOptions) -> Callable[[Method], Method]:
+    """Show every option where a user looks for it: in `help`, at Shift-Tab in a notebook, in `inspect.signature`.
+
+    The method takes `**options`; its `{options}` in the docstring becomes the list of them.
+    """
+    # Not `Unpack` of a TypedDict: a checker reads that only where each name is written out a second time. So a wrong name
+    # in a user's call is found by `TrainingOptions.of`, and mypy checks every use of the record's typed fields instead.
+
+    def show(method: Method) -> Method:
+        own = [one for one in inspect.signature(method).parameters.values() if one.kind is not one.VAR_KEYWORD]
+        named, types = {one.name for one in own}, {one.name: one.type for one in fields(options)}
+        further = [one for one in option_infos(options) if one.name not in named]
+        method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [*own, *(_parameter(one, types[one.name]) for one in further)],
+            return_annotation=inspect.signature(method).return_annotation,
+        )
+        entries = "\n".join(map(_entry, option_infos(options))).strip()
+        method.__doc__ = (method.__doc__ or "").replace("{options}", entries)
+        return method
+
+    return show
+
+
+def _parameter(one: OptionInfo, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kind)
+
+
+def _entry(one: OptionInfo) -> str:
+    indent = " " * 12
+    choices = f" One of: {', '.join(map(repr, one.choices))}." if one.choices else ""
+    told = f"{one.name} (default {one.default!r}): {one.text}{choices}"
+    return textwrap.fill(told, 120, initial_indent=indent, subsequent_indent=indent + "    ")

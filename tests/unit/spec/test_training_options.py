@@ -1,0 +1,189 @@
+"""Each option of a run is written once, and reaches every place that knows options."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb import Orchestrator
+from guava_nb.config import DistributedConfig
+from guava_nb.errors import ConfigError
+from guava_nb.notebook.commands import TRAIN, run_options
+from guava_nb.notebook.train import training_arguments
+from guava_nb.spec.training_options import OptionInfo, TrainingOptions, option, option_infos, takes_options
+
+CALLS = ("start_training", "forecast")
+#: A word of the line and the value that it stands for, for every kind that a line can say.
+WORDS: dict[str, tuple[str, Any]] = {
+    "name": ("package.module:thing", "package.module:thing"),
+    "arguments": ('{"a": [1, 2]}', {"a": [1, 2]}),
+    "metrics": ("top5", {"top5": "top5"}),
+    "count": ("7", 7),
+    "seed": ("0", 0),
+    "norm": ("0.5", 0.5),
+    "size": ("2MB", 2_000_000),
+    "weights": ("2,1", (2.0, 1.0)),
+    "file": ("~/a.pt", Path("~/a.pt").expanduser()),
+}
+#: Of the kinds that no line says.
+VALUES = {"function": len, "objects": [1], "whole": 3, "switch": True}
+
+
+def value_of(info: OptionInfo) -> Any:
+    """A value that is not the default."""
+    if info.choices:
+        return info.choices[-1]
+    if info.kind == "switch":
+        return not info.default
+    return WORDS[info.kind][1] if info.kind in WORDS else VALUES[info.kind]
+
+
+class Reached(Exception):
+    def __init__(self, options: TrainingOptions) -> None:
+        self.options = options
+
+
+@pytest.fixture
+def stop_at_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(options: TrainingOptions, config: DistributedConfig) -> TrainingOptions:
+        raise Reached(options)
+
+    monkeypatch.setattr(TrainingOptions, "settled", reached)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("info", option_infos(), ids=lambda info: info.name)
+def test_every_option_reaches_both_calls(stop_at_the_record: None, call: str, info: OptionInfo) -> None:
+    value = value_of(info)
+    assert value != info.default
+    with pytest.raises(Reached) as reached:
+        getattr(Orchestrator(), call)([1], **{info.name: value})
+    assert getattr(reached.value.options, info.name) == value
+    with pytest.raises(Reached) as reached:
+        getattr(Orchestrator(), call)([1])
+    assert getattr(reached.value.options, info.name) == info.default
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("of", [Orchestrator, Orchestrator()], ids=["class", "object"])
+def test_help_shows_every_option_with_its_meaning_and_its_default(call: str, of: Any) -> None:
+    shown = inspect.signature(getattr(of, call)).parameters
+    text = " ".join((getattr(of, call).__doc__ or "").split())
+    for info in option_infos():
+        assert shown[info.name].default == info.default
+        assert info.text and f" {info.name} (default {info.default!r}): {info.text}" in text
+    assert not [one for one in shown.values() if one.kind is one.VAR_KEYWORD]
+    assert "{options}" not in text
+
+
+def test_a_step_takes_the_place_of_the_criterion(stop_at_the_record: None) -> None:
+    with pytest.raises(Reached) as reached:
+        Orchestrator().start_training([1], step="one", criterion="MSELoss")
+    assert (reached.value.options.criterion, reached.value.options.step) == (None, "one")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("wrong", "right"), [("optimiser", "optimizer"), ("epochs", "num_epochs"), ("zzz", "")])
+def test_a_wrong_name_is_refused_with_the_near_one(call: str, wrong: str, right: str) -> None:
+    told = f"{call}\\(\\) got an unexpected keyword argument '{wrong}'" + (
+        f".*did you mean '{right}'" if right else "$"
+    )
+    with pytest.raises(TypeError, match=told):
+        getattr(Orchestrator(), call)([1], **{wrong: 1})
+
+
+@pytest.mark.parametrize("info", option_infos(), ids=lambda info: info.name)
+def test_a_line_says_every_option_or_the_reason_is_known(info: OptionInfo) -> None:
+    assert bool(info.flag) != bool(info.unsayable)
+    if not info.flag:
+        return
+    flag, value = f"--{info.flag}", value_of(info)
+    word = "" if info.kind == "switch" else value if info.choices else WORDS[info.kind][0]
+    assert flag in TRAIN.flags() and flag in TRAIN.help()
+    assert flag in TRAIN.completions([], flag, {})
+    companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB"}
+    loss = "" if info.name in ("criterion", "step") else "--loss L"
+    line = f"--model Net --data loader {loss} {companions.get(info.needs, '')} {flag} {word}"
+    args = TRAIN.parse(line, {"loader": [1]})
+    assert args is not None
+    assert training_arguments(args, {"loader": [1]})[info.name] == value
+
+
+def test_the_configuration_gives_what_is_left_out() -> None:
+    changed = {
+        "scheduler_interval": "epoch", "max_grad_norm": 2.0, "accumulation_steps": 3, "precision": "bf16", "seed": 5,
+        "optimizer_site": "orchestrator", "worker_cache": "disk", "count_flops": True, "budget_bytes": 9,
+    }  # fmt: skip
+    config = DistributedConfig(**changed)
+    settled = TrainingOptions().settled(config)
+    infos = [info for info in option_infos() if info.setting]
+    assert {info.setting.removeprefix("effective_") for info in infos} == set(changed)
+    for info in infos:
+        assert getattr(settled, info.name) == getattr(config, info.setting) != info.default
+        given = TrainingOptions(**{info.name: value_of(info)}).settled(config)
+        assert getattr(given, info.name) == value_of(info)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(option_infos()), st.integers() | st.text() | st.floats() | st.booleans() | st.just([]))
+def test_a_value_is_taken_as_it_is_or_refused_by_name(info: OptionInfo, value: Any) -> None:
+    try:
+        made = TrainingOptions(**{info.name: value})
+    except ConfigError as error:
+        assert info.name in str(error) or "criterion" in str(error)
+    else:
+        assert getattr(made, info.name) is value
+
+
+# --------------------------------------------------------------------------------------------------- one field is enough
+
+
+@dataclass(frozen=True, kw_only=True)
+class More(TrainingOptions):
+    """Options of a later day.
+
+    Attributes:
+        patience: epochs without a better
+            loss, 100% of them.
+    """
+
+    patience: int | None = option(None, "count", flag="patience", setting="num_epochs")
+
+
+def test_a_new_field_is_picked_up_everywhere() -> None:
+    *_, info = option_infos(More)
+    assert (info.name, info.text) == ("patience", "epochs without a better loss, 100% of them.")
+
+    @takes_options(More)
+    def train(loader: Any, num_epochs: int = 1, **options: Any) -> More:
+        """Train.
+
+        Args:
+            {options}
+        """
+        return More.of("train", num_epochs=num_epochs, **options)
+
+    assert inspect.signature(train).parameters["patience"].default is None
+    assert "patience (default None): epochs without a better loss, 100% of them." in (train.__doc__ or "")
+    assert train([], patience=3).patience == 3
+    assert More().settled(DistributedConfig(num_epochs=4)).patience == 4
+    with pytest.raises(ConfigError, match="patience is 0; give a whole number, at least 1"):
+        train([], patience=0)
+    with pytest.raises(TypeError, match="did you mean 'patience'"):
+        train([], patiens=0)
+    entry = run_options(More)[-1]
+    assert entry.flags == ("--patience",) and len(run_options(More)) == len(run_options()) + 1
+    assert entry.settings["help"] == "epochs without a better loss, 100%% of them"
+
+
+def test_the_record_is_read_without_torch() -> None:
+    source = inspect.getsource(sys.modules[TrainingOptions.__module__])
+    assert "import torch" not in source
+    assert [one.name for one in fields(TrainingOptions)] == [info.name for info in option_infos()]
