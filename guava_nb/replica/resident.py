@@ -1,4 +1,4 @@
-"""What lives in the worker's own process and nobody else can build: its model, criterion, optimizer, preprocessing.
+"""What lives in the worker's own process and no other process can build: its model, criterion, optimizer, preprocessing.
 
 A run's record names these with a leading "@", which no Python name has. The orchestrator, which has no class of such a
 model, keeps a *likeness* of it: modules without a forward, with the same parameters and buffers under the same names.

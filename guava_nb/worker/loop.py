@@ -78,7 +78,7 @@ class WorkerLoop:
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         seat: takes this worker's place in process groups; None refuses runs that need one.
-        energy: gets told what this loop does when; None tells nobody.
+        energy: is told what this loop does when; None: no energy is measured.
     """
 
     def __init__(

@@ -263,7 +263,7 @@ class ListeningWorker:
             keeper.close()
 
     def serve(self, once: bool = False) -> str:
-        """Work for whoever dials; returns why it ended.
+        """Work for the orchestrators that dial, one at a time; returns why it ended.
 
         Args:
             once: return when an orchestrator has closed its session, instead of waiting for the next.
@@ -277,7 +277,7 @@ class ListeningWorker:
             return self._reception.serve(once, self._config.rejoin_timeout_s)
 
     def leave(self) -> None:
-        """Leave after the step in work and serve nobody more; from any thread."""
+        """Leave after the step in work and serve no other orchestrator; from any thread."""
         self._reception.leave()
 
     def close(self) -> None:
