@@ -654,11 +654,11 @@ def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind:
     in_flight: list[int] = []
 
     def die(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.flights))
+        in_flight.append(len(job._exchange.in_flight))
         worker.die()
 
     def cut(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.flights))
+        in_flight.append(len(job._exchange.in_flight))
         worker.go_away()
         threading.Timer(0.05, worker.come_back).start()
 
