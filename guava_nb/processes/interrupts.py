@@ -22,7 +22,7 @@ class Interrupts:
         self.count = 0
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if one came, although somebody swallowed it."""
+        """Raise KeyboardInterrupt if one came, although some code swallowed it."""
         if self.count:
             raise KeyboardInterrupt
 

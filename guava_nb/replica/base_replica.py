@@ -134,7 +134,7 @@ class BaseReplica(ABC):
                 memory is given to the replica: it is scaled in place, and on the CPU gradients are views of it until the
                 step is over. None: the gradients are in the parameters already, of a lone worker or summed by a group.
             commit: `scale` is the factor to the true mean, `clip` that of clipping where a group knows the norm. With
-                `skip` nothing changes but the loss scale. `epoch_end` is for whoever calls `tick`.
+                `skip` nothing changes but the loss scale.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.

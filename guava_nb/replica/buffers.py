@@ -2,7 +2,7 @@
 
 Knows values of buffers; knows nothing of gradients or the network. The policy:
 
-- every shard starts from the committed buffers, whoever computes it and however many shards came before;
+- every shard starts from the committed buffers, whichever worker computes it and however many shards came before;
 - the committed value after a step is the mean over its shards, weighted by their rows: floating-point buffers directly,
   integer ones (`num_batches_tracked`) through how far they moved, rounded;
 - only what moves travels. Running statistics of normalisation layers always do; any other buffer does in the steps in

@@ -21,8 +21,8 @@ from guava_nb.replica.buckets import Bucket, BucketLayout, pack_present
 
 __all__ = ["GradientBuckets", "OnBucket"]
 
-#: Takes bucket number, presence bits and the flat host tensor, `[numel]` in the wire dtype, which is lent: whoever takes
-#: it reads it, and only until the step is over. On CUDA it may be called in autograd's own thread.
+#: Takes bucket number, presence bits and the flat host tensor, `[numel]` in the wire dtype, which is lent: the callee may
+#: read it until the step is over. On CUDA it may be called in autograd's own thread.
 OnBucket = Callable[[int, bytes, Tensor], None]
 #: A bucket's flat tensor, `[numel]`, and the views of it in its parameters' shapes.
 _FlatBucket = tuple[Tensor, list[Tensor]]

@@ -1,6 +1,6 @@
 """One replica of the model: the local part of a training step.
 
-Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Whoever drives it calls,
+Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Its caller calls,
 per optimizer step: `run_shard` for each shard it was given, then `apply` with the sums over all shards, or `restore`.
 
 The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order;

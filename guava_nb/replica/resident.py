@@ -1,4 +1,4 @@
-"""What lives in the worker's own process and nobody else can build: its model, criterion, optimizer, preprocessing.
+"""What lives in the worker's own process and no other process can build: its model, criterion, optimizer, preprocessing.
 
 A run's record names these with a leading "@", which no Python name has. The orchestrator, which has no class of such a
 model, keeps a *likeness* of it: modules without a forward, with the same parameters and buffers under the same names.
@@ -84,16 +84,9 @@ def describe_model(model: nn.Module) -> tuple[TensorInfo, ...]:
         ]
         for name, tensor, kind in own:
             full = f"{prefix}.{name}" if prefix else name
-            same_as = first.setdefault(id(tensor), full)
-            described.append(
-                TensorInfo(
-                    full,
-                    tuple(tensor.shape),
-                    str(tensor.dtype).removeprefix("torch."),
-                    kind,
-                    same_as if same_as != full else "",
-                )
-            )
+            first_name, dtype = first.setdefault(id(tensor), full), str(tensor.dtype).removeprefix("torch.")
+            same_as = "" if first_name == full else first_name
+            described.append(TensorInfo(full, tuple(tensor.shape), dtype, kind, same_as))
     return tuple(described)
 
 

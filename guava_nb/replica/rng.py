@@ -35,7 +35,7 @@ def seeded(seed: int, device: torch.device, restore_all: bool = True) -> Iterato
         seed: any integer.
         device: whose generator to seed besides the CPU's.
         restore_all: False leaves numpy's and Python's streams where the block left them: copying their state costs more
-            than a small model's whole share of a step may, and in a worker nobody else draws from them.
+            than a small model's whole share of a step may, and in a worker nothing else draws from them.
     """
     others = (random.getstate(), np.random.get_state()) if restore_all else None
     generators = [torch.default_generator, *_device_generators(device)]

@@ -44,7 +44,7 @@ class ShardResult:
         loss_sum: sum of the losses, to be divided by the sum of all counts.
         count: true denominator of this shard.
         rows: samples.
-        finite: the loss is finite; for a lone worker, whose gradients nobody else checks, they and the buffers too.
+        finite: the loss is finite; for a lone worker, whose gradients are checked nowhere else, they and the buffers too.
         forward_s: seconds of forward.
         backward_s: seconds of backward, with handing over.
         culprit: for a lone worker or a group, the first parameter or buffer that is not finite.

@@ -25,7 +25,7 @@ _Memo = dict[tuple[Any, ...], Tensor]
 def plain(value: Any, path: str = "state", memo: _Memo | None = None) -> Any:
     """Return a copy made of plain values and contiguous CPU tensors; tensors that were one (tied weights) stay one.
 
-    Functions inside dicts are left out: whoever loads the state has made his own.
+    Functions inside dicts are left out: the object that loads the state has its own.
 
     Raises:
         CheckpointError: something else is inside; the message says where.

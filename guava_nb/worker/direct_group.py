@@ -1,7 +1,7 @@
 """A worker's end of a process group on gloo or NCCL: on the interface that was proved, and with an end that can be forced.
 
 gloo gives up neither on request (its abort leaves a blocked rank blocked) nor when the network to a peer is cut. So its
-connections are found by their addresses: shutting them down wakes whoever is blocked, and the kernel watches the peers.
+connections are found by their addresses: shutting them down wakes the ranks that are blocked, and the kernel watches the peers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DirectGroup:
         return foreign.connections(self._order.addresses) - self._before
 
     def wake(self) -> None:
-        """Wake whoever is blocked in the group, here and at the peers; from any thread. The group is of no use any more."""
+        """Wake the ranks that are blocked in the group, here and at the peers; from any thread. The group is useless then."""
         if self._order.backend == "nccl":
             abort_nccl(self._device)
             return
@@ -121,7 +121,7 @@ def let_nccl_fail_softly() -> None:
 
 
 def abort_nccl(device: torch.device) -> None:
-    """End every NCCL group of this process, and wake whoever is blocked in one; from any thread."""
+    """End every NCCL group of this process, and wake the threads that are blocked in one; from any thread."""
     for group in list(c10d._world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # gone meanwhile, or of another kind
             group._get_backend(device).abort()

@@ -1,7 +1,7 @@
 """A worker that listens: orchestrators dial it, one after another, and each gets a member of its own.
 
 Who holds the join code may come. While one orchestrator is connected, a second one is told so and sent away; the place of
-one whose connections are broken goes to whoever dials next, because a restarted program is a new one.
+one whose connections are broken goes to the orchestrator that dials next, because a restarted program is a new one.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class ListeningLoop:
         return TunnelKeeper(self._listener, on_notice, patience_s, on_code)
 
     def serve(self, once: bool, patience_s: float | None = None, on_wait: Callable[[], None] = lambda: None) -> str:
-        """Work for whoever dials.
+        """Work for the orchestrators that dial, one at a time.
 
         Args:
             once: return when an orchestrator has closed its session; else wait for the next one.
             patience_s: with `once`, how long to wait for another one after the first was lost; None waits without end.
-            on_wait: called whenever nobody is there to work for.
+            on_wait: called whenever no orchestrator is connected.
 
         Returns:
             Why it ended.
@@ -146,7 +146,7 @@ class ListeningLoop:
                     self._present = None
 
     def leave(self) -> None:
-        """Leave after the step in work and serve nobody more; from any thread."""
+        """Leave after the step in work and serve no other orchestrator; from any thread."""
         with self._lock:
             self._leaving = True
             if self._working is not None:
@@ -172,7 +172,7 @@ class ListeningLoop:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, VisitArrived):
-            return  # nobody reports crashes of orchestrators
+            return  # crashes of orchestrators are not reported
         if isinstance(event, SessionOpened):
             self._welcome(event.session)
             return
@@ -186,7 +186,7 @@ class ListeningLoop:
             member.on_event(event)
 
     def _welcome(self, session: Session) -> None:
-        """Let it wait for its turn; it is greeted by whoever serves, because only then it is known with what."""
+        """Let it wait for its turn; `serve` greets it, because only then it is known with what."""
         with self._lock:
             # One program often closes a session and dials again at once: its goodbye may still be on its way.
             busy = not self._lock.wait_for(self._is_free, _TURN_S)

@@ -43,16 +43,16 @@ from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, S
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.steps import StepRunner
 
-__all__ = ["Arrival", "WorkerLoop"]
+__all__ = ["WorkerLoop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class _Arrival:
     """A message in the loop's queue; `done` gives its bytes back to the sender's window."""
 
     message: Message
-    payload: memoryview
-    done: Callable[[], None]
+    payload: memoryview = memoryview(b"")
+    done: Callable[[], None] = lambda: None
 
 
 #: Seconds in which the orchestrator asks a worker that leaves for its state, if it needs it; and in which that may arrive.
@@ -64,16 +64,12 @@ _ENDED = "ended"
 SHOW_S = 0.25
 
 
-def _nothing() -> None:
-    pass
-
-
 class _End(Exception):  # noqa: N818 - the way out of the loop, not an error
     pass
 
 
 class WorkerLoop:
-    """State and behaviour of one worker.
+    """One worker: takes messages, and hands each to what builds runs, does their steps, evaluates or reads batches.
 
     Args:
         send: queues a message for the orchestrator; never blocks.
@@ -82,7 +78,7 @@ class WorkerLoop:
         on_state: called with (state, step) for the worker's own display; at most a few times a second.
         on_commit: called with (generation, step) after each commit, for the session's resume record.
         seat: takes this worker's place in process groups; None refuses runs that need one.
-        energy: gets told what this loop does when; None tells nobody.
+        energy: is told what this loop does when; None: no energy is measured.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class WorkerLoop:
         self._send, self._device, self._own, self._seat = send, device, own, seat
         self._on_state = on_state
         self._shown = ("", 0.0)
-        self._queue: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
         self._preparation = Preparation(device, own, seat)
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
@@ -115,8 +111,9 @@ class WorkerLoop:
         if isinstance(message, Shard):
             # How many of them wait here is bounded by the orchestrator's own credit, in bytes.
             done()
-            done = _nothing
-        self._queue.put(Arrival(message, payload, done))
+            self._queue.put(_Arrival(message, payload))
+        else:
+            self._queue.put(_Arrival(message, payload, done))
 
     def leave(self, reason: str) -> None:
         """Leave after the step in work, when the orchestrator has what is only here; from any thread."""
@@ -125,7 +122,7 @@ class WorkerLoop:
 
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
-        self._queue.put(Arrival(Refused(_ENDED, ""), memoryview(b""), lambda: None))
+        self._queue.put(_Arrival(Refused(_ENDED, "")))
 
     # -------------------------------------------------------------------------------------------------------- the loop
 

@@ -30,7 +30,6 @@ __all__ = [
     "NetworkWorker",
     "WorkerHandle",
     "join_code_from",
-    "run_worker",
     "start_listening_worker",
     "start_worker",
 ]
@@ -90,20 +89,6 @@ def _launch(
     user = getattr(os, "getuid", lambda: "user")()  # the folder of another user could not be written to
     folder = Path(tempfile.gettempdir()) / f"guava_nb-{user}"
     return launch(where, chosen, name or "", log_folder=folder, config=config)
-
-
-def run_worker(code: JoinCode | str | None = None, device: str = "auto", name: str | None = None) -> int:
-    """Start a worker process, wait for its end, and return an exit status: 0 when it left as it should."""
-    worker = start_worker(code, device, name)
-    interrupts = 0
-    while True:
-        try:
-            if worker.wait(0.5):
-                break
-        except KeyboardInterrupt:
-            interrupts += 1
-            worker.leave() if interrupts == 1 else worker.kill()
-    return 0 if worker.status().state == "left" else 1
 
 
 def _device(gpu_id: int | str) -> torch.device:
@@ -278,7 +263,7 @@ class ListeningWorker:
             keeper.close()
 
     def serve(self, once: bool = False) -> str:
-        """Work for whoever dials; returns why it ended.
+        """Work for the orchestrators that dial, one at a time; returns why it ended.
 
         Args:
             once: return when an orchestrator has closed its session, instead of waiting for the next.
@@ -292,7 +277,7 @@ class ListeningWorker:
             return self._reception.serve(once, self._config.rejoin_timeout_s)
 
     def leave(self) -> None:
-        """Leave after the step in work and serve nobody more; from any thread."""
+        """Leave after the step in work and serve no other orchestrator; from any thread."""
         self._reception.leave()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """What a worker can say of its own work, read off the messages that pass: nothing in its loop has to keep count.
 
-Pure: messages and the time are told. Whoever watches may ask from any thread.
+Pure: messages and the time are told. `figures` may be called from any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Entry of a worker process: `python -m guava_nb.worker.process`, started by `guava_nb.processes.launcher` and by nothing else.
 
 Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
-"leave", or "dial CODE" when the session has a new join code. End of input means that whoever started this process is gone.
+"leave", or "dial CODE" when the session has a new join code. End of input means that the process that started this one is gone.
 Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, or about once
 a second with its figures.
 """
@@ -92,7 +92,7 @@ def _teller() -> Tell:
     stdout, lock = sys.stdout, threading.Lock()
 
     def tell(record: dict[str, Any]) -> None:
-        with lock, contextlib.suppress(OSError):  # whoever reads is gone; `_listen` notices that too
+        with lock, contextlib.suppress(OSError):  # the reader is gone; `_listen` notices that too
             stdout.write(f"{MARK}{json.dumps(record)}\n")
             stdout.flush()
 
@@ -119,7 +119,7 @@ def _be_dialled(
     _obey(lambda reason: reception.leave())
     try:
         with _figures_told(reception.figures, tell):
-            # The code goes to whoever started this process, through the pipe, and into no log.
+            # The code goes to the process that started this one, through the pipe, and into no log.
             shown = {"state": "listening", "step": -1, "detail": code.address, "code": code.encode()}
             return reception.serve(once=False, on_wait=lambda: tell(shown))
     finally:
@@ -185,7 +185,7 @@ def _listen(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] |
         if word == "leave":
             leave("asked to leave")
         elif word == "dial" and redirect is not None:
-            with contextlib.suppress(JoinCodeError):  # whoever sends it has read it before
+            with contextlib.suppress(JoinCodeError):  # the sender has read it before
                 redirect(JoinCode.decode(rest))
     # The parent is gone. Leave properly if that is possible soon; a step that never ends must not keep this process.
     leave("the process that started this worker ended")

@@ -1,4 +1,4 @@
-"""A worker's place in a process group: takes it, gives it up, and wakes whoever is blocked in it.
+"""A worker's place in a process group: takes it, gives it up, and wakes the threads that are blocked in it.
 
 The loop's thread sits in the group's operations; an abort comes on another thread and must reach it there.
 """
@@ -92,7 +92,7 @@ class GroupSeat:
             )
 
     def abort(self, generation: int, reason: str) -> None:
-        """Wake whoever is blocked in the group; called from any thread, and does not wait.
+        """Wake the threads that are blocked in the group; called from any thread, and does not wait.
 
         While a committed step is being applied it waits for that to end: half of ZeRO 1's exchange would tear the parameters.
         A member that is gone breaks the exchange by itself.

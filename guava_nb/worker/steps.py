@@ -64,7 +64,7 @@ class StepRunner:
         send: queues a message for the orchestrator; never blocks.
         device: where replicas live.
         seat: this worker's place in process groups, if it may take one.
-        energy: gets told what is done when; None tells nobody.
+        energy: is told what is done when; None: no energy is measured.
         on_work: called when a shard begins.
         on_commit: called with (generation, step) after each commit.
     """
@@ -226,7 +226,7 @@ class StepRunner:
         self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
         ready = _ready(message, result, wait_s)
         if message.solo and (result.finite or run.spec.precision == "fp16"):
-            # Nobody waits for this report, so it travels with the commit: one message a step instead of two.
+            # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
             step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
         else:

@@ -18,13 +18,7 @@ from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
 from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.options import LinkOptions
 from guava_nb.link.session import Session
-from guava_nb.link.session_events import (
-    Event,
-    MessageArrived,
-    SessionClosed,
-    SessionResumed,
-    SessionSuspect,
-)
+from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
 from guava_nb.replica.resident import ResidentParts
@@ -84,14 +78,9 @@ class WorkerSession:
         self._lines = LineProbe(lambda: self._code, self._options, self._send)
         self._work = OwnWork(self._hello.device, self._hello.device_name)
         self._energy = EnergyReporter(device, self._send_noted, up_bytes_s=self._up_bytes_s)
+        seat = self._seat if own is None else None
         self.loop = WorkerLoop(
-            self._send_noted,
-            device,
-            own,
-            self._on_state,
-            self._on_commit,
-            seat=self._seat if own is None else None,
-            energy=self._energy,
+            self._send_noted, device, own, self._on_state, self._on_commit, seat=seat, energy=self._energy
         )
 
     def run(self) -> str:

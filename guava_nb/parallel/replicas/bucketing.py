@@ -57,7 +57,7 @@ class CompletionCounter:
 
     Attributes:
         missing: for each bucket, how many of its gradients are not complete in this backward.
-        sent: numbers of the buckets whose gradients were taken during this backward; whoever takes them adds the number.
+        sent: numbers of the buckets whose gradients were taken during this backward; the caller that takes them adds the number.
     """
 
     def __init__(
