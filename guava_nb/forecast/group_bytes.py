@@ -50,7 +50,7 @@ def group_exchange(run: RunFacts) -> Exchanged:
 def _forming(run: RunFacts) -> Traffic:
     """What it takes that a worker finds its place in a group."""
     names = tuple(f"worker-{rank}" for rank in range(run.workers))
-    order = run.out(messages.FormGroup, name=_GROUP, members=names, path="relay", backend="guava")
+    order = run.out(messages.FormGroup, name=_GROUP, members=names, backend="guava")
     key = f"{_GROUP}store_based_barrier_key:1"
     question = run.back(messages.StoreAsk, request_id=10, op="set", keys=(key,), values=(b"0" * 40,))
     talk = question + run.out(messages.StoreReply, request_id=10)
