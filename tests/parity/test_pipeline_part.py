@@ -108,6 +108,7 @@ def test_tied_weight_within_a_rank_and_on_another(pool: Ranks) -> None:
 def test_several_tensors_between_stages_and_nested_inputs(pool: Ranks, schedule: dict[str, Any]) -> None:
     check(pool, BOTH, Case("tuples", "nested", spec={**schedule, "split": ("1",)}))
     check(pool, BOTH, Case("tuples", "nested", spec={**schedule, "split": ("2",)}))
+    check(pool, BOTH, Case("tuples", "unusual", spec={**schedule, "split": ("2",)}))
 
 
 @pytest.mark.parametrize("criterion", ["mean", "sum"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -257,6 +258,19 @@ def _nested(rows: int, step: int, make: torch.Generator) -> Any:
     }
 
 
+@dataclass(frozen=True)
+class Labels:
+    """Targets in a dataclass, with a list of one name per sample."""
+
+    y: list[Tensor]
+    names: list[str]
+
+
+def _unusual(rows: int, step: int, make: torch.Generator) -> Any:
+    inputs, targets = _nested(rows, step, make)
+    return UserDict(inputs), Labels(targets["y"], [f"sample {row}" for row in range(rows)])
+
+
 def _words(rows: int, step: int, make: torch.Generator) -> Any:
     length = 3 + step % 5
     ids = torch.randint(0, 11, (rows, length), generator=make)
@@ -269,6 +283,7 @@ BATCHES: dict[str, Callable[[int, int, torch.Generator], Any]] = {
     "numbers": _numbers,
     "ignoring": _ignoring,
     "nested": _nested,
+    "unusual": _unusual,
     "words": _words,
 }
 
@@ -284,6 +299,9 @@ def batches_of(case: Case) -> list[tuple[Any, Any, int]]:
 def _classes(outputs: Any, targets: Any, rows: int) -> Part:
     if isinstance(targets, dict):
         targets = targets["y"][0]
+    if isinstance(targets, Labels):
+        assert len(targets.names) == rows
+        targets = targets.y[0]
     assert len(outputs) == len(targets) == rows
     outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
     total = functional.cross_entropy(outputs, targets, reduction="sum")
