@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from guava_nb.cluster.group_path import Findings
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
-from guava_nb.cluster.path_probe import Routes
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
@@ -89,14 +89,14 @@ class Cluster:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
         self.relay = Relay()
-        self.routes = Routes()
+        self.findings = Findings()
         self.caches = WorkerCaches()
         self.energy = EnergyBook()
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell = on_notice
         self._programs = Programs(on_notice)
-        self._odd: set[tuple[int, str]] = set()
+        self._told_invalid: set[tuple[int, str]] = set()
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
@@ -156,8 +156,8 @@ class Cluster:
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
         elif isinstance(message, Energy) and rank is not None:
-            if odd := first_invalid_energy(message):
-                self.tell_invalid(rank, "energy", odd)
+            if invalid := first_invalid_energy(message):
+                self.tell_invalid(rank, "energy", invalid)
             else:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
@@ -293,18 +293,17 @@ class Cluster:
         member = self.roster.members[rank]
         return member.samples, member.tokens
 
-    def tell_invalid(self, rank: int, of: str, odd: str) -> None:
-        """Tell a person, once for each worker and kind, that a report of it was left out, since it cannot be.
+    def tell_invalid(self, rank: int, of: str, invalid: str) -> None:
+        """Tell a person, once for each worker and kind of report, that a value in it is invalid and was ignored.
 
         Args:
             of: what the report is about.
-            odd: the figure.
+            invalid: name and value, such as "joules = -3".
         """
-        if (rank, of) not in self._odd:
-            self._odd.add((rank, of))
+        if (rank, of) not in self._told_invalid:
+            self._told_invalid.add((rank, of))
             self.notice(
-                f"{self.name(rank)} reported {odd}, which cannot be: such figures of its {of} are left out. "
-                "Training goes on; this is told once"
+                f"{self.name(rank)} reported an invalid {of} value ({invalid}); it is ignored. Training continues. Shown once."
             )
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
@@ -327,10 +326,6 @@ class Cluster:
         """Whether a member is away because a tunnel broke, and not by itself."""
         session = self._sessions.get(rank)
         return session is not None and session.in_outage
-
-    def sessions(self) -> list[Session]:
-        """Return all sessions whose seat is held."""
-        return list(self._sessions.values())
 
     def all_sessions(self) -> list[Session]:
         """Return the sessions of all seats, gone ones included."""

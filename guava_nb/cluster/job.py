@@ -10,6 +10,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from guava_nb import errors
 from guava_nb.cluster.cluster import Cluster
@@ -30,6 +31,7 @@ from guava_nb.protocol.messages import Failure, Message
 __all__ = ["Job", "NobodyLeft", "StopRequested"]
 
 Handler = Callable[[int, Message, memoryview], None]
+_Answer = TypeVar("_Answer", bound=Message)
 
 #: The longest a pump sleeps without looking at its condition again: conditions on the clock need no event to come true.
 _TICK_S = 0.25
@@ -76,6 +78,18 @@ class Job:
     def on(self, record: type[Message], handler: Handler) -> None:
         """Handle messages of this type with `handler(rank, message, payload)`."""
         self._handlers[record] = handler
+
+    def collect(self, record: type[_Answer], ours: Callable[[_Answer], bool]) -> dict[int, _Answer]:
+        """Return a dict that fills with the members' answers of this type, by rank; `ours` tells those that were asked for."""
+        answers: dict[int, _Answer] = {}
+
+        def take(rank: int, message: Message, payload: memoryview) -> None:
+            assert isinstance(message, record)
+            if ours(message):
+                answers[rank] = message
+
+        self.on(record, take)
+        return answers
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -137,7 +151,6 @@ class Job:
                     done()
             case Joined(rank):
                 self.ready.add(rank)
-                self.on_joined(rank)
             case Suspected(rank):
                 self.ready.discard(rank)
                 self.suspects.add(rank)
@@ -182,9 +195,6 @@ class Job:
         raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.
-
-    def on_joined(self, rank: int) -> None:
-        """A newcomer is ready."""
 
     def on_suspected(self, rank: int) -> None:
         """A member's connections broke."""

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.report_checks import first_invalid_rate
 from guava_nb.config.units import show_bytes
-from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
-
-if TYPE_CHECKING:
-    from guava_nb.cluster.cluster import Cluster
+from guava_nb.protocol.messages import LineMeasured, MeasureLine
 
 __all__ = ["measure_lines"]
 
@@ -35,14 +32,8 @@ def measure_lines(cluster: Cluster) -> list[str]:
     Raises:
         ClusterError: a run is in progress.
     """
-    job, answers, number = Job(cluster), dict[int, LineMeasured](), next(_ids)
-
-    def on_measured(rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, LineMeasured)
-        if message.measuring_id == number:
-            answers[rank] = message
-
-    job.on(LineMeasured, on_measured)
+    job, number = Job(cluster), next(_ids)
+    answers = job.collect(LineMeasured, lambda found: found.measuring_id == number)
     asked = [rank for rank in cluster.roster.ready() if cluster.roster.members[rank].line == (None, None)]
     with job.attached(), contextlib.suppress(NobodyLeft):
         for rank in asked:
@@ -51,8 +42,8 @@ def measure_lines(cluster: Cluster) -> list[str]:
     for rank, answer in answers.items():
         if answer.error:
             continue
-        if odd := first_invalid_rate(answer):
-            cluster.tell_invalid(rank, "line", odd)
+        if invalid := first_invalid_rate(answer):
+            cluster.tell_invalid(rank, "line rate", invalid)
         else:
             cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
     spent = sum(max(0, found.used_bytes) for found in answers.values())

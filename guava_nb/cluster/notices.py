@@ -59,10 +59,6 @@ class Notices(logging.Handler):
         """Take no warnings any more."""
         logging.getLogger("guava_nb").removeHandler(self)
 
-    def last(self, count: int) -> tuple[str, ...]:
-        """Return the newest sentences, oldest first."""
-        return tuple(sentence for _, sentence in self.numbered(count))
-
     def numbered(self, count: int) -> tuple[tuple[int, str], ...]:
         """Return the newest sentences, oldest first, each with its number, which grows by one with each."""
         with self._access:

@@ -57,7 +57,7 @@ class StepExchange:
         """The report without figures that cannot be; they are told once."""
         message, odd = without_invalid(message)
         if odd:
-            self._job.cluster.tell_invalid(rank, "steps", odd)
+            self._job.cluster.tell_invalid(rank, "step", odd)
         return message
 
     def _note_work(self, rank: int, samples: int, tokens: float | None) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from guava_nb.cluster.group_path import Route
+from guava_nb.cluster.group_path import Findings, Route
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.path_probe import Routes
+from guava_nb.cluster.path_probe import choose
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import pack, unpack
 from guava_nb.data.loader_feed import Feed
@@ -65,7 +65,7 @@ class ShardedReplicaSet(ReplicaSet):
         self.generation = -1
         self.route = Route("relay", "guava", "no group was formed yet")
         self._relay_only = ""  # why this run keeps to the relay from now on
-        self._routes: Routes | None = None
+        self._findings: Findings | None = None
         self._formed: dict[int, GroupFormed] = {}
         self._away: dict[int, float] = {}
         self._broken: str = ""
@@ -196,8 +196,8 @@ class ShardedReplicaSet(ReplicaSet):
 
     def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
         """Probe again before the next group; a network that lets probes pass and breaks groups is not tried for ever."""
-        if self._routes is not None:
-            self._routes.forget(team)
+        if self._findings is not None:
+            self._findings.forget(team)
         self._direct_breaks += 1 if reason else 0
         if self._direct_breaks >= MOST_DIRECT_BREAKS:
             self._relay_only = f"{self._direct_breaks} direct groups broke while all workers stayed ({reason})"
@@ -207,7 +207,7 @@ class ShardedReplicaSet(ReplicaSet):
     def attach(self, job: Job) -> None:
         """Handle this ensemble's messages in that job."""
         super().attach(job)
-        self._relay, self._routes = job.cluster.relay, job.cluster.routes
+        self._relay, self._findings = job.cluster.relay, job.cluster.findings
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
 
@@ -257,7 +257,7 @@ class ShardedReplicaSet(ReplicaSet):
     def _choose(self, job: Job, members: Sequence[int], first: bool) -> Route:
         if self._relay_only:
             return Route("relay", "guava", self._relay_only)
-        return job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
+        return choose(job, members, self._shape.path, may_refuse=first)
 
     def _try_to_form(self, job: Job, members: Sequence[int]) -> dict[int, GroupFormed]:
         """Give everybody an order and wait for the answers; returns those that say no."""
@@ -288,7 +288,7 @@ class ShardedReplicaSet(ReplicaSet):
     def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
         """Keep to the relay, and wake whoever still waits for the direct group."""
         rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
-        job.cluster.routes.forget(members)
+        job.cluster.findings.forget(members)
         self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
         job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
         job.cluster.roster.generation += 1
