@@ -51,7 +51,6 @@ from guava_nb.spec.run_spec import (
     build_spec,
     cache_spec,
     factory_name,
-    mode_of,
     parallel_spec,
     plain_arguments,
 )
@@ -63,10 +62,10 @@ from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
 from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.progress_bar import reporting, watch
 from guava_nb.training.run import Run
-from guava_nb.training.status_survey import survey, total_bytes, wire_meter
+from guava_nb.training.status_survey import survey
 from guava_nb.training.worker_data_facts import ask_data, data_spec, feeds, refuse_group, refuse_place, refuse_static
 
 __all__ = ["Orchestrator"]
@@ -541,27 +540,15 @@ class Orchestrator(SessionHost):
 
     def _launch(self, replica_set: ReplicaSet, plan: TrainingPlan, detach: bool, progress: bool) -> Run:
         cluster = self._open_cluster()
-        batches = plan.feed.batches_per_epoch
-        per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
-        total = None if per_epoch is None else per_epoch * plan.num_epochs - (replica_set.step + 1)
-        run = Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, total)
-
-        def save(path: Path, position: Position, step: int) -> None:
-            checkpoint.write(path, replica_set.master.state(), step, position, replica_set.spec)
-
         plan.save_path = Path(self.config.checkpoint_dir) / f"{replica_set.run_id}.pt"
-        meter = wire_meter(cluster, replica_set.spec)
-        if plan.budget is not None:
-            plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
-        job = TrainingJob(replica_set, plan, run, cluster, save)
-        run.connect(meter, job.interrupt, lambda: self._model_of(replica_set))
-        self.run, self._job, self._replica_set, self._asked = run, job, replica_set, None
+        job = TrainingJob(replica_set, plan, cluster, lambda: self._model_of(replica_set))
+        self.run, self._job, self._replica_set, self._asked = job.run, job, replica_set, None
         self._runs += 1
         if detach:
             job.start()
-            return run
-        watch(run, job.start, progress)
-        return run.result()
+            return job.run
+        watch(job.run, job.start, progress)
+        return job.run.result()
 
     def stop(self) -> None:
         """Stop the run in progress after its current step; does nothing when there is none."""
@@ -753,8 +740,8 @@ class Orchestrator(SessionHost):
     def _job_save(self, target: Path) -> None:
         assert self._replica_set is not None and self._job is not None
         self._job.budget_gate.refuse_save()
-        state = self._replica_set.fetch(self._job)
-        checkpoint.write(target, state, self._replica_set.step, self._job.where(), self._replica_set.spec)
+        self._replica_set.fetch(self._job)
+        self._job.save(target)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint and go on from it at the next start_training; returns step and epoch.

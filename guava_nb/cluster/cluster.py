@@ -100,7 +100,7 @@ class Cluster:
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
-        self._leaving: dict[int, str] = {}  # members that nobody has released yet, and why they go
+        self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
@@ -131,7 +131,7 @@ class Cluster:
                 self._handle(event)
             except GuavaError as error:
                 log.warning("event of a session was dropped: %s", error)
-            except Exception:  # without this thread nobody would learn of a lost worker, and runs would wait for it
+            except Exception:  # without this thread no run would learn of a lost worker: it would wait for ever
                 log.exception("event of a session was dropped")
 
     def _handle(self, event: Event) -> None:
@@ -139,7 +139,7 @@ class Cluster:
             try:
                 self._on_message(event)
             finally:
-                event.done()  # its memory is given back, whatever was made of it
+                event.done()  # its memory is given back, also after an error
         elif isinstance(event, VisitArrived):
             self._on_visit(event)
         elif not isinstance(event, SessionOpened):
@@ -195,7 +195,7 @@ class Cluster:
         self.output.add_tail(member.name, report.tail)
         cause = f"its process ended with {ending_text(report.exit_status, report.tail)}"
         if member.alive:
-            # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
+            # The process is known to be dead: its session will not be resumed, so do not wait for the grace to pass.
             self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
         else:
             member.detail = cause
@@ -335,6 +335,10 @@ class Cluster:
         """Return a member's name."""
         return self.roster.members[rank].name
 
+    def device_name(self, rank: int) -> str:
+        """Return the name of a member's device."""
+        return self.roster.members[rank].hello.device_name
+
     def members(self) -> list[Member]:
         """Return all seats."""
         return list(self.roster)
@@ -359,11 +363,11 @@ class Cluster:
                         "code on the other machines, or ask for fewer workers"
                     )
                 self._changed.wait(left)
-            if on_wait is not None:  # without the lock: whoever draws meanwhile must not hold up those who join
+            if on_wait is not None:  # without the lock: slow drawing must not hold up workers that join
                 on_wait(len(self.roster.ready()))
 
     def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
-        """Wait until whoever is at the end of a session has said hello.
+        """Wait until the worker at the other end of a session has said hello.
 
         Returns:
             Its rank; None when the session closed before, or no hello came in time.
@@ -378,7 +382,7 @@ class Cluster:
             return rank
 
     def close(self) -> None:
-        """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
+        """Stop the dispatcher. The owners of the sessions close them before this."""
         self._programs.close()
         self._events.put(None)
         if threading.current_thread() is not self._thread:

@@ -13,7 +13,7 @@ __all__ = ["Finding", "Findings", "Route", "decide", "machines_of", "on_one_host
 #: Networks that strangers are not on: RFC 1918, link-local and unique local addresses, and the machine itself.
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
-    for text in (
+    for text in [
         "10.0.0.0/8",
         "172.16.0.0/12",
         "192.168.0.0/16",
@@ -21,7 +21,7 @@ _PRIVATE = tuple(
         "127.0.0.0/8",
         "fc00::/7",
         "::1/128",
-    )
+    ]
 )
 
 
@@ -48,7 +48,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe found: seats where everybody is reached, or why there are none.
+    """What a probe found: an address of each member at which all others reach it, or why there is none.
 
     Attributes:
         seats: address of every member; empty where the direct path is not open.
@@ -133,7 +133,7 @@ def decide(
     Args:
         names: of all members.
         listening: where each listens, as far as it answered.
-        reports: whom each reached, as far as it answered.
+        reports: which others each reached, as far as it answered.
     """
     for rank, name in names.items():
         if rank not in listening or rank not in reports:

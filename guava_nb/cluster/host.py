@@ -77,7 +77,7 @@ class SessionHost:
         Args:
             tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel`, or a tunnel; None takes `tunnel` of the configuration,
                 on an open session the one in use.
-            ask: asks for the tunnel's authtoken where none is found; None where nobody can be asked.
+            ask: asks for the tunnel's authtoken where none is found; None where no person can be asked.
             on_code: gets the new code whenever a tunnel's address changes, from a thread of the session.
 
         Raises:
@@ -159,12 +159,12 @@ class SessionHost:
     def connect(self, *join_codes: JoinCode | str) -> list[str]:
         """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
 
-        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        Opens the session if it is not open; then no worker can dial this side, until `open` is called. A connection that
         breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
 
         Raises:
             JoinCodeError: a code is damaged; nothing was dialled.
-            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+            GuavaError: a worker cannot be reached, does not know the code, or works for another orchestrator. Those before it
                 in the list stay connected.
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
@@ -191,7 +191,7 @@ class SessionHost:
         return None if self._keeper is None else self._keeper.tunnel
 
     def _where(self) -> tuple[str, str, str]:
-        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where nobody can dial."""
+        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where this side does not listen."""
         if self._listener is None:
             return "", "", ""
         keeper = self._keeper

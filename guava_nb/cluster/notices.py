@@ -1,6 +1,6 @@
 """Sentences for the person at the orchestrator: joins, losses, refused strangers, and every warning of ours.
 
-Warnings come through `logging`, from any thread; a library must not print them into whatever cell happens to run.
+Warnings come through `logging`, from any thread; a library must not print them into the cell that happens to run.
 """
 
 from __future__ import annotations

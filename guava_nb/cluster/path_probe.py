@@ -11,14 +11,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Finding, Route, decide, on_one_host, unlike_devices
 from guava_nb.cluster.job import Job
 from guava_nb.errors import ClusterError
-from guava_nb.protocol.messages import (
-    ProbeDial,
-    ProbeEnd,
-    ProbeListen,
-    ProbeListening,
-    ProbeReport,
-    ProbeTarget,
-)
+from guava_nb.protocol.messages import ProbeDial, ProbeEnd, ProbeListen, ProbeListening, ProbeReport, ProbeTarget
 
 __all__ = ["choose", "cuda_reach"]
 

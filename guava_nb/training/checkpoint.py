@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}; {_nearby(path)}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises whatever the damage happens to hit
+    except Exception as error:  # a damaged file may raise any error
         if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
             raise CheckpointError(
                 f"{path} is not a checkpoint of guava_nb: it is no PyTorch file, or holds more than tensors and plain data"
@@ -99,7 +99,7 @@ def _damaged(content: Mapping[str, Any]) -> str:
 
 def _nearby(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
-    made = (folder / "checkpoints", Path("checkpoints"))  # where those go that nobody gave a name
+    made = (folder / "checkpoints", Path("checkpoints"))  # where checkpoints without a given name go
     found = [(place, _held(place)) for place in dict.fromkeys((folder, *made)) if place.is_dir()]
     told = [f"in {place} there are: {', '.join(names[:8])}" for place, names in found if names]
     return "; ".join(told) or f"{folder} holds no checkpoint"

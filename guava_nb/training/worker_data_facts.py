@@ -62,7 +62,7 @@ def refuse_group(spec: RunSpec) -> None:
 
 
 def refuse_static(spec: RunSpec) -> None:
-    """Refuse to leave samples unloaded where nobody keeps them, or where it is not followed who does.
+    """Refuse to leave samples unloaded where workers do not keep them, or where it is not known which worker does.
 
     Raises:
         ConfigError: what to choose instead.
