@@ -15,7 +15,7 @@ from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
-from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
@@ -87,16 +87,16 @@ class SessionHost:
         self._on_code = on_code or self._on_code
         text, way = self._way_to(tunnel, ask)
         had_cluster, listened = self._cluster is not None, self._listener is not None
-        if not listened:
-            self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
-        if way is not None:
-            try:
+        try:
+            if not listened:
+                self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
+            if way is not None:
                 self._lead_through(way)
-            except BaseException:
-                if not listened:
-                    self._stop_listening(had_cluster)
-                raise
-            self._way = text
+                self._way = text
+        except BaseException:
+            if not listened:
+                self._stop_listening(had_cluster)
+            raise
         return self.join_code
 
     def _way_to(self, tunnel: Tunnel | str | None, ask: Callable[[], str] | None) -> tuple[str, Tunnel | None]:
@@ -113,25 +113,23 @@ class SessionHost:
         notices = self._notices
         return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
 
+    def _have_cluster(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = self._new_cluster()
+            self._notices.listen()
+        return self._cluster
+
     def _listen(self, host: str) -> None:
-        cluster = self._cluster or self._new_cluster()
-        listener = Listener(
-            link_options(self.config), cluster.on_event, host, self.config.master_port, tls=self.config.tls
-        )
-        try:
-            listener.start()
-        except GuavaError:
-            if self._cluster is None:
-                cluster.close()
-            raise
-        self._notices.listen()
-        self._cluster, self._listener = cluster, listener
+        on_event, config = self._have_cluster().on_event, self.config
+        listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
+        listener.start()
+        self._listener = listener
 
     def _stop_listening(self, keep_cluster: bool) -> None:
-        assert self._listener is not None and self._cluster is not None
-        self._listener.close("its tunnel could not be started")
-        self._listener = None
-        if not keep_cluster:
+        if self._listener is not None:
+            self._listener.close("its tunnel could not be started")
+            self._listener = None
+        if not keep_cluster and self._cluster is not None:
             self._cluster.close()
             self._notices.stop()
             self._cluster = None
@@ -168,10 +166,7 @@ class SessionHost:
                 in the list stay connected.
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
-        if self._cluster is None:
-            self._cluster = self._new_cluster()
-            self._notices.listen()
-        return self._dialled.join(codes, self._cluster, link_options(self.config))
+        return self._dialled.join(codes, self._have_cluster(), link_options(self.config))
 
     @property
     def join_code(self) -> JoinCode:

@@ -45,12 +45,10 @@ class Leaving(_OfMember):
     """A member wants to go, and serves until it is released (`Cluster.release`) or has waited too long."""
 
 
-@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The user wants to stop; the second time at once."""
 
 
-@dataclass(frozen=True, slots=True)
 class Wake:
     """Something outside the mailbox changed (a batch is loaded, the loader ended)."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from guava_nb.protocol.messages import Energy, LineMeasured, Ready
@@ -26,7 +27,7 @@ def is_valid(figure: float | None) -> bool:
 
 def first_invalid_energy(report: Energy) -> str:
     """Return "name = value" of the first invalid number (NaN, infinite or negative) in the report, or ""."""
-    return next((f"{name} = {figure:g}" for name, figure in _figures(report) if not is_valid(figure)), "")
+    return next((f"{name} = {figure:g}" for name, figure in _numbers(report) if not is_valid(figure)), "")
 
 
 def first_invalid_rate(found: LineMeasured) -> str:
@@ -51,22 +52,12 @@ def without_invalid(ready: Ready) -> tuple[Ready, str]:
     return replace(ready, **changes), f"{name} = {figure:g}"
 
 
-def _figures(report: Energy) -> Iterator[tuple[str, float | None]]:
-    for name in (
-        "seconds", "busy", "memory_used_bytes", "memory_bytes", "power_w", "cpu_busy", "host_memory_used_bytes",
-        "host_memory_bytes", "flops", "up_bytes_s",
-    ):  # fmt: skip
-        yield name, getattr(report, name)
-    for rate in report.rates:
-        yield "rates", rate
-    for board in report.boards:
-        yield "joules of a board", board.joules
-        yield "uncovered_s", board.uncovered_s
-        yield "readings", board.readings
-    for part in report.phases:
-        yield "seconds of a phase", part.seconds
-        yield "joules of a phase", part.joules
-    for task in report.tasks:
-        yield "seconds of a task", task.seconds
-        yield "joules of a task", task.joules
-        yield "times of a task", task.times
+def _numbers(record: Struct) -> Iterator[tuple[str, float]]:
+    """All numbers in a record and in the records within it, each with the name of its field."""
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Struct):
+                yield from _numbers(part)
+            elif isinstance(part, int | float):
+                yield name, part

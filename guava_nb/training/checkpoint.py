@@ -33,12 +33,7 @@ def write(path: Path, state: Mapping[str, Any], step: int, position: Position, s
         "format": FORMAT,
         **state,
         "step": step,
-        "position": {
-            "epoch": position.epoch,
-            "batches": position.batches,
-            "samples": position.samples,
-            "feed": position.feed,
-        },
+        "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
     }
     partial = path.with_name(path.name + ".partial")
@@ -88,7 +83,7 @@ def _damaged(content: Mapping[str, Any]) -> str:
         return "spec"
     if type(step) is not int or step < -1:
         return "step"
-    if not isinstance(place, dict) or place.keys() != {"epoch", "batches", "samples", "feed"}:
+    if not isinstance(place, dict) or place.keys() != set(Position.__slots__):
         return "position"
     counts = [place[key] for key in ("epoch", "batches", "samples")]
     fine = all(type(count) is int and count >= 0 for count in counts) and (

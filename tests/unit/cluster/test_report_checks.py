@@ -29,11 +29,8 @@ from guava_nb.protocol.messages import (
     TaskEnergy,
     channel_of,
 )
-from guava_nb.sync.exchange import StepExchange
-from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.send_credit import Credit
 from tests.support.direct import DirectWorker
-from tests.support.training import replica, spec
+from tests.support.training import job_for, loader, plan_for, spec
 
 HELLO = Hello("w", "spawned", {}, "host", 1, "cpu", "a CPU", "", None, 1, None)
 BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
@@ -136,9 +133,7 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     monkeypatch.setattr(line_survey, "_ids", iter([7]))
     assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
     assert seated.cluster.roster.members[0].line == (None, None)
-    job, replica_set = Job(seated.cluster), ReplicaSet("r", spec(), (), replica(spec()))
-    replica_set.attach(job)
-    exchange = StepExchange(job, replica_set, lambda *args: None, lambda *args: None, Credit(0))
+    exchange = job_for(seated.cluster, spec(), plan_for(loader())).window.exchange
     bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
     assert exchange._sound(0, bad).forward_s == 0.0
     assert exchange._sound(0, bad).forward_s == 0.0
