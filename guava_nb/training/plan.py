@@ -137,7 +137,7 @@ class TrainingPlan:
         """Return what part of the work each of these ranks gets, relative to the others."""
         shares = (1.0,) if self.shares is None else self.shares
         weights = [float(shares[rank % len(shares)]) for rank in team]
-        return weights if any(weights) else [1.0] * len(team)  # the workers with a share are gone
+        return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
 
 
 def _are_shares(shares: Any) -> bool:
