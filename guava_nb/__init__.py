@@ -1,18 +1,26 @@
 """guava_nb turns notebooks and GPUs behind NAT into one PyTorch training job.
 
-The rooms, from the top; imports only point down:
+The rooms, from the top; imports only point down. README.md beside this file says what each room knows, how a step and a batch
+pass through them, and where to add what:
 
-    notebook | cli           the magics and panels | the guava command
-    render | doctor          status, tables and errors as text and HTML | checks of this machine
-    split                    CPULoader, GPUTrainer: the two-sided form of the two below
-    orchestrator | worker    the two objects a user holds
-    engine                   membership, step schedule, commit, snapshots, launcher
-    data | telemetry         batches as bytes, splitting, feeding from a DataLoader | joules and rates
-    hub                      accept, relay, reduce
-    link                     one session: connections that break and come back
-    protocol | transport     messages and states without I/O | byte streams: memory, TCP, TLS
-    config                   every setting
-    errors                   the tree of errors
+    notebook | cli
+    render | doctor
+    split
+    orchestrator
+    forecast
+    training
+    evaluation
+    sync
+    cluster | worker
+    processes | row_cache
+    replica
+    spec
+    parallel | backend | data | datasets | telemetry
+    hub
+    link
+    protocol | transport | tunnels
+    config
+    errors | status
 
 Importing this package loads neither torch nor IPython and starts nothing: names come in on first use.
 """

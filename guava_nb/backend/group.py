@@ -1,10 +1,8 @@
 """The process group named "guava": torch.distributed's calls, carried by a hub.
 
 torch asks a group by other names in other releases; each old name here is the new method. Only what torch's own
-libraries and programs call is here; how bytes travel is `collectives` and `circle`.
+libraries and programs call is here; how bytes travel is `collectives` and `group_member`.
 """
-
-# over budget: one class with one method per call of torch; halves of it would be no easier to read.
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The guava command: demo, worker, doctor. Parses a line, calls one object, shows the result."""
+"""The `guava` command: parses a line, calls one object, shows the result. Knows the objects below; knows no message."""

@@ -1,6 +1,6 @@
 """The oracle of `guava demo --check`: the same training as a plain PyTorch loop in one process.
 
-Knows nothing of workers. Whoever doubts the demo can read this file instead of the engine.
+Knows nothing of workers. A reader who doubts the demo can check this file instead of the rooms that train.
 """
 
 from __future__ import annotations

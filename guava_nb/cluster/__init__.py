@@ -1,1 +1,1 @@
-"""The orchestrator and its workers: sessions, members, jobs, the way between members. Knows no model."""
+"""The orchestrator and its workers: sessions, members, jobs, the path between members. Knows no model and no batch."""

@@ -42,7 +42,7 @@ class Job:
     Attributes:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
-        run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its ensemble.
+        run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its replica set.
         about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """

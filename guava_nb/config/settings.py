@@ -1,7 +1,5 @@
 """`DistributedConfig`: the settings, their defaults and what follows from them."""
 
-# over budget: every setting with its meaning and its default stands in one place.
-
 from __future__ import annotations
 
 import typing

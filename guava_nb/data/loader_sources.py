@@ -4,8 +4,6 @@ Knows torch's DataLoader; knows no run and no position in it. A rebuilt loader d
 order as the user's own would. Three kinds of source have one face: `open(skip_batches)` walks one epoch.
 """
 
-# over budget: three kinds of source with one face, and what each cannot do, are compared in one place.
-
 from __future__ import annotations
 
 import operator

@@ -1,4 +1,4 @@
-"""Checks of this machine and of a join code: what is here, what is missing, what to do about it. Shows nothing itself."""
+"""Checks of this machine and of a join code: what is here, what is missing, what to do about it. Shows nothing."""
 
 from guava_nb.doctor.check import Check, exit_status
 from guava_nb.doctor.joining import check_join

@@ -1,6 +1,6 @@
 """Which part of the samples travels in each epoch where workers keep them: the real rules, played with row numbers.
 
-Pure: knows numbers of rows and `holdings`; knows no data and no worker.
+Pure: knows numbers of rows and `row_cache.policy`; knows no data and no worker.
 """
 
 from __future__ import annotations

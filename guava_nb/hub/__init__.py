@@ -1,1 +1,1 @@
-"""Room."""
+"""Sums gradient buckets, relays collectives and the store. Knows sessions, ranks, tensors; decides no step and no commit."""

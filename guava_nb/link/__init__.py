@@ -1,1 +1,1 @@
-"""One peer over several connections: messages that arrive once and in order, whatever happens to the connections."""
+"""One peer over several connections: each message arrives once and in order. Knows no model, and not what messages mean."""

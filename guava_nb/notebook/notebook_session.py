@@ -3,8 +3,6 @@
 Holds no network and no training of its own; every method is a few calls into `Orchestrator`, `Run` and `WorkerHandle`.
 """
 
-# over budget: what a notebook can ask of its session, and in which state, is read in one place.
-
 from __future__ import annotations
 
 import argparse

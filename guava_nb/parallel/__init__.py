@@ -1,1 +1,1 @@
-"""How one model is spread over the ranks of a process group; see README.md."""
+"""One model spread over the ranks of a process group. Knows torch.distributed; knows no session and no hub."""

@@ -1,4 +1,4 @@
-"""The one face that every parallel mode has: what the engine calls, whatever lies behind it."""
+"""The calls that every parallel mode has, for the replica that drives it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _whole(observer: Observer) -> Observer:
 
 
 class WholePart:
-    """A `Part` (see part.py) that runs the whole model's forward.
+    """A `Part` (see interface.py) that runs the whole model's forward.
 
     Attributes:
         takes_inputs: always.

@@ -1,1 +1,1 @@
-"""Worker processes: starting them, and what a process and its starter agree on."""
+"""Worker processes on this machine: starts them, watches them, tells how one ended. Knows no model and no session."""

@@ -1,1 +1,1 @@
-"""One replica of the model on one device: forward, backward, buckets, optimizer. No network."""
+"""One model on one device: forward, backward, buckets, optimizer. Knows torch; knows no session and no network."""

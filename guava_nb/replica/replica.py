@@ -1,14 +1,12 @@
 """One replica of the model: the local part of a training step.
 
 Knows model, loss, gradients, optimizer; knows nothing of sessions, threads or other replicas. Whoever drives it calls,
-per optimizer step: `run_shard` for each shard it was given, then `apply` with the means over all shards, or `restore`.
+per optimizer step: `run_shard` for each shard it was given, then `apply` with the sums over all shards, or `restore`.
 
 The arithmetic: a shard's gradient is that of `loss_sum / global_rows`; the hub adds shards in their order;
 `Commit.scale` is global_rows / total count. Together that is the gradient of the mean over the global batch, whatever
 the denominators are and however the batch was cut, and no worker needs to know them before its backward.
 """
-
-# over budget: the local part of a step is one story; what it is told with (buckets, buffers, losses) has files of its own.
 
 from __future__ import annotations
 

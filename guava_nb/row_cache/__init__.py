@@ -1,1 +1,1 @@
-"""Rows that workers keep between epochs: the policy, and both ends of it."""
+"""Rows of batches that workers keep between epochs: the policy and both ends. Knows rows; knows no step and no model."""

@@ -1,4 +1,4 @@
-"""The two-sided form: data and DataLoader in one script, model and optimizer in another; there is no second engine."""
+"""The two-sided form: the script with the data and the script with the model; knows sessions and runs, trains nothing itself."""
 
 from guava_nb.split.cpu import CPULoader
 from guava_nb.split.gpu import ColabGPUTrainer, GPUTrainer

@@ -1,4 +1,4 @@
-"""Joules, watts and what they bought: sensors, windows, sums. A fault here never reaches training."""
+"""Joules, watts, rates: sensors, windows, sums. Knows no step and no session; a fault here never reaches training."""
 
 from guava_nb.telemetry.devices import open_device
 from guava_nb.telemetry.machine import MachineLoad, MachineMeter

@@ -28,7 +28,7 @@ _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 def build_ensemble(
     run_id: str, spec: RunSpec, cells: Sequence[Cell], shared: ModuleType | None, weights: torch.nn.Module | None
 ) -> ReplicaSet:
-    """Return an ensemble whose master was built from the factory, with the weights of a registered model if there is one.
+    """Return a replica set whose master was built from the factory, with the weights of a registered model if there is one.
 
     Raises:
         CheckpointError: the registered model is not what the factory builds.

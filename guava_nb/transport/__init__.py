@@ -1,1 +1,1 @@
-"""Streams of bytes, blocking: memory, TCP, and TLS 1.3 over any of them."""
+"""Blocking streams of bytes: memory, TCP, TLS and WebSocket over any stream. Knows deadlines; knows no message."""

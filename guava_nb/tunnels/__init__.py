@@ -1,4 +1,4 @@
-"""Ways to make a listening port reachable from outside: each gives the address that a join code then carries."""
+"""Ways to make a listening port reachable from outside: each gives the address that a join code carries. Knows no message."""
 
 from guava_nb.tunnels.cloudflared import CloudflaredTunnel
 from guava_nb.tunnels.direct import DirectTunnel, LocalTunnel

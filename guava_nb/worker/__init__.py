@@ -1,1 +1,1 @@
-"""The worker: its session, its loop, its process."""
+"""The worker process: its session, its loop. Knows one replica; never imports the orchestrator's side (`cluster`)."""

@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, *hooks: Hook | None) -> ReplicaSet:
-    """Workers with these hooks; returns an ensemble that nobody was given yet."""
+    """Workers with these hooks; returns a replica set that no job has yet."""
     for k, hook in enumerate(hooks):
         DirectWorker(cluster, f"w{k}", *([hook] if hook else [])).start()
     if hooks:

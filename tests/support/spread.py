@@ -1,4 +1,4 @@
-"""Models, data, a small engine for spread models, and the plain PyTorch loop they are measured against."""
+"""Models, data, a small trainer of spread models, and the plain PyTorch loop they are measured against."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def plain(case: Scenario) -> tuple[nn.Module, torch.optim.Optimizer, list[float]
 
 
 def spread(case: Scenario) -> dict[str, Any]:
-    """Train the same over the default group; a small stand-in for the engine."""
+    """Train the same over the default group; without the job and exchange of a run."""
     spec = case.spec
     axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU, case.machines, inner="gloo")
     part = parallelize(

@@ -1,4 +1,4 @@
-"""A small training problem, its plain PyTorch answer, and the same through the engine without a network."""
+"""A small training problem, its plain PyTorch answer, and the same through a training job without a network."""
 
 from __future__ import annotations
 

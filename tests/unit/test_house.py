@@ -1,4 +1,4 @@
-"""The house rules that a tool can check: layers, lint, types, budgets, names, packaging, the README's commands."""
+"""The house rules that a tool can check: layers, lint, types, sizes, imports, READMEs, packaging, the README's commands."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ import guava_nb
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "guava_nb"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MODULE_LINES = 400
+MODULE_LINES = 500
+CLASS_LINES = 400
 FUNCTION_LINES = 40
-#: A longer module or function says why in a comment that begins so.
-EXCUSE = "# over budget:"
+FOLDER_MODULES = 20
+PARAMETERS = 8
 
 
 def run(*words: str, timeout_s: float = 110.0) -> subprocess.CompletedProcess[str]:
@@ -118,31 +119,213 @@ def _defines_public_names(path: Path) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- budgets
+# --------------------------------------------------------------------------------------------------------------- sizes
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (found for found in ast.walk(tree) if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef))
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the statements; signature and docstring are what a reader is glad of."""
+def functions(tree: ast.AST) -> Iterator[Function]:
+    return (found for found in ast.walk(tree) if isinstance(found, Function))
+
+
+def body_lines(function: Function) -> int:
+    """Lines of the statements: a long signature or docstring helps the reader."""
     start = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0].lineno
     return (function.end_lineno or start) - start + 1
 
 
-def test_modules_and_functions_stay_small() -> None:
+def test_modules_classes_and_functions_stay_small() -> None:
     too_long = []
     for path in SOURCES:
-        text = path.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        if len(lines) > MODULE_LINES and EXCUSE not in "\n".join(lines[:40]):
-            too_long.append(f"{path.relative_to(ROOT)}: {len(lines)} lines")
-        for function in functions(ast.parse(text)):
-            length, source = body_lines(function), "\n".join(lines[function.lineno - 1 : function.end_lineno])
-            if length > FUNCTION_LINES and EXCUSE not in source:
-                too_long.append(f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: {length} lines")
-    assert too_long == []
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        too_long += [f"{name}: the limits know no excuse"] * ("over budget" in text)
+        sizes = [("module", 1, len(text.splitlines()), MODULE_LINES)]
+        for found in ast.walk(ast.parse(text)):
+            if isinstance(found, ast.ClassDef):
+                sizes.append((found.name, found.lineno, (found.end_lineno or 0) - found.lineno + 1, CLASS_LINES))
+            elif isinstance(found, Function):
+                sizes.append((found.name, found.lineno, body_lines(found), FUNCTION_LINES))
+        too_long += [f"{name}:{line} {what}: {lines} lines" for what, line, lines, most in sizes if lines > most]
+    assert not too_long, "\n".join(too_long)
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    folders: dict[Path, int] = {}
+    for path in SOURCES:
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    assert {folder.name: count for folder, count in folders.items() if count > FOLDER_MODULES} == {}
+
+
+def exported(path: Path) -> set[str]:
+    """The names in a module's `__all__`."""
+    return {
+        name.value
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(found, ast.Assign | ast.AugAssign)
+        and "__all__" in {ast.unparse(target) for target in getattr(found, "targets", [getattr(found, "target", None)])}
+        for name in ast.walk(found.value)
+        if isinstance(name, ast.Constant)
+    }
+
+
+def called_by_users() -> set[str]:
+    """Names that users import: from guava_nb, from a room that exports some, from the modules of data sets."""
+    return {name for path in [*PACKAGE.glob("*/__init__.py"), PACKAGE / "__init__.py"] for name in exported(path)} | {
+        name for path in (PACKAGE / "datasets").glob("*.py") for name in exported(path)
+    }
+
+
+def methods_and_functions(tree: ast.Module) -> Iterator[tuple[str, Function, int]]:
+    """Each function with the name at the module's top that it belongs to, and its positional parameters without self."""
+    in_class = {
+        id(function): "staticmethod" not in map(ast.unparse, function.decorator_list)
+        for found in ast.walk(tree)
+        if isinstance(found, ast.ClassDef)
+        for function in found.body
+        if isinstance(function, Function)
+    }
+    for top in tree.body:
+        for function in functions(top):
+            given = len(function.args.posonlyargs) + len(function.args.args)
+            yield getattr(top, "name", ""), function, given - in_class.get(id(function), False)
+
+
+def test_functions_take_few_parameters_unless_users_name_them() -> None:
+    """More than 8 only where users call the function, and those beyond the 8th by keyword only."""
+    users, too_many = called_by_users(), []
+    for path in SOURCES:
+        for owner, function, positional in methods_and_functions(ast.parse(path.read_text(encoding="utf-8"))):
+            public = owner in users and (function.name == "__init__" or not function.name.startswith("_"))
+            count = positional if public else positional + len(function.args.kwonlyargs)
+            if count > PARAMETERS:
+                too_many.append(f"{path.relative_to(ROOT)}:{function.lineno} {function.name}: {count} parameters")
+    assert not too_many, "\n".join(too_many)
+
+
+# ------------------------------------------------------------------------------------------------------- import circles
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.Module, known: set[str]) -> set[str]:
+    """Modules of ours that a module names in an import, wherever it stands: in a function or for types only."""
+    found: set[str] = set()
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Import):
+            found |= {name.name for name in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            whole = {f"{statement.module}.{name.name}" for name in statement.names} & known
+            found |= whole or {statement.module}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of modules that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        reached[name], waiting = set(), [name]
+        while waiting:
+            for following in graph[waiting.pop()] - reached[name]:
+                reached[name].add(following)
+                waiting.append(following)
+    rings = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted((set(ring) for ring in rings if len(ring) > 1), key=sorted)
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    names = {module_name(path): path for path in SOURCES}
+    graph = {
+        name: imported(ast.parse(path.read_text(encoding="utf-8")), set(names)) - {name} for name, path in names.items()
+    }
+    found = circles(graph)
+    assert not found, "\n".join(", ".join(sorted(ring)) for ring in found)
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    tree = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import B\nfrom p import c")
+    assert imported(tree, {"p", "p.a", "p.c"}) == {"p.a", "p.c"}
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+READMES = [PACKAGE / "README.md", ROOT / "tests" / "README.md", *(room / "README.md" for room in ROOMS)]
+
+
+def table_files(readme: Path) -> list[str]:
+    """Code words in the first column of the tables that are headed "file"."""
+    words, inside = [], False
+    for line in readme.read_text(encoding="utf-8").splitlines():
+        first = line.split("|")[1].strip() if line.startswith("|") else ""
+        inside = bool(first) and (inside or first == "file")
+        words += re.findall(r"`([^`]+)`", first) if inside else []
+    return words
+
+
+def modules_of(room: Path) -> set[str]:
+    """Modules of a room by their path inside it; a package in it counts, and so do its modules."""
+    return {path.relative_to(room).as_posix() for path in room.rglob("*.py") if path.name != "__init__.py"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_the_readme_of_a_room_names_its_files_and_no_others(room: Path) -> None:
+    """With or without its ending; a folder that is named stands for all of its files."""
+    named = {word.rstrip("/").removesuffix(".py") for word in table_files(room / "README.md")}
+    folders = {word for word in named if (room / word).is_dir()}
+    modules = {file.removesuffix(".py") for file in modules_of(room)}
+    assert [word for word in sorted(named - folders - modules) if not (room / f"{word}.py").is_file()] == [], (
+        "do not exist"
+    )
+    unnamed = {file for file in modules - named if not any(file.startswith(f"{one}/") for one in folders)}
+    assert sorted(unnamed) == [], "files that the table leaves out"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+def test_paths_in_a_readme_lead_somewhere(readme: Path) -> None:
+    paths = re.findall(r"`((?:\w+/)+(?:\w+(?:\.py|\.md)?)?|\w+\.py)`", readme.read_text(encoding="utf-8"))
+    bases = (readme.parent, PACKAGE, ROOT)
+    there = {path for path in paths for base in bases if (base / path).exists() or (base / f"{path}.py").exists()}
+    assert sorted(set(paths) - there) == []
+
+
+def test_methods_named_on_the_page_of_the_house_exist() -> None:
+    methods, bases = {}, {}
+    for path in SOURCES:
+        for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(found, ast.ClassDef):
+                methods[found.name] = {function.name for function in functions(found)}
+                bases[found.name] = [ast.unparse(base) for base in found.bases]
+
+    def has(owner: str, method: str) -> bool:
+        return method in methods.get(owner, ()) or any(has(base, method) for base in bases.get(owner, ()))
+
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", (PACKAGE / "README.md").read_text(encoding="utf-8"))
+    assert named
+    assert [f"{owner}.{method}" for owner, method in named if not has(owner, method)] == []
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: path.parent.name)
+def test_every_folder_says_what_it_is(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert len(text) >= 20 and text.split("\n")[0].endswith("."), "one true sentence: what it knows and what not"
+
+
+def test_unit_tests_mirror_the_package() -> None:
+    """tests/unit/<room>/test_<module>.py, or test_<module>_<what>.py; tests/unit/support mirrors tests/support."""
+    unit, lost = ROOT / "tests" / "unit", []
+    for path in sorted(unit.rglob("test_*.py")):
+        folder = path.parent.relative_to(unit)
+        room = ROOT / "tests" / "support" if folder == Path("support") else PACKAGE / folder
+        names = {child.stem for child in room.iterdir()} if room.is_dir() else set()
+        tested = path.stem.removeprefix("test_")
+        if not any(f"{tested}_".startswith(f"{name}_") for name in names | ({"house"} if folder == Path() else set())):
+            lost.append(str(path.relative_to(unit)))
+    assert lost == []
 
 
 # --------------------------------------------------------------------------------------------------------- forbidden

@@ -90,7 +90,7 @@ class Panel:
 
 
 def make_panel(ui: str, picture: bool = True) -> Panel:
-    """The panel for one of `screen.UI_NAMES`; `picture`: with the curve, where pictures can be shown."""
+    """The panel for one of `display.UI_NAMES`; `picture`: with the curve, where pictures can be shown."""
     if ui == "none":
         return Panel(None)
     if ui == "text":

@@ -1,1 +1,1 @@
-"""Stages of a model on several ranks: cutting, schedules, what passes between them."""
+"""A model in stages on several ranks: cutting, schedules, what passes between stages. Knows no session."""

@@ -1,1 +1,1 @@
-"""What replicas do together: sums, buffers, batch statistics, ZeRO."""
+"""What replicas do together: sums, buffers, batch statistics, ZeRO. Knows no stage and no split layer."""

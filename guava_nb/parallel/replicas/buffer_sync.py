@@ -1,6 +1,6 @@
 """Buffers that training moves, such as batch statistics, made equal on all replicas after every step.
 
-The rule of the engine's star: floating-point buffers are averaged over the replicas by rows; integer ones count one
+The same rule as in the star exchange: floating-point buffers are averaged over the replicas by rows; integer ones count one
 step. What did not move on any replica stays as it is.
 """
 

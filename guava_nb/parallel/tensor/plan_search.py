@@ -1,7 +1,7 @@
 """Finding a tensor plan: from the user's patterns, or from what the model's modules look like.
 
 A column layer followed by a row layer of the same module is the pair that saves most: activations between them are
-split and one sum ends it. Whether a forward bears that is proven by running it (proof.py); where it does not, or cannot
+split and one sum ends it. Whether a forward bears that is proven by running it (split_trial.py); where it does not, or cannot
 be run alone, layers that are large are split with whole activations around each, which is right for any forward and
 costs more traffic.
 """

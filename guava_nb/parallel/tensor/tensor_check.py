@@ -1,6 +1,6 @@
 """Whether layers that share split activations do so rightly on real numbers: looked at on the first batch.
 
-A plan is proven on random numbers (proof.py), and a forward may do something else on those that come: clip a large
+A plan is proven on random numbers (split_trial.py), and a forward may do something else on those that come: clip a large
 norm, choose an expert. So the first forward of training, and the first of evaluation, first runs each module that
 holds such layers twice: as it is, and with whole activations around each layer, which is right for any forward. Only
 activations travel for it.

@@ -202,7 +202,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: boo
 
 
 def prove_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> Proof:
-    """Try a plan of one module, whose input's last dim is `width`; see proof.py."""
+    """Try a plan of one module, whose input's last dim is `width`; see split_trial.py."""
 
     def split(part: nn.Module, thread: Ranks) -> Callable[[str, Tensor], Tensor]:
         split_modules(part, plan, thread)

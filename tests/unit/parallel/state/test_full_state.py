@@ -1,4 +1,4 @@
-"""Boxes of full tensors, and full states put together from them."""
+"""Full states put together from boxes, and taken apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from guava_nb.errors import CheckpointError
-from guava_nb.parallel.replicas.zero1 import owners
 from guava_nb.parallel.state.full_state import (
     FullOrder,
     Piece,
@@ -21,24 +20,8 @@ from guava_nb.parallel.state.full_state import (
     pieces_of,
 )
 from guava_nb.parallel.state.gradient_norm import gradient_square
-from guava_nb.parallel.state.shard_layout import Layout, chunk_bounds, even_bounds
+from guava_nb.parallel.state.shard_layout import Layout, chunk_bounds
 from guava_nb.parallel.tensor.tensor_layers import ranges_of
-
-sizes = st.integers(0, 9)
-
-
-@given(sizes, st.integers(1, 6))
-def test_bounds_cover_everything_once(length: int, parts: int) -> None:
-    for bounds in (even_bounds, chunk_bounds):
-        found = [bounds(length, parts, index) for index in range(parts)]
-        assert [i for start, end in found for i in range(start, end)] == list(range(length))
-
-
-@given(sizes, st.integers(1, 6))
-def test_chunks_are_torchs(length: int, parts: int) -> None:
-    theirs = [len(chunk) for chunk in torch.arange(length).chunk(parts)] if length else []
-    mine = [end - start for start, end in (chunk_bounds(length, parts, i) for i in range(parts))]
-    assert [n for n in mine if n] == theirs
 
 
 @st.composite
@@ -117,12 +100,3 @@ def test_an_optimizers_state_round_trips(name: str) -> None:
     for number, values in theirs["state"].items():
         for key, value in values.items():
             assert torch.equal(found["state"][number][key], value) if isinstance(value, torch.Tensor) else True
-
-
-@given(st.lists(sizes, min_size=1, max_size=8), st.integers(1, 4))
-def test_owners_share_alike(lengths: list[int], ranks: int) -> None:
-    named = {f"p{i}": nn.Parameter(torch.empty(n)) for i, n in enumerate(lengths)}
-    owner = owners(named, ranks)
-    assert set(owner) == set(named)
-    load = [sum(max(1, named[n].numel()) for n, rank in owner.items() if rank == r) for r in range(ranks)]
-    assert max(load) - min(load) <= max(1, *lengths)

@@ -1,15 +1,14 @@
-"""Checks of tokens and programs, and of what GPUs tell, against machines that are made up."""
+"""Checks of tokens and programs of tunnels, on machines that are made up."""
 
 from __future__ import annotations
 
 import sys
-import types
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from guava_nb.doctor import gpu, tunnels
+from guava_nb.doctor import tunnels
 
 TOKEN = "2abcdefghijklmnopqrstuvwxyz_3ABCDEFGHIJKLMNOPQRSTU"
 
@@ -87,39 +86,3 @@ def test_programs_on_path(bare: Path) -> None:
     assert tunnels.check_ssh().detail == f"9.2p1 at {path}"
     path.write_text("#!/no/such/interpreter\n")
     assert tunnels.check_ssh().status == "warning" and "does not run" in tunnels.check_ssh().detail
-
-
-@pytest.mark.parametrize(
-    ("missing", "status", "detail"),
-    [
-        ((), "ok", "GPU 0: total energy yes, power yes, utilisation yes; GPU 1: total energy yes, power yes, utilisation yes"),
-        (("utilisation",), "ok", "GPU 0: total energy yes, power yes, utilisation no; GPU 1: total energy yes, power yes, "
-         "utilisation no"),
-        (("total energy",), "ok", "GPU 0: total energy no, power yes, utilisation yes; GPU 1: total energy no, power yes, "
-         "utilisation yes"),
-        (("total energy", "power"), "warning", "GPU 0: total energy no, power no, utilisation yes; GPU 1: total energy no, "
-         "power no, utilisation yes"),
-    ],
-)  # fmt: skip
-def test_what_a_gpu_tells_is_tried_call_by_call(
-    missing: tuple[str, ...], status: str, detail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    def refuse(handle: int) -> None:
-        raise RuntimeError("Not Supported")
-
-    library = types.SimpleNamespace(
-        nvmlInit=lambda: calls.append("init"),
-        nvmlShutdown=lambda: calls.append("shutdown"),
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        **{call: (refuse if name in missing else lambda handle: 1) for name, call in gpu.READINGS.items()},
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", library)  # type: ignore[arg-type]
-    monkeypatch.setattr(gpu, "_driver", lambda: "driver 570.1, 2 GPU(s)")
-    check = gpu.check_energy()
-    assert (check.status, check.detail) == (status, detail)
-    assert calls == ["init", "shutdown"] and bool(check.fix) == (status == "warning")
-    monkeypatch.setattr(gpu, "_driver", lambda: None)
-    assert gpu.check_energy().detail == "no NVIDIA GPU to read"

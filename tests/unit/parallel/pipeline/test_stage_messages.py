@@ -1,9 +1,8 @@
-"""Micro-batches, balance and records of what passes between stages: no processes, no group."""
+"""What passes between two stages: records and flat tensors; no processes, no group."""
 
 from __future__ import annotations
 
-from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guava_nb.errors import CollectiveError, ConfigError
-from guava_nb.parallel.pipeline.balance import balanced_cuts
-from guava_nb.parallel.pipeline.microbatches import (
-    check_micro_batches,
-    count_micro_batches,
-    cut_rows,
-    micro_batch_sizes,
-)
 from guava_nb.parallel.pipeline.stage_messages import (
     Boundary,
     TensorSpec,
@@ -33,86 +25,6 @@ from guava_nb.parallel.pipeline.stage_messages import (
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=80, deadline=None)
-
-
-# ------------------------------------------------------------------------------------------------------- micro-batches
-
-
-@quick
-@given(st.integers(1, 200), st.integers(1, 40))
-def test_sizes_add_up_and_differ_by_one_at_most(rows: int, count: int) -> None:
-    count = min(rows, count)
-    sizes = micro_batch_sizes(rows, count)
-    assert sum(sizes) == rows
-    assert len(sizes) == count
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-
-
-@quick
-@given(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 40), st.integers(1, 80), st.integers(1, 8))
-def test_counts_never_leave_a_part_empty_and_fit_the_schedule(
-    schedule: str, wanted: int, rows: int, ranks: int
-) -> None:
-    count = count_micro_batches(schedule, wanted, rows, ranks)
-    assert 1 <= count <= min(wanted, rows)
-    check_micro_batches(schedule, count, ranks)
-    if schedule != "interleaved":
-        assert count == min(wanted, rows)
-
-
-def test_counts_that_a_schedule_cannot_do_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"5 micro-batches in 5 // 2 = 2 rounds.*use micro_batches=4"):
-        check_micro_batches("interleaved", 5, 2)
-    with pytest.raises(ConfigError, match="micro_batches is 0"):
-        check_micro_batches("gpipe", 0, 2)
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@quick
-@given(st.integers(1, 50), st.integers(1, 9))
-def test_cut_parts_make_the_batch_again(rows: int, count: int) -> None:
-    sizes = micro_batch_sizes(rows, min(rows, count))
-    numbers = torch.arange(rows * 3).view(rows, 3)
-    mask = torch.ones(rows + 1, 2)
-    batch = {"x": [numbers, Pair(numbers[:, 0], "text")], "mask": mask, "scalar": torch.tensor(3.0), "none": None}
-    parts = cut_rows(batch, rows, sizes)
-    assert [len(part["x"][0]) for part in parts] == sizes
-    assert torch.equal(torch.cat([part["x"][0] for part in parts]), numbers)
-    assert torch.equal(torch.cat([part["x"][1].first for part in parts]), numbers[:, 0])
-    assert all(part["mask"] is mask and part["x"][1].second == "text" and part["none"] is None for part in parts)
-
-
-def test_a_batch_without_its_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"batch of 4 samples holds tensors of shape \(3, 4\), \(\)"):
-        cut_rows([torch.zeros(3, 4), torch.zeros(())], 4, [2, 2])
-    assert cut_rows("text", 4, [2, 2]) == ["text", "text"]
-
-
-# ------------------------------------------------------------------------------------------------------------- balance
-
-
-@quick
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
-def test_balance_is_the_best_there_is(costs: list[int], stages: int) -> None:
-    if len(costs) < stages:
-        with pytest.raises(ConfigError, match=f"{stages} stages need at least {stages}"):
-            balanced_cuts(costs, stages)
-        return
-
-    def worst(cuts: tuple[int, ...]) -> int:
-        bounds = [0, *cuts, len(costs)]
-        return max(sum(costs[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
-
-    cuts = balanced_cuts(costs, stages)
-    assert len(cuts) == stages - 1
-    assert [0, *cuts] == sorted({0, *cuts})
-    assert worst(tuple(cuts)) == min(worst(found) for found in combinations(range(1, len(costs)), stages - 1))
 
 
 # ------------------------------------------------------------------------------------------------------------- records
