@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from guava_nb.cluster.group_path import Findings
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
-from guava_nb.cluster.path_probe import Routes
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
@@ -89,18 +89,18 @@ class Cluster:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
         self.relay = Relay()
-        self.routes = Routes()
+        self.findings = Findings()
         self.caches = WorkerCaches()
         self.energy = EnergyBook()
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell = on_notice
         self._programs = Programs(on_notice)
-        self._odd: set[tuple[int, str]] = set()
+        self._told_invalid: set[tuple[int, str]] = set()
         self._sessions: dict[int, Session] = {}
         self._all_sessions: list[Session] = []
         self._ranks: dict[bytes, int] = {}
-        self._leaving: dict[int, str] = {}  # members that nobody has released yet, and why they go
+        self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
@@ -131,7 +131,7 @@ class Cluster:
                 self._handle(event)
             except GuavaError as error:
                 log.warning("event of a session was dropped: %s", error)
-            except Exception:  # without this thread nobody would learn of a lost worker, and runs would wait for it
+            except Exception:  # without this thread no run would learn of a lost worker: it would wait for ever
                 log.exception("event of a session was dropped")
 
     def _handle(self, event: Event) -> None:
@@ -139,7 +139,7 @@ class Cluster:
             try:
                 self._on_message(event)
             finally:
-                event.done()  # its memory is given back, whatever was made of it
+                event.done()  # its memory is given back, also after an error
         elif isinstance(event, VisitArrived):
             self._on_visit(event)
         elif not isinstance(event, SessionOpened):
@@ -156,8 +156,8 @@ class Cluster:
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
         elif isinstance(message, Energy) and rank is not None:
-            if odd := first_invalid_energy(message):
-                self.tell_invalid(rank, "energy", odd)
+            if invalid := first_invalid_energy(message):
+                self.tell_invalid(rank, "energy", invalid)
             else:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
@@ -195,7 +195,7 @@ class Cluster:
         self.output.add_tail(member.name, report.tail)
         cause = f"its process ended with {ending_text(report.exit_status, report.tail)}"
         if member.alive:
-            # The process is known to be dead: nobody will resume this session, so do not wait for the grace to pass.
+            # The process is known to be dead: its session will not be resumed, so do not wait for the grace to pass.
             self._end(rank, self.roster.lose, cause, f"was lost: {cause}")
         else:
             member.detail = cause
@@ -293,18 +293,17 @@ class Cluster:
         member = self.roster.members[rank]
         return member.samples, member.tokens
 
-    def tell_invalid(self, rank: int, of: str, odd: str) -> None:
-        """Tell a person, once for each worker and kind, that a report of it was left out, since it cannot be.
+    def tell_invalid(self, rank: int, of: str, invalid: str) -> None:
+        """Tell a person, once for each worker and kind of report, that a value in it is invalid and was ignored.
 
         Args:
             of: what the report is about.
-            odd: the figure.
+            invalid: name and value, such as "joules = -3".
         """
-        if (rank, of) not in self._odd:
-            self._odd.add((rank, of))
+        if (rank, of) not in self._told_invalid:
+            self._told_invalid.add((rank, of))
             self.notice(
-                f"{self.name(rank)} reported {odd}, which cannot be: such figures of its {of} are left out. "
-                "Training goes on; this is told once"
+                f"{self.name(rank)} reported an invalid {of} value ({invalid}); it is ignored. Training continues. Shown once."
             )
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
@@ -328,10 +327,6 @@ class Cluster:
         session = self._sessions.get(rank)
         return session is not None and session.in_outage
 
-    def sessions(self) -> list[Session]:
-        """Return all sessions whose seat is held."""
-        return list(self._sessions.values())
-
     def all_sessions(self) -> list[Session]:
         """Return the sessions of all seats, gone ones included."""
         return list(self._all_sessions)
@@ -339,6 +334,10 @@ class Cluster:
     def name(self, rank: int) -> str:
         """Return a member's name."""
         return self.roster.members[rank].name
+
+    def device_name(self, rank: int) -> str:
+        """Return the name of a member's device."""
+        return self.roster.members[rank].hello.device_name
 
     def members(self) -> list[Member]:
         """Return all seats."""
@@ -364,11 +363,11 @@ class Cluster:
                         "code on the other machines, or ask for fewer workers"
                     )
                 self._changed.wait(left)
-            if on_wait is not None:  # without the lock: whoever draws meanwhile must not hold up those who join
+            if on_wait is not None:  # without the lock: slow drawing must not hold up workers that join
                 on_wait(len(self.roster.ready()))
 
     def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
-        """Wait until whoever is at the end of a session has said hello.
+        """Wait until the worker at the other end of a session has said hello.
 
         Returns:
             Its rank; None when the session closed before, or no hello came in time.
@@ -383,7 +382,7 @@ class Cluster:
             return rank
 
     def close(self) -> None:
-        """Stop the dispatcher. The sessions are closed by whoever owns them, before this."""
+        """Stop the dispatcher. The owners of the sessions close them before this."""
         self._programs.close()
         self._events.put(None)
         if threading.current_thread() is not self._thread:

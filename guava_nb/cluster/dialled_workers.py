@@ -29,18 +29,15 @@ class DialledWorkers:
         Raises:
             GuavaError: one cannot be reached or sent us away.
         """
-        return [self._name(self._session(code, cluster, options), code, cluster, options) for code in codes]
+        return [self._join(code, cluster, options) for code in codes]
 
-    def _session(self, code: JoinCode, cluster: Cluster, options: LinkOptions) -> DialledSession:
-        known = self._sessions.get(code.secret)
-        if known is not None and known.state != "closed":
-            known.redirect(code)  # a tunnel may have got another address
-            return known
-        session = self._sessions[code.secret] = dial(code, cluster.on_event, options)
-        return session
-
-    def _name(self, session: DialledSession, code: JoinCode, cluster: Cluster, options: LinkOptions) -> str:
-        """Wait for the worker's hello, which is on its way when the session stands."""
+    def _join(self, code: JoinCode, cluster: Cluster, options: LinkOptions) -> str:
+        """Dial, and wait for the worker's hello, which is on its way when the session stands."""
+        session = self._sessions.get(code.secret)
+        if session is None or session.state == "closed":
+            session = self._sessions[code.secret] = dial(code, cluster.on_event, options)
+        else:
+            session.redirect(code)  # a tunnel may have got another address
         rank = cluster.wait_for_seat(session, options.connect_timeout_s)
         if rank is None:
             cause = session.close_cause

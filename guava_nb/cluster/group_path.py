@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from guava_nb.protocol.messages import Hello, ProbeAddress, ProbeListening, ProbeReport
 
-__all__ = ["Finding", "Route", "decide", "machines_of", "on_one_host", "unlike_devices"]
+__all__ = ["Finding", "Findings", "Route", "decide", "machines_of", "on_one_host", "unlike_devices"]
 
 #: Networks that strangers are not on: RFC 1918, link-local and unique local addresses, and the machine itself.
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
-    for text in (
+    for text in [
         "10.0.0.0/8",
         "172.16.0.0/12",
         "192.168.0.0/16",
@@ -21,7 +21,7 @@ _PRIVATE = tuple(
         "127.0.0.0/8",
         "fc00::/7",
         "::1/128",
-    )
+    ]
 )
 
 
@@ -48,7 +48,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe found: seats where everybody is reached, or why there are none.
+    """What a probe found: an address of each member at which all others reach it, or why there is none.
 
     Attributes:
         seats: address of every member; empty where the direct path is not open.
@@ -61,6 +61,32 @@ class Finding:
     obstacle: str = ""
     private: bool = True
     where: str = ""
+
+
+class Findings:
+    """What probes found in a session, by set of members; kept until a group on it fails.
+
+    Attributes:
+        found: by set of ranks.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.found: dict[frozenset[int], Finding] = {}
+        self._told: tuple[str, set[frozenset[int]]] = ("", set())
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """A group of these members failed: probe again before the next one."""
+        self.found.pop(frozenset(ranks), None)
+
+    def is_first(self, run_id: str, ranks: Iterable[int]) -> bool:
+        """Whether this run asks for the first time for these members: what a run was told is forgotten with it."""
+        if self._told[0] != run_id:
+            self._told = (run_id, set())
+        told, members = self._told[1], frozenset(ranks)
+        first = members not in told
+        told.add(members)
+        return first
 
 
 def on_one_host(hellos: Sequence[Hello]) -> bool:
@@ -107,7 +133,7 @@ def decide(
     Args:
         names: of all members.
         listening: where each listens, as far as it answered.
-        reports: whom each reached, as far as it answered.
+        reports: which others each reached, as far as it answered.
     """
     for rank, name in names.items():
         if rank not in listening or rank not in reports:

@@ -15,7 +15,7 @@ from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
-from guava_nb.errors import ClusterError, ConfigError, GuavaError
+from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
@@ -77,7 +77,7 @@ class SessionHost:
         Args:
             tunnel: `NAME[:WHAT]` as in `guava_nb.tunnels.make_tunnel`, or a tunnel; None takes `tunnel` of the configuration,
                 on an open session the one in use.
-            ask: asks for the tunnel's authtoken where none is found; None where nobody can be asked.
+            ask: asks for the tunnel's authtoken where none is found; None where no person can be asked.
             on_code: gets the new code whenever a tunnel's address changes, from a thread of the session.
 
         Raises:
@@ -87,16 +87,16 @@ class SessionHost:
         self._on_code = on_code or self._on_code
         text, way = self._way_to(tunnel, ask)
         had_cluster, listened = self._cluster is not None, self._listener is not None
-        if not listened:
-            self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
-        if way is not None:
-            try:
+        try:
+            if not listened:
+                self._listen(self.config.master_ip if way is None else bind_for(way, self.config))
+            if way is not None:
                 self._lead_through(way)
-            except BaseException:
-                if not listened:
-                    self._stop_listening(had_cluster)
-                raise
-            self._way = text
+                self._way = text
+        except BaseException:
+            if not listened:
+                self._stop_listening(had_cluster)
+            raise
         return self.join_code
 
     def _way_to(self, tunnel: Tunnel | str | None, ask: Callable[[], str] | None) -> tuple[str, Tunnel | None]:
@@ -113,25 +113,23 @@ class SessionHost:
         notices = self._notices
         return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
 
+    def _have_cluster(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = self._new_cluster()
+            self._notices.listen()
+        return self._cluster
+
     def _listen(self, host: str) -> None:
-        cluster = self._cluster or self._new_cluster()
-        listener = Listener(
-            link_options(self.config), cluster.on_event, host, self.config.master_port, tls=self.config.tls
-        )
-        try:
-            listener.start()
-        except GuavaError:
-            if self._cluster is None:
-                cluster.close()
-            raise
-        self._notices.listen()
-        self._cluster, self._listener = cluster, listener
+        on_event, config = self._have_cluster().on_event, self.config
+        listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
+        listener.start()
+        self._listener = listener
 
     def _stop_listening(self, keep_cluster: bool) -> None:
-        assert self._listener is not None and self._cluster is not None
-        self._listener.close("its tunnel could not be started")
-        self._listener = None
-        if not keep_cluster:
+        if self._listener is not None:
+            self._listener.close("its tunnel could not be started")
+            self._listener = None
+        if not keep_cluster and self._cluster is not None:
             self._cluster.close()
             self._notices.stop()
             self._cluster = None
@@ -159,19 +157,16 @@ class SessionHost:
     def connect(self, *join_codes: JoinCode | str) -> list[str]:
         """Dial workers that listen (`guava worker --listen`, `GPUTrainer`); returns their names.
 
-        Opens the session if it is not open; then nobody can dial this side, until `open` is called. A connection that
+        Opens the session if it is not open; then no worker can dial this side, until `open` is called. A connection that
         breaks is dialled again for `grace_s`, like any worker's. A code that is in use already changes nothing.
 
         Raises:
             JoinCodeError: a code is damaged; nothing was dialled.
-            GuavaError: a worker cannot be reached, does not know the code, or works for somebody else. Those before it
+            GuavaError: a worker cannot be reached, does not know the code, or works for another orchestrator. Those before it
                 in the list stay connected.
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
-        if self._cluster is None:
-            self._cluster = self._new_cluster()
-            self._notices.listen()
-        return self._dialled.join(codes, self._cluster, link_options(self.config))
+        return self._dialled.join(codes, self._have_cluster(), link_options(self.config))
 
     @property
     def join_code(self) -> JoinCode:
@@ -191,7 +186,7 @@ class SessionHost:
         return None if self._keeper is None else self._keeper.tunnel
 
     def _where(self) -> tuple[str, str, str]:
-        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where nobody can dial."""
+        """Address that the code leads to, how the tunnel stands, what to do for it; all empty where this side does not listen."""
         if self._listener is None:
             return "", "", ""
         keeper = self._keeper

@@ -13,18 +13,9 @@ from contextlib import contextmanager
 from typing import TypeVar, cast
 
 from guava_nb import errors
+from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.job_events import (
-    FromWorker,
-    Interrupted,
-    JobEvent,
-    Joined,
-    Leaving,
-    Lost,
-    Resumed,
-    Suspected,
-    Wake,
-)
+from guava_nb.cluster.job_events import JobEvent
 from guava_nb.errors import GuavaError, RemoteError
 from guava_nb.protocol.messages import Failure, Message
 
@@ -79,6 +70,17 @@ class Job:
         """Handle messages of this type with `handler(rank, message, payload)`."""
         self._handlers[record] = cast(Handler, handler)
 
+    def collect(self, record: type[_Record], ours: Callable[[_Record], bool]) -> dict[int, _Record]:
+        """Return a dict that fills with the members' answers of this type, by rank; `ours` tells those that were asked for."""
+        answers: dict[int, _Record] = {}
+
+        def take(rank: int, message: _Record, payload: memoryview) -> None:
+            if ours(message):
+                answers[rank] = message
+
+        self.on(record, take)
+        return answers
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Receive the cluster's messages inside the block."""
@@ -98,7 +100,7 @@ class Job:
     def _return_credit(self) -> None:
         while not self._mailbox.empty():
             event = self._mailbox.get()
-            if isinstance(event, FromWorker):
+            if isinstance(event, events.FromWorker):
                 event.done()
 
     def pump(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -130,34 +132,33 @@ class Job:
     def handle(self, event: JobEvent) -> None:
         """Handle one event."""
         match event:
-            case FromWorker(rank, message, payload, done):
+            case events.FromWorker(rank, message, payload, done):
                 try:
                     handler = self._handlers.get(type(message))
                     if handler is not None:
                         handler(rank, message, payload)
                 finally:
                     done()
-            case Joined(rank):
+            case events.Joined(rank):
                 self.ready.add(rank)
-                self.on_joined(rank)
-            case Suspected(rank):
+            case events.Suspected(rank):
                 self.ready.discard(rank)
                 self.suspects.add(rank)
                 self.on_suspected(rank)
-            case Resumed(rank):
+            case events.Resumed(rank):
                 self.suspects.discard(rank)
                 self.ready.add(rank)
                 self.on_resumed(rank)
-            case Lost(rank):
+            case events.Lost(rank):
                 self.ready.discard(rank)
                 self.suspects.discard(rank)
                 self.on_lost(rank)
-            case Leaving(rank):
+            case events.Leaving(rank):
                 self.on_leaving(rank)
-            case Interrupted():
+            case events.Interrupted():
                 self.interrupts += 1
                 self.on_interrupt()
-            case Wake():
+            case events.Wake():
                 pass
 
     def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
@@ -184,9 +185,6 @@ class Job:
         raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.
-
-    def on_joined(self, rank: int) -> None:
-        """A newcomer is ready."""
 
     def on_suspected(self, rank: int) -> None:
         """A member's connections broke."""

@@ -11,6 +11,11 @@ __all__ = ["FromWorker", "Interrupted", "JobEvent", "Joined", "Leaving", "Lost",
 
 
 @dataclass(frozen=True, slots=True)
+class _OfMember:
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class FromWorker:
     """A member said something. `done` gives its bytes back to the sender's window; call it once."""
 
@@ -20,47 +25,30 @@ class FromWorker:
     done: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(_OfMember):
     """A newcomer is seated and ready to be prepared."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Suspected:
+class Suspected(_OfMember):
     """A member's connections broke; it may come back."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(_OfMember):
     """A suspect member came back with its session."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(_OfMember):
     """A member is gone for good."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(_OfMember):
     """A member wants to go, and serves until it is released (`Cluster.release`) or has waited too long."""
 
-    rank: int
 
-
-@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The user wants to stop; the second time at once."""
 
 
-@dataclass(frozen=True, slots=True)
 class Wake:
     """Something outside the mailbox changed (a batch is loaded, the loader ended)."""
 

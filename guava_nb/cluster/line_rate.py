@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.cluster.report_checks import first_invalid_rate
 from guava_nb.config.units import show_bytes
-from guava_nb.protocol.messages import LineMeasured, MeasureLine, Message
-
-if TYPE_CHECKING:
-    from guava_nb.cluster.cluster import Cluster
+from guava_nb.protocol.messages import LineMeasured, MeasureLine
 
 __all__ = ["measure_lines"]
 
@@ -35,33 +32,30 @@ def measure_lines(cluster: Cluster) -> list[str]:
     Raises:
         ClusterError: a run is in progress.
     """
-    job, answers, number = Job(cluster), dict[int, LineMeasured](), next(_ids)
-
-    def on_measured(rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, LineMeasured)
-        if message.measuring_id == number:
-            answers[rank] = message
-
-    job.on(LineMeasured, on_measured)
+    job, number = Job(cluster), next(_ids)
+    answers = job.collect(LineMeasured, lambda found: found.measuring_id == number)
     asked = [rank for rank in cluster.roster.ready() if cluster.roster.members[rank].line == (None, None)]
     with job.attached(), contextlib.suppress(NobodyLeft):
         for rank in asked:
             cluster.send(rank, MeasureLine(number, _BURST_BYTES))
         job.pump(lambda: all(rank in answers or rank not in job.ready for rank in asked), _ANSWERS_S)
-    for rank, answer in answers.items():
-        if answer.error:
-            continue
-        if odd := first_invalid_rate(answer):
-            cluster.tell_invalid(rank, "line", odd)
-        else:
-            cluster.roster.members[rank].line = (answer.down_bytes_s, answer.up_bytes_s)
     spent = sum(max(0, found.used_bytes) for found in answers.values())
-    said = (
-        [f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."] if spent else []
-    )
-    for rank in asked:
-        found = answers.get(rank)
-        why = f"no answer within {_ANSWERS_S:g} s" if found is None else found.error or first_invalid_rate(found)
-        if why:
-            said.append(f"The line to {cluster.name(rank)} is not in these rates: {why}.")
-    return said
+    measured = f"The lines were measured just now with {show_bytes(spent)}, which no other figure counts."
+    problems = {rank: _note(cluster, rank, answers.get(rank)) for rank in asked}
+    lacking = [
+        f"The line to {cluster.name(rank)} is not in these rates: {why}." for rank, why in problems.items() if why
+    ]
+    return [*([measured] if spent else []), *lacking]
+
+
+def _note(cluster: Cluster, rank: int, found: LineMeasured | None) -> str:
+    """Remember what a worker measured; returns why that cannot be used, or ""."""
+    if found is None:
+        return f"no answer within {_ANSWERS_S:g} s"
+    if found.error:
+        return found.error
+    if invalid := first_invalid_rate(found):
+        cluster.tell_invalid(rank, "line rate", invalid)
+    else:
+        cluster.roster.members[rank].line = (found.down_bytes_s, found.up_bytes_s)
+    return invalid

@@ -1,6 +1,6 @@
 """Sentences for the person at the orchestrator: joins, losses, refused strangers, and every warning of ours.
 
-Warnings come through `logging`, from any thread; a library must not print them into whatever cell happens to run.
+Warnings come through `logging`, from any thread; a library must not print them into the cell that happens to run.
 """
 
 from __future__ import annotations
@@ -58,10 +58,6 @@ class Notices(logging.Handler):
     def stop(self) -> None:
         """Take no warnings any more."""
         logging.getLogger("guava_nb").removeHandler(self)
-
-    def last(self, count: int) -> tuple[str, ...]:
-        """Return the newest sentences, oldest first."""
-        return tuple(sentence for _, sentence in self.numbered(count))
 
     def numbered(self, count: int) -> tuple[tuple[int, str], ...]:
         """Return the newest sentences, oldest first, each with its number, which grows by one with each."""

@@ -1,73 +1,63 @@
-"""Whether the figures that a worker tells can be counted with.
+"""Checks the numbers in a worker's reports where they arrive. Pure.
 
-A figure that is not finite, or negative, says nothing, and whoever adds, divides or draws it fails far from its cause. So all of
-them are looked at where they arrive. Pure.
+A number that is NaN, infinite or negative would make sums, ratios and plots fail far from its cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from guava_nb.protocol.messages import Energy, LineMeasured, Ready
 
 __all__ = ["is_valid", "first_invalid_energy", "first_invalid_rate", "without_invalid"]
 
-#: More than anything that is measured here; sums and ratios of such figures stay finite.
+#: More than anything that is measured here; sums and ratios of such numbers stay finite.
 _MOST = 1e30
-#: What a difference of two sums may fall short of 0.
+#: A difference of two sums may be this much below 0.
 _ROUNDING = 1e-6
 
 
 def is_valid(figure: float | None) -> bool:
-    """Return whether a figure is finite and at least 0; None, which stands for "not measured", is."""
+    """Return whether a number is finite and at least 0; None ("not measured") is valid."""
     return figure is None or -_ROUNDING <= figure <= _MOST
 
 
 def first_invalid_energy(report: Energy) -> str:
-    """Return the first figure that cannot be, with its name; "" when all are sound."""
-    return next((f"{name} = {figure:g}" for name, figure in _figures(report) if not is_valid(figure)), "")
+    """Return "name = value" of the first invalid number (NaN, infinite or negative) in the report, or ""."""
+    return next((f"{name} = {figure:g}" for name, figure in _numbers(report) if not is_valid(figure)), "")
 
 
 def first_invalid_rate(found: LineMeasured) -> str:
-    """Return what of a measured line cannot be: its rates are more than 0; "" when all is sound."""
+    """Return "name = value" of the first rate of a measured line that is not finite and above 0, or ""."""
     rates = {"up_bytes_s": found.up_bytes_s, "down_bytes_s": found.down_bytes_s}
     return next((f"{name} = {rate:g}" for name, rate in rates.items() if not 0 < rate <= _MOST), "")
 
 
 def without_invalid(ready: Ready) -> tuple[Ready, str]:
-    """Return a report of a shard without times and tokens that cannot be, and the first of those; "" when all are sound.
+    """Return a report of a shard with invalid times set to 0 and invalid tokens to None, and "name = value" of the first, or "".
 
-    Times become 0 and tokens None: what the step needs of the report is as good as before.
+    Loss, rows and all else that the step needs stay as they are.
     """
     times = {"forward_s": ready.forward_s, "backward_s": ready.backward_s, "wait_s": ready.wait_s}
-    odd = {name: figure for name, figure in times.items() if not is_valid(figure)}
-    changes: dict[str, float | None] = dict.fromkeys(odd, 0.0)
+    invalid = {name: figure for name, figure in times.items() if not is_valid(figure)}
+    changes: dict[str, float | None] = dict.fromkeys(invalid, 0.0)
     if ready.tokens is not None and not is_valid(ready.tokens):
-        odd["tokens"], changes["tokens"] = ready.tokens, None
-    if not odd:
+        invalid["tokens"], changes["tokens"] = ready.tokens, None
+    if not invalid:
         return ready, ""
-    name, figure = next(iter(odd.items()))
+    name, figure = next(iter(invalid.items()))
     return replace(ready, **changes), f"{name} = {figure:g}"
 
 
-def _figures(report: Energy) -> Iterator[tuple[str, float | None]]:
-    for name in (
-        "seconds", "busy", "memory_used_bytes", "memory_bytes", "power_w", "cpu_busy", "host_memory_used_bytes",
-        "host_memory_bytes", "flops", "up_bytes_s",
-    ):  # fmt: skip
-        yield name, getattr(report, name)
-    for rate in report.rates:
-        yield "rates", rate
-    for board in report.boards:
-        yield "joules of a board", board.joules
-        yield "uncovered_s", board.uncovered_s
-        yield "readings", board.readings
-    for part in report.phases:
-        yield "seconds of a phase", part.seconds
-        yield "joules of a phase", part.joules
-    for task in report.tasks:
-        yield "seconds of a task", task.seconds
-        yield "joules of a task", task.joules
-        yield "times of a task", task.times
+def _numbers(record: Struct) -> Iterator[tuple[str, float]]:
+    """All numbers in a record and in the records within it, each with the name of its field."""
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Struct):
+                yield from _numbers(part)
+            elif isinstance(part, int | float):
+                yield name, part

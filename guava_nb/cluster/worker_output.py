@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = ["OutputLog"]
@@ -31,12 +31,7 @@ class OutputLog:
         self.folder = folder
         self._lines: dict[str, deque[str]] = {}
         self._file_bytes: dict[str, int] = {}
-        self._listeners: list[Callable[[str, str], None]] = []
         self._lock = threading.Lock()
-
-    def listen(self, listener: Callable[[str, str], None]) -> None:
-        """Call `listener(worker, line)` for every new line; from the cluster's thread."""
-        self._listeners.append(listener)
 
     def add(self, worker: str, stream: str, lines: Iterable[str], dropped: int = 0) -> None:
         """Take lines of a worker; `dropped` were left out there by the rate limit."""
@@ -56,9 +51,6 @@ class OutputLog:
             kept = self._lines.setdefault(worker, deque(maxlen=KEPT_LINES))
             kept.extend(lines)
             self._write(worker, lines)
-        for line in lines:
-            for listener in self._listeners:
-                listener(worker, line)
 
     def _write(self, worker: str, lines: list[str]) -> None:
         if self.folder is None or not lines or self._file_bytes.get(worker, 0) > MAX_FILE_BYTES:
@@ -86,8 +78,3 @@ class OutputLog:
             if worker is not None:
                 return list(self._lines.get(worker, ()))[-n:]
             return [f"{name} | {line}" for name, lines in self._lines.items() for line in list(lines)[-n:]]
-
-    def workers(self) -> list[str]:
-        """Return the names of all workers that printed something."""
-        with self._lock:
-            return list(self._lines)

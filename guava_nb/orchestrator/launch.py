@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -14,14 +13,10 @@ from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
-from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import Position, TrainingPlan
-from guava_nb.training.run import Run
-from guava_nb.training.status_survey import total_bytes, wire_meter
+from guava_nb.training.plan import TrainingPlan
 
 __all__ = ["budget_for", "forecast_on", "job_for"]
 
@@ -34,21 +29,8 @@ def job_for(
     Args:
         model: gives the trained model, for the handle.
     """
-    batches = plan.feed.batches_per_epoch
-    per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
-    total = None if per_epoch is None else per_epoch * plan.num_epochs - (replica_set.step + 1)
-    run = Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, total)
-
-    def save(path: Path, position: Position, step: int) -> None:
-        checkpoint.write(path, replica_set.master.state(), step, position, replica_set.spec)
-
     plan.save_path = plan.save_folder / f"{replica_set.run_id}.pt"
-    meter = wire_meter(cluster, replica_set.spec)
-    if plan.budget is not None:
-        plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
-    job = TrainingJob(replica_set, plan, run, cluster, save)
-    run.connect(meter, job.interrupt, model)
-    return job
+    return TrainingJob(replica_set, plan, cluster, model)
 
 
 def budget_for(

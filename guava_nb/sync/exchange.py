@@ -151,7 +151,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Return the report without invalid figures; a person is told of them once."""
         message, odd = without_invalid(message)
         if odd:
-            self._job.cluster.tell_invalid(rank, "steps", odd)
+            self._job.cluster.tell_invalid(rank, "step", odd)
         return message
 
     def _rows_done(self, message: Ready, in_flight: StepInFlight | None) -> int | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from guava_nb.cluster.group_path import Route
+from guava_nb.cluster.group_path import Findings, Route
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.path_probe import Routes
+from guava_nb.cluster.path_probe import choose
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import Feed
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
@@ -52,8 +52,8 @@ class ShardedReplicaSet(ReplicaSet):
         route: the way of that group, and why.
     """
 
-    _relay: Relay  # of the cluster, like the routes; known from `attach` on
-    _routes: Routes
+    _relay: Relay  # of the cluster, like the findings; known from `attach` on
+    _findings: Findings
     exchange = GroupExchange
     _resolve = staticmethod(_piece)
 
@@ -183,7 +183,7 @@ class ShardedReplicaSet(ReplicaSet):
 
     def _note_direct_break(self, team: Sequence[int], reason: str) -> None:
         """Probe again before the next group; a network that lets probes pass and breaks groups is not tried for ever."""
-        self._routes.forget(team)
+        self._findings.forget(team)
         self._direct_breaks += 1 if reason else 0
         if self._direct_breaks >= MOST_DIRECT_BREAKS:
             self._relay_only = f"{self._direct_breaks} direct groups broke while all workers stayed ({reason})"
@@ -193,7 +193,7 @@ class ShardedReplicaSet(ReplicaSet):
     def attach(self, job: Job) -> None:
         """Handle the messages of this run's parts in that job."""
         super().attach(job)
-        self._relay, self._routes = job.cluster.relay, job.cluster.routes
+        self._relay, self._findings = job.cluster.relay, job.cluster.findings
         job.on(GroupFormed, self._on_formed)
         job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
 
@@ -224,7 +224,7 @@ class ShardedReplicaSet(ReplicaSet):
         if self._relay_only:
             self.route = Route("relay", "guava", self._relay_only)
         else:
-            self.route = job.cluster.routes.choose(job, members, self._shape.path, may_refuse=first)
+            self.route = choose(job, members, self._shape.path, may_refuse=first)
         failed = self._try_to_form(job, members)
         if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
             self._fall_back(job, members, failed)
@@ -265,7 +265,7 @@ class ShardedReplicaSet(ReplicaSet):
     def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:
         """Keep to the relay, and wake the members that still wait for the direct group."""
         rank, answer = next((rank, answer) for rank, answer in failed.items() if answer.broken)
-        job.cluster.routes.forget(members)
+        job.cluster.findings.forget(members)
         self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
         job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
         self.wake(job, members, "the direct group is given up")

@@ -2,7 +2,7 @@
 
 Told what happens and asked before anything is sent; knows no sessions and sends nothing. What is kept in reserve: the state
 that must come back for the checkpoint, one more time of everything under way (a connection that breaks sends it again),
-and a little for what nobody plans: acknowledgements, heartbeats, lines that workers print.
+and a little for unplanned traffic: acknowledgements, heartbeats, lines that workers print.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from guava_nb.nested import children
 
 __all__ = ["Budget", "BudgetSpent", "Costs", "Limit", "chosen_limit", "slack_bytes"]
 
-#: Kept for what nobody plans.
+#: Kept for unplanned traffic.
 _SLACK_BYTES, _SLACK_PER_WORKER = 16 << 10, 8 << 10
-#: What sizes that were reckoned may fall short.
+#: Estimated sizes may be too small by this factor.
 _MARGIN = 1.05
 #: Of a batch's record, for every worker: numbers, places of tensors, headers of frames.
 _RECORD_BYTES, _TENSOR_BYTES, _ROW_BYTES = 256, 48, 20
@@ -97,7 +97,7 @@ def slack_bytes(workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things take at most, in bytes.
+    """The most bytes that each thing takes.
 
     Attributes:
         start: to bring one worker into the run: source and state.
@@ -136,22 +136,13 @@ class Budget:
     _row_bytes: float = 0.0
     # Since something else than steps was done: bytes that were used then, batch bytes and steps that were sent.
     _since: tuple[float, float, int] = (0.0, 0.0, 0)
-    _step: float = 0.0
-    _validation: float = 0.0
+    _exchanged_here: float = 1.0  # part of what a group exchanges that goes by way of the orchestrator
     _counted_step: float = 0.0
     _counted_validation: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Begin with what was reckoned, by way of the orchestrator."""
-        self.goes_by("relay")
-
     def goes_by(self, path: str) -> None:
-        """Know how the workers of a group reach each other: what they exchange directly does not pass here."""
-        here = 0.0 if path == "direct" else 1.0
-        self._step = max(self._counted_step, (self.costs.step + self.costs.exchanged * here) * _MARGIN)
-        self._validation = max(
-            self._counted_validation, (self.costs.validation + self.costs.validation_exchanged * here) * _MARGIN
-        )
+        """Note the path of the group, "relay" or "direct": what workers exchange directly does not pass here."""
+        self._exchanged_here = 0.0 if path == "direct" else 1.0
 
     # ------------------------------------------------------------------------------------------------- what things take
 
@@ -161,7 +152,7 @@ class Budget:
         return self.costs.state * _MARGIN + slack_bytes(self.costs.workers)
 
     def batches_cost(self, group: Sequence[LoadedBatch]) -> float:
-        """What these batches take at most, whoever gets them."""
+        """Return the most bytes that these batches take, however they are shared out."""
         return sum(self._batch_cost(batch) for batch in group)
 
     def _batch_cost(self, batch: LoadedBatch) -> float:
@@ -177,17 +168,18 @@ class Budget:
         return each + (structure * max(1.0, self.costs.batch_times) + payload) * _MARGIN
 
     def step_cost(self, batches: float) -> float:
-        """What a step takes at most whose batches take so much: as reckoned, or as the steps so far did where that is more."""
+        """Return the most bytes of a step whose batches take `batches`: as estimated, or as measured so far if larger."""
         used, sent, steps = self._since
         if steps:
             self._counted_step = max(self._counted_step, (self.used() - used - sent) / steps)
-        self._step = max(self._step, self._counted_step)
-        return self._step + batches
+        reckoned = (self.costs.step + self.costs.exchanged * self._exchanged_here) * _MARGIN
+        return max(reckoned, self._counted_step) + batches
 
     @property
     def validation_cost(self) -> float:
-        """What a pass of validation takes at most, as reckoned or as those so far did."""
-        return self._validation
+        """Most bytes of a validation pass: the estimate, or the largest so far."""
+        reckoned = self.costs.validation + self.costs.validation_exchanged * self._exchanged_here
+        return max(reckoned * _MARGIN, self._counted_validation)
 
     # ----------------------------------------------------------------------------------------------------- what has room
 
@@ -209,7 +201,7 @@ class Budget:
         self._since = (used, sent + batches, steps + 1)
 
     def applied(self, step: int) -> None:
-        """Everybody has applied all steps up to this one: nothing of them is under way any more."""
+        """All members have applied the steps up to this one: nothing of them is under way any more."""
         for known in [known for known in self._under_way if known <= step]:
             del self._under_way[known]
 
@@ -218,13 +210,12 @@ class Budget:
         self._under_way.clear()
 
     def measure(self, before: int, validated: bool = False) -> None:
-        """Something else than steps was done since `before` bytes were used: it counts for no step."""
+        """Something other than steps was done since `before` bytes were used; its bytes do not count for steps."""
         now = self.used()
         used, sent, steps = self._since
         self._since = (used + now - before, sent, steps)
         if validated:
             self._counted_validation = max(self._counted_validation, float(now - before))
-            self._validation = max(self._validation, self._counted_validation)
 
     def begin(self, path: str) -> None:
         """The first step of an epoch is about to be sent; `path` as for `goes_by`."""

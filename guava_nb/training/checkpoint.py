@@ -40,12 +40,7 @@ def write(path: Path, state: Mapping[str, Any], step: int, position: Position, s
         "format": FORMAT,
         **state,
         "step": step,
-        "position": {
-            "epoch": position.epoch,
-            "batches": position.batches,
-            "samples": position.samples,
-            "feed": position.feed,
-        },
+        "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
     }
     partial = path.with_name(path.name + ".partial")
@@ -69,7 +64,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint {path}; {_nearby(path)}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises whatever the damage happens to hit
+    except Exception as error:  # a damaged file may raise any error
         if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
             raise CheckpointError(
                 f"{path} is not a checkpoint of guava_nb: it is no PyTorch file, or holds more than tensors and plain data"
@@ -95,7 +90,7 @@ def _damaged(content: Mapping[str, Any]) -> str:
         return "spec"
     if type(step) is not int or step < -1:
         return "step"
-    if not isinstance(place, dict) or place.keys() != {"epoch", "batches", "samples", "feed"}:
+    if not isinstance(place, dict) or place.keys() != set(Position.__slots__):
         return "position"
     counts = [place[key] for key in ("epoch", "batches", "samples")]
     fine = all(type(count) is int and count >= 0 for count in counts) and (
@@ -106,7 +101,7 @@ def _damaged(content: Mapping[str, Any]) -> str:
 
 def _nearby(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
-    made = (folder / "checkpoints", Path("checkpoints"))  # where those go that nobody gave a name
+    made = (folder / "checkpoints", Path("checkpoints"))  # where checkpoints without a given name go
     found = [(place, _held(place)) for place in dict.fromkeys((folder, *made)) if place.is_dir()]
     told = [f"in {place} there are: {', '.join(names[:8])}" for place, names in found if names]
     return "; ".join(told) or f"{folder} holds no checkpoint"

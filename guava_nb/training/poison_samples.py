@@ -1,16 +1,18 @@
-"""Samples that end the process of whoever computes them, as a pure count.
+"""Samples that kill the process of each worker that computes them, as a pure count.
 
-A shard whose code kills its process would go from worker to worker until nobody is left. One loss says nothing, workers
-come and go; the third worker that is lost over the same samples does.
+A shard whose code kills its process would go from worker to worker until none is left. One loss proves nothing, since workers
+come and go; the third worker lost over the same samples does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from guava_nb.cluster.roster import Member
 from guava_nb.errors import SamplesKill
+from guava_nb.sync.step_in_flight import StepInFlight
+from guava_nb.sync.step_machine import ShardTask
 
 __all__ = ["MOST_LOSSES", "PoisonSamples", "Blamed", "Samples"]
 
@@ -38,16 +40,29 @@ class Blamed:
 
 
 class PoisonSamples:
-    """Who was lost over which samples."""
+    """Which workers were lost over which samples."""
 
     def __init__(self) -> None:
-        """Nobody yet."""
+        """No worker was lost yet."""
         self._at_work: dict[int, Samples] = {}
         self._lost: dict[Samples, list[int]] = {}
 
     def hold(self, rank: int, samples: Samples) -> None:
         """A member vanished while it worked on these samples; it may come back."""
         self._at_work.setdefault(rank, samples)
+
+    def vanished(self, rank: int, steps: Iterable[StepInFlight]) -> None:
+        """A member vanished: note the oldest shard that it owes, if any; the others only wait in its queue."""
+        owed = ((step, task) for step in steps for task in step.machine.owed_by(rank))
+        step, task = next(owed, (None, None))
+        if step is not None and task is not None and task.sample_ids:
+            self.hold(rank, _samples(step, task))
+
+    def committed(self, step: StepInFlight) -> None:
+        """All samples of a step were computed after all."""
+        for task in step.machine.tasks:
+            if task.sample_ids:
+                self.done(_samples(step, task))
 
     def back(self, rank: int) -> None:
         """It came back: nothing was wrong with the samples."""
@@ -65,3 +80,7 @@ class PoisonSamples:
     def done(self, samples: Samples) -> None:
         """They were computed after all."""
         self._lost.pop(samples, None)
+
+
+def _samples(step: StepInFlight, task: ShardTask) -> Samples:
+    return step.epoch, task.sample_ids[0], task.sample_ids[-1]

@@ -23,7 +23,7 @@ def watch(run: Run, start: Callable[[], None], show: bool = True) -> None:
     """Start the run and wait for it on the calling thread, with a bar; an interrupt stops it, a second one at once.
 
     Args:
-        start: called once interrupts are taken care of, so that none leaves a run behind that nobody watches.
+        start: called when interrupts are handled here, so that an interrupt cannot leave a run without a watcher.
         show: draw the bar.
     """
     bar = _bar(run.total_steps, "step", show)

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,55 @@ from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.byte_budget import Budget
 
-__all__ = ["Run", "thin"]
+__all__ = ["Run", "RunSources", "thin"]
 
 #: Points of the loss curve in a status; enough for any screen.
 CURVE_POINTS = 500
+
+
+def _nothing_fed() -> Feeding:
+    return Feeding((0, 0), {})
+
+
+@dataclass(frozen=True, slots=True)
+class RunSources:
+    """Where a run's handle asks for what it does not keep itself.
+
+    Attributes:
+        wire: bytes by kind so far.
+        route: how the workers reach each other, None before that is known.
+        layout: how one model is spread over the workers, in words.
+        feeding: what is on its way to the workers.
+        waits: who waited for whom.
+        energy: of the workers; None knows of none.
+        precision: arithmetic of the run.
+        interrupt: stops the run after the current step; the second time at once.
+        model: the model with the weights of the last committed step.
+        budget: most bytes that the run may take, and those that it took; None without.
+    """
+
+    wire: Callable[[], WireBytes] = WireBytes
+    route: Callable[[], Route | None] = lambda: None
+    layout: Callable[[], str] = str
+    feeding: Callable[[], Feeding] = _nothing_fed
+    waits: Callable[[], list[dict[str, Any]]] = list
+    energy: RunEnergy | None = None
+    precision: str = "fp32"
+    interrupt: Callable[[], None] = lambda: None
+    model: Callable[[], torch.nn.Module] | None = None
+    budget: Budget | None = None
+
+    def frozen(self) -> RunSources:
+        """Return sources that go on saying what these say now, for a run that has ended."""
+        wire, route, layout, waits = self.wire(), self.route(), self.layout(), self.waits()
+        return replace(
+            self,
+            wire=lambda: wire,
+            route=lambda: route,
+            layout=lambda: layout,
+            waits=lambda: waits,
+            feeding=_nothing_fed,
+        )
 
 
 class Run:
@@ -37,7 +82,9 @@ class Run:
         budget: most bytes that it may take; None without.
     """
 
-    def __init__(self, run_id: str, mode: str, num_epochs: int, total_steps: int | None) -> None:
+    def __init__(
+        self, run_id: str, mode: str, num_epochs: int, total_steps: int | None, sources: RunSources | None = None
+    ) -> None:
         """Start in state "preparing"; the job drives it."""
         self.run_id = run_id
         self.mode = mode
@@ -49,14 +96,8 @@ class Run:
         self.lost_samples = 0
         self.duplicated_samples = 0
         self.workers: list[dict[str, Any]] = []
-        self.parity: dict[str, float] | None = None
-        self.budget: Budget | None = None
-        self._route: Callable[[], Route | None] = lambda: None
-        self._feeding: Callable[[], Feeding] = _nothing_fed
-        self._waits: Callable[[], list[dict[str, Any]]] = list
-        self._layout: Callable[[], str] = lambda: ""
-        self._energy: RunEnergy | None = None
-        self.precision = "fp32"
+        self._sources = sources or RunSources()
+        self.budget = self._sources.budget
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -66,16 +107,13 @@ class Run:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._wall_s: float | None = None
-        self._wire: Callable[[], WireBytes] = WireBytes
-        self._interrupt: Callable[[], None] = lambda: None
-        self._model: Callable[[], torch.nn.Module] | None = None
         self._thread: int | None = None
 
     # ------------------------------------------------------------------------------------------------ for the user
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended, in whatever way."""
+        """Whether the run has ended: done, stopped or failed."""
         return self._ended.is_set()
 
     @property
@@ -91,19 +129,19 @@ class Run:
     @property
     def wire(self) -> WireBytes:
         """Bytes by kind since the run began; None for those that the workers exchange directly."""
-        wire, route = self._wire(), self._route()
+        wire, route = self._sources.wire(), self._sources.route()
         direct = route is not None and route.path == "direct"
         return replace(wire, gradient_bytes=None, activation_bytes=None) if direct else wire
 
     @property
     def energy(self) -> list[dict[str, Any]]:
         """One dict per worker: worker, device, joules (None: not measured), method, boards, phases, joules of epochs."""
-        return [] if self._energy is None else self._energy.records()
+        return [] if self._sources.energy is None else self._sources.energy.records()
 
     @property
     def joules(self) -> float | None:
         """Of all workers so far, each board counted once; None when nothing was measured."""
-        return None if self._energy is None else self._energy.joules()
+        return None if self._sources.energy is None else self._sources.energy.joules()
 
     def energy_record(self, grams_per_kwh: float | None = None, price_per_kwh: float | None = None) -> EnergyRecord:
         """Return joules per worker, sample, step, token, epoch, phase and task, so far; see `EnergyRecord`.
@@ -115,8 +153,8 @@ class Run:
         Raises:
             ConfigError: a factor is negative.
         """
-        curves = {} if self._energy is None else self._energy.curves()
-        return energy_record(self.report(), curves, self.precision, grams_per_kwh, price_per_kwh)
+        curves = {} if self._sources.energy is None else self._sources.energy.curves()
+        return energy_record(self.report(), curves, self._sources.precision, grams_per_kwh, price_per_kwh)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; returns whether the run has ended. Does not raise the run's error: `result` does.
@@ -129,7 +167,7 @@ class Run:
 
     def interrupt(self) -> None:
         """Stop: the first time after the current step, the second time at once."""
-        self._interrupt()
+        self._sources.interrupt()
 
     def stop(self, timeout_s: float = 60.0) -> bool:
         """Stop after the current step and wait until the run has ended; a callback of the run returns before that."""
@@ -161,8 +199,8 @@ class Run:
         Raises:
             WorkerLost: the workers that hold these weights are gone.
         """
-        assert self._model is not None, "a run is made by Orchestrator.start_training"
-        return self._model()
+        assert self._sources.model is not None, "a run is made by Orchestrator.start_training"
+        return self._sources.model()
 
     def status(self) -> RunStatus:
         """Return a snapshot for display."""
@@ -172,7 +210,7 @@ class Run:
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
-            loaded = self._feeding().loaded
+            loaded = self.feeding().loaded
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -193,7 +231,7 @@ class Run:
                 message=self._message,
                 waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
                 wire=self.wire,
-                path=_path_text(self._route()),
+                path=_path_text(self._sources.route()),
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
@@ -204,13 +242,13 @@ class Run:
     def report(self) -> dict[str, Any]:
         """Return the figures of the run as one JSON-ready object."""
         wire = self.wire
-        step_s, route = _step_seconds(self.history), self._route()
+        step_s, route = _step_seconds(self.history), self._sources.route()
         return {
             "run_id": self.run_id,
             "mode": self.mode,
             "sync": "step",
             "path": None if route is None else route.record(),
-            "layout": self._layout(),
+            "layout": self._sources.layout(),
             "state": self._state,
             "workers": self.workers,
             "steps": len(self.history),
@@ -225,8 +263,8 @@ class Run:
             "budget": None if self.budget is None else self.budget.record(),
             "energy": self.energy,
             "energy_j": self.joules,
-            "waits": self._waits(),
-            "parity": self.parity,
+            "waits": self._sources.waits(),
+            "parity": None,  # `guava demo --check` fills it in
             "lost_samples": self.lost_samples,
             "duplicated_samples": self.duplicated_samples,
             "generations": self.generations,
@@ -244,27 +282,9 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- for the job
 
-    def connect(
-        self, wire: Callable[[], WireBytes], interrupt: Callable[[], None], model: Callable[[], torch.nn.Module]
-    ) -> None:
-        """Tell where figures, the model and the brake are; called once by the orchestrator."""
-        self._wire, self._interrupt, self._model = wire, interrupt, model
-
-    def goes_by(self, route: Callable[[], Route], layout: Callable[[], str]) -> None:
-        """Tell how to ask for the way of the run's workers and for the model's layout; called once by its job."""
-        self._route, self._layout = route, layout
-
-    def fed_by(self, feeding: Callable[[], Feeding], waits: Callable[[], list[dict[str, Any]]]) -> None:
-        """Tell how to ask what is on its way and who waits for whom; called once by its job."""
-        self._feeding, self._waits = feeding, waits
-
-    def powered_by(self, energy: RunEnergy, precision: str) -> None:
-        """Tell who knows of its energy, and in which arithmetic it computes; called once by its job."""
-        self._energy, self.precision = energy, precision
-
     def feeding(self) -> Feeding:
         """Return what is on its way to the workers at this moment."""
-        return self._feeding()
+        return self._sources.feeding()
 
     def begin(self) -> None:
         """Begin to prepare, on the run's own thread, which calls its callbacks."""
@@ -299,21 +319,16 @@ class Run:
             self.validations = [v for v in self.validations if v["step"] <= last]
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
-        """End the run and wake everyone who waits."""
-        wire, route, layout, waits = self._wire(), self._route(), self._layout(), self._waits()
+        """End the run and wake all threads that wait for it."""
+        frozen = self._sources.frozen()
         with self._lock:
             self._state, self._error, self._message = state, error, message or (str(error) if error else "")
             self._waits_until = None
             self._wall_s = time.monotonic() - self._started
-            self._wire, self._route, self._layout = (lambda: wire), (lambda: route), (lambda: layout)
-            self._feeding, self._waits = _nothing_fed, (lambda: waits)
+            self._sources = frozen
             if self.budget is not None:
-                self.budget.end(wire.out_bytes + wire.in_bytes)
+                self.budget.end(frozen.wire().out_bytes + frozen.wire().in_bytes)
         self._ended.set()
-
-
-def _nothing_fed() -> Feeding:
-    return Feeding((0, 0), {})
 
 
 def _tokens(history: list[dict[str, Any]]) -> float | None:

@@ -48,11 +48,6 @@ class SampleLedger:
         """Samples committed in one epoch."""
         return len(self._committed.get(epoch, ()))
 
-    @property
-    def committed_samples(self) -> int:
-        """Samples committed in all epochs."""
-        return sum(len(ids) for ids in self._committed.values())
-
     def balance(self) -> tuple[int, int]:
         """Return (lost, duplicated): draws without a commit, and commits without a draw."""
         lost = duplicated = 0

@@ -126,7 +126,7 @@ def total_bytes(wire: WireBytes) -> int:
 
 
 def note_waits(members: Iterable[Member]) -> list[dict[str, Any]]:
-    """Return who waited for whom, of those who have worked: parts of the time, 0 to 1."""
+    """Return for each member that has worked the parts of the time, 0 to 1, in which GPU or data waited for the other."""
     return [
         {
             "worker": member.name,
@@ -140,7 +140,7 @@ def note_waits(members: Iterable[Member]) -> list[dict[str, Any]]:
 
 
 def note_workers(run: Run, members: Iterable[Member]) -> None:
-    """Write down in a run who is here or took part, those included that are gone by its end."""
+    """Note in a run the workers that are here or took part, those included that are gone by its end."""
     for member in members:
         if not (member.alive or member.samples):
             continue

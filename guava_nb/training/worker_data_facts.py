@@ -13,7 +13,7 @@ from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.data.loader_feed import Feed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
-from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, Message, RunSpec
+from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, RunSpec
 from guava_nb.spec.cells import pip_name
 from guava_nb.spec.run_spec import factory_name, plain_arguments
 
@@ -62,7 +62,7 @@ def refuse_group(spec: RunSpec) -> None:
 
 
 def refuse_static(spec: RunSpec) -> None:
-    """Refuse to leave samples unloaded where nobody keeps them, or where it is not followed who does.
+    """Refuse to leave samples unloaded where workers do not keep them, or where it is not known which worker does.
 
     Raises:
         ConfigError: what to choose instead.
@@ -101,19 +101,13 @@ def ask_data(
         ClusterError: no worker is left.
     """
     request = secrets.randbits(62)
-    answers: dict[int, DataFacts] = {}
     job = Job(cluster)
-
-    def on_facts(rank: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, DataFacts)
-        if message.request_id == request:
-            answers[rank] = message
+    answers = job.collect(DataFacts, lambda facts: facts.request_id == request)
 
     def all_answered() -> bool:
         check_interrupt()
         return all(rank in answers for rank in asked & (job.ready | job.suspects))
 
-    job.on(DataFacts, on_facts)
     with job.attached():
         asked = set(job.ready)
         cluster.send_all(asked, AskData(request, tuple(cells), tuple(specs)))

@@ -165,7 +165,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapsho
     job.run.interrupt()
     assert job.run.wait(20) and job.run.state == "stopped" and len(job.run.history) == 4
     model, _ = plain(spec(), loader(), 1)
-    assert difference(job.run.model(), model) <= 1e-9 and job.position.epoch == 1
+    assert difference(job.run.model(), model) <= 1e-9 and job.accounting.position.epoch == 1
 
 
 @pytest.mark.parametrize("site", ["workers", "orchestrator"])
@@ -181,7 +181,7 @@ def test_a_lone_worker_that_leaves_hands_over_and_no_step_is_done_twice(
     assert not first.thread.is_alive() and first.left
     eventually(lambda: job.run.state == "waiting", 10, "the run waits for another one")
     done = len(job.run.history)
-    assert done >= count and job.snapshot.step == done - 1
+    assert done >= count and job.accounting.snapshot.step == done - 1
     DirectWorker(cluster, "spare").start()
     finish(job.run)
     assert_undisturbed(job.run, 3)
@@ -201,7 +201,7 @@ def test_a_worker_lost_while_it_hands_over_costs_the_epoch_and_no_more(cluster: 
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
     eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
-    assert die.fired and job.snapshot.step == 3  # type: ignore[attr-defined]
+    assert die.fired and job.accounting.snapshot.step == 3  # type: ignore[attr-defined]
     DirectWorker(cluster, "spare").start()
     finish(job.run)
     assert_undisturbed(job.run, 3)
@@ -215,7 +215,7 @@ def test_of_two_workers_one_leaves_at_once(cluster: Cluster) -> None:
     finish(job.run)
     leaver.thread.join(10)
     assert leaver.left and cluster.roster.members[0].state == "left"
-    assert (job.snapshot.step + 1) % 4 == 0, "of the end of an epoch: nobody had to hand over"
+    assert (job.accounting.snapshot.step + 1) % 4 == 0, "of the end of an epoch: nobody had to hand over"
     assert_undisturbed(job.run, 3)
 
 
@@ -233,7 +233,7 @@ def test_workers_that_leave_together_hand_over_once(cluster: Cluster) -> None:
         worker.thread.join(20)
         assert worker.left
     eventually(lambda: job.run.state == "waiting", 10, "the run waits for another one")
-    assert job.snapshot.step == len(job.run.history) - 1
+    assert job.accounting.snapshot.step == len(job.run.history) - 1
     DirectWorker(cluster, "spare").start()
     finish(job.run)
     assert_undisturbed(job.run, 3)
@@ -255,7 +255,7 @@ def test_workers_whose_leaves_come_at_once_do_not_count_on_each_other(cluster: C
     job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Leave()]))
     job.start()
     eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
-    assert job.snapshot.step == len(job.run.history) - 1 >= 4
+    assert job.accounting.snapshot.step == len(job.run.history) - 1 >= 4
     DirectWorker(cluster, "spare").start()
     finish(job.run)
     assert_undisturbed(job.run, 3)
@@ -611,8 +611,8 @@ def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cl
     start(cluster, [None])
     plan = plan_for(loader(), 1)
     replica_set = WholeReplicaSet("run-1", spec(), (Cell("model", "import no_such_library_xyz"),), replica(spec()))
-    run = Run("run-1", "data", 1, None)
-    job = TrainingJob(replica_set, plan, run, cluster, lambda *a: None)
+    job = TrainingJob(replica_set, plan, cluster, lambda: replica_set.master.model)
+    run = job.run
     job.start()
     assert run.wait(30)
     with pytest.raises(PreparationError, match=r"w0 cannot import 'no_such_library_xyz': run  %pip install no_such"):
@@ -654,11 +654,11 @@ def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind:
     in_flight: list[int] = []
 
     def die(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.in_flight))
+        in_flight.append(len(job.window.exchange.in_flight))
         worker.die()
 
     def cut(worker: DirectWorker) -> None:
-        in_flight.append(len(job._exchange.in_flight))
+        in_flight.append(len(job.window.exchange.in_flight))
         worker.go_away()
         threading.Timer(0.05, worker.come_back).start()
 

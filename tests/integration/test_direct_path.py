@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from guava_nb.cluster.group_path import Finding
-from guava_nb.cluster.path_probe import OPEN_TO_ALL, Routes
+from guava_nb.cluster.group_path import Finding, Findings
+from guava_nb.cluster.path_probe import OPEN_TO_ALL
 from guava_nb.errors import ClusterError
 from guava_nb.protocol.messages import ProbeAddress
 from tests.support.processes import PlainTraining, Session, eventually, loader
@@ -30,14 +30,14 @@ def session(three: Session) -> Iterator[Session]:
 def prepare(session: Session, mode: str, **more: Any) -> None:
     """Set a mode, and have no finding from another test."""
     assert session.orch._cluster is not None
-    session.orch._cluster.routes = Routes()
+    session.orch._cluster.findings = Findings()
     session.orch.set_mode(mode, **{**SETTINGS[mode], **more})
 
 
 def found(session: Session, finding: Finding) -> None:
     """Have the next group believe this of its members."""
     assert session.orch._cluster is not None
-    session.orch._cluster.routes._found[frozenset(session.orch._cluster.roster.ready())] = finding
+    session.orch._cluster.findings.found[frozenset(session.orch._cluster.roster.ready())] = finding
 
 
 def notes(session: Session) -> str:
@@ -73,7 +73,7 @@ def test_the_relay_when_it_is_asked_for_and_nothing_is_probed(session: Session) 
     session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(1))
     assert run.report()["path"] == {"path": "relay", "backend": "guava", "reason": "path='relay' was asked for"}
     assert session.orch._cluster is not None
-    assert not session.orch._cluster.routes._found
+    assert not session.orch._cluster.findings.found
 
 
 def test_an_unreachable_member_is_refused_before_training_where_the_direct_path_was_asked_for(session: Session) -> None:

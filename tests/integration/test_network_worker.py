@@ -89,7 +89,8 @@ def test_a_script_s_own_model_is_trained_in_place(orch: Orchestrator, script: Co
     [worker] = [w for w in run.report()["workers"] if w["worker"] == "script"]
     assert worker["samples"] == 2 * 96
     assert difference_of_modules(start, mine) > 1e-3  # the orchestrator's instance is a starting point, not the result
-    orch._cluster.sessions()[0].close("the lesson is over")  # type: ignore[union-attr]
+    cluster = orch._open_cluster()
+    cluster.session(cluster.roster.alive()[0]).close("the lesson is over")  # type: ignore[union-attr]
     assert script.finish(30) == [f"{orch.join_code.address} ended the session: the lesson is over", True]
     there = trained_there(script, tmp_path)
     assert all(torch.equal(there[name], value) for name, value in run.model().state_dict().items())

@@ -134,7 +134,9 @@ def test_validation_as_a_service_is_exact_moves_no_weights_and_refuses_training(
         again = loader.run_validation(val_dataset=(x.numpy()[:5], y.numpy()[:5]), join_code=code)
         assert again["total_samples"] == 5
         assert loader.orchestrator is not None
-        [session] = loader.orchestrator._cluster.sessions()  # type: ignore[union-attr]
+        cluster = loader.orchestrator._open_cluster()
+        [session] = [cluster.session(rank) for rank in cluster.roster.alive()]
+        assert session is not None
         from guava_nb.protocol.messages import Channel
 
         assert session.wire.out_bytes[Channel.CHECKPOINT] == session.wire.in_bytes[Channel.CHECKPOINT] == 0

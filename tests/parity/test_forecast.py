@@ -25,7 +25,6 @@ from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.run import Run
-from guava_nb.training.status_survey import total_bytes, wire_meter
 from tests.support.direct import DirectWorker, make_cluster, once_after
 from tests.support.training import difference, loader, plain, replica, spec
 
@@ -78,21 +77,13 @@ class Session:
             content = checkpoint.read(begin)
             replica_set.master.load_state({key: content[key] for key in ("model", "buffers", "optimizer")})
             replica_set.step = replica_set.master_step = content["step"]
-        run = Run(f"run-{self.number}", "data", plan.num_epochs, None)
         plan.save_folder = folder
-
-        def save(path: Path, position: Position, step: int) -> None:
-            checkpoint.write(path, replica_set.master.state(), step, position, run_spec)
-            self.saved["path"] = path
-
-        meter = wire_meter(self.cluster, run_spec)
-        if plan.budget is not None:
-            plan.budget.used, run.budget = lambda: total_bytes(meter()), plan.budget
-        job = TrainingJob(replica_set, plan, run, self.cluster, save)
-        run.connect(meter, job.interrupt, lambda: replica_set.master.model)
+        job = TrainingJob(replica_set, plan, self.cluster, lambda: replica_set.master.model)
         job.start()
-        assert run.wait(60), run
-        return run.result()
+        assert job.run.wait(60), job.run
+        for path in folder.glob(f"run-{self.number}-step-*.pt"):
+            self.saved["path"] = path
+        return job.run.result()
 
 
 def plan_for(data: Any, val: Any = None, epochs: int = 3, **changes: Any) -> TrainingPlan:

@@ -69,15 +69,12 @@ def replica(run_spec: RunSpec) -> Replica:
 
 def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
     replica_set = WholeReplicaSet(run_id, run_spec, (), replica(run_spec))
-    run = Run(run_id, "data", plan.num_epochs, None)
-    job = TrainingJob(replica_set, plan, run, cluster, lambda path, position, step: None)
 
     def model() -> torch.nn.Module:
         fetch_between_runs(replica_set, cluster, 20)
         return replica_set.master.model
 
-    run.connect(run._wire, job.interrupt, model)
-    return job
+    return TrainingJob(replica_set, plan, cluster, model)
 
 
 def plan_for(data: Any, epochs: int = 2, **changes: Any) -> TrainingPlan:

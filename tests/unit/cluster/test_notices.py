@@ -5,6 +5,10 @@ import logging
 from guava_nb.cluster.notices import KEPT, Notices
 
 
+def last(notices: Notices, count: int) -> tuple[str, ...]:
+    return tuple(sentence for _, sentence in notices.numbered(count))
+
+
 def test_sentences_and_the_package_s_warnings_in_order() -> None:
     notices = Notices()
     notices.listen()
@@ -16,8 +20,8 @@ def test_sentences_and_the_package_s_warnings_in_order() -> None:
     finally:
         notices.stop()
     logging.getLogger("guava_nb.link").warning("after stop")
-    assert notices.last(10) == ("one joined", "refused a connection from a stranger")
-    assert notices.last(1) == ("refused a connection from a stranger",)
+    assert last(notices, 10) == ("one joined", "refused a connection from a stranger")
+    assert last(notices, 1) == ("refused a connection from a stranger",)
 
 
 def test_what_is_over_is_forgotten_and_numbers_tell_what_is_new() -> None:
@@ -25,7 +29,7 @@ def test_what_is_over_is_forgotten_and_numbers_tell_what_is_new() -> None:
     notices.replace("the tunnel broke", "tunnel")
     notices.add("one joined")
     notices.add("goes on from the weights of the last run", "start")
-    assert notices.last(2) == ("one joined", "goes on from the weights of the last run")
+    assert last(notices, 2) == ("one joined", "goes on from the weights of the last run")
     notices.replace("it has a new address", "tunnel")
     notices.forget("start")
     assert notices.numbered(10) == ((2, "one joined"), (4, "it has a new address"))
@@ -35,4 +39,4 @@ def test_only_the_newest_are_kept() -> None:
     notices = Notices()
     for k in range(3 * KEPT):
         notices.add(str(k))
-    assert len(notices.last(10 * KEPT)) == KEPT and notices.last(1) == (str(3 * KEPT - 1),)
+    assert len(last(notices, 10 * KEPT)) == KEPT and last(notices, 1) == (str(3 * KEPT - 1),)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +12,8 @@ from hypothesis import strategies as st
 
 from guava_nb.cluster import line_rate as line_survey
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job import Job
+from guava_nb.cluster.job_events import FromWorker
 from guava_nb.cluster.report_checks import first_invalid_energy, first_invalid_rate, is_valid, without_invalid
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import LinkClosed
@@ -29,8 +29,8 @@ from guava_nb.protocol.messages import (
     TaskEnergy,
     channel_of,
 )
-from guava_nb.sync.exchange import StepExchange
-from tests.support.direct import DirectSession
+from tests.support.direct import DirectWorker
+from tests.support.training import job_for, loader, plan_for, spec
 
 HELLO = Hello("w", "spawned", {}, "host", 1, "cpu", "a CPU", "", None, 1, None)
 BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
@@ -73,12 +73,8 @@ class Seated:
     def __init__(self, folder: Path) -> None:
         self.notices: list[str] = []
         self.cluster = Cluster(OutputLog(folder), self.notices.append)
-        worker: Any = SimpleNamespace(
-            identity=b"w", lock=None, away=False, dead=True, loop=SimpleNamespace(end=lambda: 0)
-        )
-        session: Any = DirectSession(worker)
-        session.send = lambda *args: None
-        self.session = session
+        self.session: Any = DirectWorker(self.cluster, "w").session
+        self.session.send = lambda *args: None
         self.done = 0
         self.say(HELLO)
 
@@ -107,7 +103,7 @@ def test_an_odd_report_is_dropped_and_told_once(seated: Seated, bad: float) -> N
     seated.lose()
     told = seated.cluster.energy.newest(0)
     assert told is not None and told.seconds == 1.0
-    assert len([n for n in seated.notices if n.startswith("w") and "cannot be" in n and "energy" in n]) == 1
+    assert len([n for n in seated.notices if n.startswith("w") and "invalid energy value" in n]) == 1
     assert seated.cluster.roster.members[0].state == "lost" and seated.done == 4
 
 
@@ -125,30 +121,22 @@ def test_the_dispatcher_survives_what_an_event_makes_of_it(
 
 
 def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Job:
-        """Answers as the worker would."""
+    class AnsweredJob(Job):
+        """Gets the answer that a worker would give."""
 
-        def __init__(self, cluster: Cluster) -> None:
-            self.cluster, self.ready = cluster, [0]
-
-        def on(self, kind: type, handler: Any) -> None:
-            self.handler = handler
-
-        def attached(self) -> Any:
-            return nullcontext()
-
-        def pump(self, ready: Any, timeout_s: float) -> None:
-            self.handler(0, LineMeasured(7, 0.1, math.nan, 5.0, 10), memoryview(b""))
+        def pump(self, until: Any, timeout_s: float | None = None) -> bool:
+            self.handle(FromWorker(0, LineMeasured(7, 0.1, math.nan, 5.0, 10), memoryview(b""), lambda: None))
+            return True
 
     assert seated.cluster.wait_for(1, 30.0) == [0]
-    monkeypatch.setattr(line_survey, "Job", Job)
+    monkeypatch.setattr(line_survey, "Job", AnsweredJob)
     monkeypatch.setattr(line_survey, "_ids", iter([7]))
     assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
     assert seated.cluster.roster.members[0].line == (None, None)
-    exchange = SimpleNamespace(_job=SimpleNamespace(cluster=seated.cluster))
+    exchange = job_for(seated.cluster, spec(), plan_for(loader())).window.exchange
     bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
-    assert StepExchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
-    assert StepExchange._sound(exchange, 0, bad).forward_s == 0.0  # type: ignore[arg-type]
+    assert exchange._sound(0, bad).forward_s == 0.0
+    assert exchange._sound(0, bad).forward_s == 0.0
     seated.lose()
-    assert [n.split(" reported")[0] for n in seated.notices if "cannot be" in n] == ["w", "w"]
+    assert [n.split(" reported")[0] for n in seated.notices if "an invalid" in n] == ["w", "w"]
     assert sum("line" in n for n in seated.notices) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from guava_nb.sync.step_in_flight import StepHead, plan_step
 from guava_nb.training import checkpoint
 from guava_nb.training import initial_state as origin
 from guava_nb.training.byte_budget import Budget, Costs, Limit, chosen_limit, refuse_small, slack_bytes
-from guava_nb.training.plan import Position
+from guava_nb.training.plan import Position, TrainingPlan
 from tests.support.training import spec
 
 
@@ -184,8 +183,8 @@ def test_a_checkpoint_that_is_not_there_is_looked_for_where_made_ones_go(
 
 @pytest.mark.parametrize(("batches", "epochs"), [(3, 10), (3, 30), (2, 10), (0, 30)])
 def test_an_epoch_that_lacks_only_its_end_is_told_at_the_resume(batches: int, epochs: int) -> None:
-    plan = SimpleNamespace(start=Position(9, batches), feed=Feed([1, 2, 3]), num_epochs=epochs)
-    told = origin._only_its_end(Path("a.pt"), plan)  # type: ignore[arg-type]
+    plan = TrainingPlan(Feed([1, 2, 3]), None, epochs, start=Position(9, batches))
+    told = origin._only_its_end(Path("a.pt"), plan)
     assert bool(told) == (batches == 3)
     if told:
         assert "a.pt has all steps of epoch 10" in told[0] and ("more than 10 (--epochs)" in told[0]) == (epochs == 10)

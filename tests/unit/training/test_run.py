@@ -3,15 +3,14 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from guava_nb.cluster.group_path import Route
 from guava_nb.status import WireBytes
-from guava_nb.training.run import Run, thin
+from guava_nb.training.run import Run, RunSources, thin
 
 
-def filled(steps: int) -> Run:
-    run = Run("run-1", "data", 2, steps)
+def filled(steps: int, sources: RunSources | None = None) -> Run:
+    run = Run("run-1", "data", 2, steps, sources)
     run.move("training")
     run.begin_epoch(0)
     for k in range(steps):
@@ -27,12 +26,12 @@ def test_thin_keeps_the_last_point_and_few_others() -> None:
 
 
 def test_what_workers_exchange_directly_is_not_counted() -> None:
-    run = filled(1)
-    run.connect(lambda: WireBytes(90, 10, 50, 7, 3), lambda: None, torch.nn.Module)
     routes = [Route("relay", "guava", "asked for"), Route("direct", "gloo", "on one host")]
+    now: list[Route] = []
+    run = filled(1, RunSources(wire=lambda: WireBytes(90, 10, 50, 7, 3), route=lambda: now[-1]))
     found = []
     for route in routes:
-        run.goes_by(lambda route=route: route, lambda: "")  # type: ignore[misc]
+        now.append(route)
         found.append(run.wire)
     assert found == [WireBytes(90, 10, 50, 7, 3), WireBytes(90, 10, 50, None, None)]
     run.end("done")

@@ -11,7 +11,7 @@ def test_balance_of_a_clean_epoch_is_zero_and_zero() -> None:
     ledger.draw(0, range(10))
     ledger.commit(0, [*range(5, 10), *range(5)])
     assert ledger.balance() == (0, 0)
-    assert ledger.committed_samples == 10
+    assert ledger.committed_in(0) == 10
 
 
 def test_lost_and_duplicated_are_counted_apart_and_per_epoch() -> None:

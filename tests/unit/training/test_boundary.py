@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from guava_nb.errors import ClusterError
-from guava_nb.training.boundary_calls import BoundaryCalls
+from guava_nb.training.boundary import BoundaryCalls
 
 
 def test_calls_are_done_in_order_and_errors_go_to_their_askers() -> None:

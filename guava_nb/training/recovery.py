@@ -1,0 +1,164 @@
+"""How a run goes on when members are lost or leave with the only copy of its state."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
+from guava_nb.errors import WorkerLost
+from guava_nb.sync.replica_set import GroupLost
+from guava_nb.training.boundary import Boundary
+from guava_nb.training.budget_gate import BudgetGate
+from guava_nb.training.byte_budget import BudgetSpent
+from guava_nb.training.membership import Membership
+from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.run import Run
+from guava_nb.training.step_accounting import StepAccounting
+from guava_nb.training.step_window import StepWindow
+
+__all__ = ["Handover", "Recovery"]
+
+
+class Handover(Exception):  # noqa: N818 - no error: unwinds a job to where it can take the state
+    """Raised when workers that want to leave hold the only copy of the run's state; the job unwinds and fetches it first."""
+
+
+@dataclass(eq=False)
+class Recovery:
+    """Gives up the steps in work, saves what is left of the state, waits for workers, and starts over.
+
+    Attributes:
+        held: members that want to leave and wait until the state that they hold is here.
+    """
+
+    job: Job
+    membership: Membership
+    plan: TrainingPlan
+    run: Run
+    accounting: StepAccounting
+    window: StepWindow
+    boundary: Boundary
+    budget_gate: BudgetGate
+    held: set[int] = field(default_factory=set)
+    _leaving: set[int] = field(default_factory=set)  # members that want to go, or have gone
+
+    def __post_init__(self) -> None:
+        """No member leaves."""
+        self._replica_set = self.membership.replica_set
+
+    def on_leaving(self, rank: int) -> None:
+        """Let a member go, unless the others do not hold what it holds: then its state is brought here first."""
+        self._leaving.add(rank)
+        others = set(self.membership.available()) - self._leaving  # a released member is available until it is gone
+        holds = self.membership.formed and rank in self.membership.current()
+        if not holds or (others and self._replica_set.elastic):
+            self.membership.cluster.release(rank)
+        else:
+            self.held.add(rank)
+
+    def recover(self, cause: Exception) -> None:
+        """Start over, and again if members are lost meanwhile.
+
+        Raises:
+            WorkerLost: too few workers came in time.
+            BudgetSpent: another start has no room.
+        """
+        while True:
+            try:
+                self._start_over(cause)
+                return
+            except (NobodyLeft, GroupLost, Handover) as lost:
+                cause = lost
+
+    def _start_over(self, cause: Exception) -> None:
+        """The members cannot go on: wait for workers, and start over from what can be saved of the state.
+
+        Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
+        last snapshot, data and history included.
+        """
+        if isinstance(cause, GroupLost):
+            self.membership.cluster.notice(
+                f"{cause}; step {self._replica_set.step + 2} is given up and a new group is formed"
+            )
+            self._give_up(str(cause))
+        elif isinstance(cause, Handover):
+            self._take_over()
+        self._let_go()
+        self.window.exchange.give_up()
+        self._tell_wait()
+        self.budget_gate.afford_start_over()
+        self._wait_for_workers(cause)
+        self.go_back()
+        self.membership.give_state(self.accounting.snapshot)
+        self.window.exchange.give_up()
+
+    def go_back(self) -> None:
+        """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
+        snapshot = self.accounting.snapshot
+        self.run.move("preparing", f"a worker came; the run goes on from step {snapshot.step + 1}")
+        self.accounting.go_back()
+        self.boundary.due.clear()
+        self.membership.go_back(snapshot)
+
+    def _take_over(self) -> None:
+        """Take the state of the last committed step from members that leave with it.
+
+        Raises:
+            BudgetSpent: it may come here once only, so that is the end of the run.
+        """
+        reason = "a worker leaves with the only copy of the state"
+        if not self.budget_gate.affords_handover():
+            self.window.abort(reason, hear_all=True)
+            raise BudgetSpent
+        self._give_up(reason)
+
+    def _let_go(self) -> None:
+        """Release those that were held: what they had is here now, or lost."""
+        self.membership.leave_out(sorted(self._leaving))
+        while self.held:
+            self.membership.cluster.release(self.held.pop())
+
+    def _give_up(self, reason: str) -> None:
+        """Give the steps in work up, hear how far all members are, and save what is there of the state."""
+        self.run.generations += 1
+        self.accounting.team = ()  # the change is counted here, whatever the next team is
+        self.membership.formed = False
+        self.window.abort(reason, hear_all=True)
+        if self._replica_set.step > self.accounting.snapshot.step and self._replica_set.rescue(self.job):
+            self.accounting.keep(self._replica_set.master.state())
+        self._replica_set.disband()
+
+    # ---------------------------------------------------------------------------------------------------- too few workers
+
+    def _tell_wait(self) -> None:
+        needed = self._replica_set.least - len(self.membership.fit)
+        if needed > 0:
+            what = "one to join" if needed == 1 else f"{needed} to join"
+            self.run.move(
+                "waiting",
+                f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
+                f"itself from step {self.accounting.snapshot.step + 1}: %guava_worker with the join code elsewhere does it. To "
+                "start one here while this cell is busy, or to see the code: interrupt, then %guava_up --local 1 (--show-code), "
+                "and train again",
+                self.plan.rejoin_timeout_s,
+            )
+
+    def _wait_for_workers(self, cause: Exception) -> None:
+        self.membership.formed = False
+        deadline = time.monotonic() + self.plan.rejoin_timeout_s
+        while len(self.membership.fit) < self._replica_set.least:
+            if self.job.interrupts:
+                raise StopRequested
+            if time.monotonic() > deadline:
+                raise self._all_lost() from cause
+            self.job.take_one(0.25)
+
+    def _all_lost(self) -> WorkerLost:
+        gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
+        least, few = self._replica_set.least, len(self.membership.fit)
+        who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
+        return WorkerLost(
+            f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). The state of step "
+            f"{self.accounting.snapshot.step + 1} is here: run %guava_worker with the join code on a machine and train again"
+        )

@@ -1,0 +1,146 @@
+"""What the committed steps of a run add up to: its history, its place in the data, which samples count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.protocol.messages import Commit, Committed
+from guava_nb.sync.step_in_flight import StepInFlight
+from guava_nb.telemetry.run_energy import RunEnergy
+from guava_nb.training.membership import Membership
+from guava_nb.training.plan import Position, Snapshot, TrainingPlan
+from guava_nb.training.poison_samples import PoisonSamples
+from guava_nb.training.run import Run
+from guava_nb.training.sample_ledger import SampleLedger
+
+__all__ = ["StepAccounting"]
+
+#: Calls the callbacks' method of this name with a record.
+CallHook = Callable[[str, dict[str, Any]], None]
+
+
+class StepAccounting:
+    """Counts one run's steps and samples.
+
+    Attributes:
+        call: calls the user's callbacks.
+        position: how far the data has been committed.
+        snapshot: the state to go back to, with its position.
+        first_step: number of the run's first step.
+        team: members that the last step was issued to; () when the next ones are no change.
+        poison: samples over which workers were lost.
+    """
+
+    def __init__(self, membership: Membership, plan: TrainingPlan, run: Run, energy: RunEnergy, call: CallHook) -> None:
+        """Begin where the plan does."""
+        self._membership, self._plan, self._run, self._energy, self.call = membership, plan, run, energy, call
+        self._replica_set = membership.replica_set
+        start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
+        self.snapshot = Snapshot(self._replica_set.step, start, self._replica_set.master.state())
+        self.position = plan.start
+        self.first_step = self._replica_set.step + 1
+        self.team: tuple[int, ...] = ()
+        self.poison = PoisonSamples()
+        self._ledger = SampleLedger()
+        self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
+        self._told_empty = False
+
+    # ------------------------------------------------------------------------------------------------------------- steps
+
+    def note_team(self, team: Iterable[int]) -> None:
+        """Note who takes part from now on; a change begins a new generation."""
+        team = tuple(team)
+        self._energy.takes_part(team)
+        if self.team and team != self.team:
+            self._run.generations += 1
+        self.team = team
+
+    def draw(self, epoch: int, group: Iterable[LoadedBatch]) -> None:
+        """Note the samples of a step that is about to be issued."""
+        self._ledger.draw(epoch, (i for batch in group for i in batch.sample_ids))
+
+    def on_commit(self, step: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
+        """Count a step that was committed."""
+        machine, ids = step.machine, step.sample_ids()
+        if self._replica_set.spec.optimizer_site == "orchestrator":
+            self._replica_set.master_step = machine.step
+        self.poison.committed(step)
+        if count == 0:
+            self._tell_empty(step)
+        self._ledger.commit(step.epoch, ids)
+        at = self.position
+        self.position = Position(at.epoch, at.batches + step.batches, at.samples + len(ids))
+        self._feed_batches = self.position.batches
+        record = {
+            "step": machine.step + 1,
+            "epoch": step.epoch + 1,
+            "loss": loss_sum / count if count else float("nan"),
+            "count": count,
+            "samples": machine.rows,
+            "tokens": machine.tokens(),
+            "skipped": commit.skip,
+            "learning_rate": self._replica_set.learning_rate(machine.step),
+        }
+        self._run.add_step(record)
+        self.call("on_step", record)
+
+    def _tell_empty(self, step: StepInFlight) -> None:
+        if not self._told_empty:
+            self._told_empty = True
+            self._membership.cluster.notice(
+                f"step {step.machine.step + 1} counted nothing: its {step.machine.rows} samples have no target that "
+                "is not ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
+            )
+
+    def on_applied(self, rank: int, message: Committed) -> None:
+        """Note that a member applied a step; one whose parameters differ is behind."""
+        difference = self._replica_set.note_commit(rank, message)
+        if difference is not None:
+            cluster = self._membership.cluster
+            cluster.notice(f"{cluster.name(rank)}: {difference}; it gets the state again")
+            self._membership.behind.add(rank)
+        index = message.step - self.first_step
+        if message.learning_rate is not None and 0 <= index < len(self._run.history):
+            self._run.history[index]["learning_rate"] = message.learning_rate
+
+    # ----------------------------------------------------------------------------------------------- epochs and snapshots
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or goes on."""
+        self._feed_epoch, self._feed_batches = epoch, self.position.batches
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        """All steps of an epoch are committed; returns what a callback gets: epoch, loss, samples."""
+        self.position = Position(epoch + 1)
+        records = [record for record in self._run.history if record["epoch"] == epoch + 1]
+        samples = sum(record["samples"] for record in records)
+        loss = sum(record["loss"] * record["samples"] for record in records) / samples if samples else float("nan")
+        return {"epoch": epoch + 1, "loss": loss, "samples": self._ledger.committed_in(epoch)}
+
+    def where(self) -> Position:
+        """Return the committed position with what the loader needs to go on from it."""
+        if not self._run.history:
+            return self.snapshot.position
+        return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """Take this state of the last committed step for the snapshot to go back to."""
+        self.snapshot = Snapshot(self._replica_set.step, self.where(), state)
+
+    def go_back(self) -> None:
+        """Forget what came after the snapshot: it will be done again."""
+        start, position = self._plan.start, self.snapshot.position
+        self.position = position
+        position.rewind(self._plan.feed)
+        already = start.samples if position.epoch == start.epoch else 0
+        self._ledger.truncate(position.epoch, position.samples - already)
+        self._run.rewind(self.snapshot.step + 1 - self.first_step)
+
+    def close(self, done: bool) -> None:
+        """Tell the run how many samples were lost and duplicated; not `done`: what was drawn ahead is not lost."""
+        if not done:
+            self._ledger.withdraw_uncommitted()
+        self._run.lost_samples, self._run.duplicated_samples = self._ledger.balance()

@@ -1,0 +1,134 @@
+"""The steps of a run that are issued and not yet committed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from guava_nb.cluster.job import Job
+from guava_nb.cluster.job_events import Wake
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
+from guava_nb.errors import GuavaError
+from guava_nb.protocol.messages import Abort
+from guava_nb.sync.batch_feeder import Feeder
+from guava_nb.sync.exchange import StepExchange
+from guava_nb.sync.send_credit import Credit
+from guava_nb.telemetry.waits import Feeding
+from guava_nb.training.membership import Membership
+from guava_nb.training.plan import TrainingPlan
+
+__all__ = ["StepWindow"]
+
+log = logging.getLogger(__name__)
+
+#: Loader batches held ready before they are sent, at most; bytes bound them too.
+_LOADED_BATCHES = 32
+
+
+class StepWindow:
+    """Sends steps ahead of need as far as the credit allows, drains them, aborts them.
+
+    Attributes:
+        exchange: carries the steps out.
+    """
+
+    def __init__(
+        self, job: Job, membership: Membership, plan: TrainingPlan, exchange: StepExchange[Any], credit: Credit
+    ) -> None:
+        """No step is issued."""
+        self.exchange = exchange
+        self._job, self._membership, self._plan, self._credit = job, membership, plan, credit
+        self._splitter = RowSplitter(plan.split_fn)
+        self._feeder: Feeder | None = None
+        self._blocking: tuple[int, ...] = ()
+
+    # -------------------------------------------------------------------------------------------------------- send ahead
+
+    def load_epoch(self) -> Feeder:
+        """Begin to load the data's next epoch; the caller closes what is returned."""
+        every = self._plan.accumulation_steps
+        self._feeder = Feeder(
+            self._plan.feed.epoch(),
+            every,
+            max(1, _LOADED_BATCHES // every),
+            lambda: self._job.post(Wake()),
+            self._plan.prefetch_bytes // 4,
+        )
+        return self._feeder
+
+    def feeding(self) -> Feeding:
+        """Return what is loaded and what is on its way; from any thread."""
+        loaded = (0, 0) if self._feeder is None else self._feeder.held()
+        ranks = [member.rank for member in self._membership.cluster.members()]
+        return Feeding(loaded, {r: (self._credit.held_shards(r), self._credit.held_bytes(r)) for r in ranks})
+
+    def wait_for_room(self, coming: int) -> None:
+        """Wait until the next step, of so many bytes, may be sent, and note for whom it waited."""
+        started = time.monotonic()
+        self._blocking = tuple[int, ...]()
+        self._job.pump(partial(self._has_room, coming))
+        for rank in self._blocking:
+            self._membership.cluster.roster.members[rank].waits.held(time.monotonic() - started)
+
+    def _has_room(self, coming: int) -> bool:
+        team = self._membership.available()
+        if not self._membership.replica_set.connected(team):
+            return False
+        parts = self.exchange.parts(self._plan.weights(team))
+        bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
+        away = len(team) < len(self._membership.current())
+        busy = self._credit.must_work(len(self.exchange.in_flight), bytes_for, cautious=away)
+        self._blocking = busy or self._blocking
+        return not busy
+
+    def issue(self, epoch: int, group: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
+        """Send a step to these members; returns its number."""
+        weights = self._plan.weights(team)
+        for rank, weight in zip(team, weights, strict=True):
+            self._membership.cluster.roster.members[rank].share = weight / sum(weights)
+        return self.exchange.issue(epoch, group, team, weights, self._splitter).machine.step
+
+    # ------------------------------------------------------------------------------------------------------ what is there
+
+    def adopt(self) -> None:
+        """Give the shards of members that are not connected to those that are."""
+        self.exchange.adopt(self._membership.available())
+
+    def drain(self) -> None:
+        """Wait until no step is in flight and every connected member has applied the last one."""
+        replica_set = self._membership.replica_set
+        self._job.pump(lambda: not self.exchange.in_flight)
+        self._credit.pause()
+        self._job.pump(lambda: all(replica_set.at[r] == replica_set.step for r in self._membership.available()))
+
+    def abort(self, reason: str, hear_all: bool = False) -> None:
+        """Have all members forget what is not committed, and hear how far they are.
+
+        Who is heard: a lone worker, which commits by itself and may be ahead of what is known here; after a failure all,
+        since others may have failed in the same way and their reports must not reach a later job.
+        """
+        roster, replica_set = self._membership.cluster.roster, self._membership.replica_set
+        roster.generation += 1
+        message = Abort(replica_set.run_id, roster.generation, replica_set.step, reason)
+        self._membership.cluster.send_all(list(replica_set.at), message)
+        lone = {t.owner for f in self.exchange.in_flight.values() if f.machine.solo for t in f.machine.tasks}
+        self.exchange.give_up(but_solo=True)  # no member would apply one that were committed while others are heard
+        self._hear(set(replica_set.at) if hear_all else lone, roster.generation)
+        self.exchange.give_up()
+
+    def _hear(self, ranks: set[int], generation: int) -> None:
+        deadline, has_settled = (
+            time.monotonic() + self._plan.interrupt_grace_s,
+            self._membership.replica_set.has_settled,
+        )
+        while not all(has_settled(r, generation) for r in (ranks & self._job.ready) - self._membership.behind):
+            if self._job.interrupts > 1 or time.monotonic() > deadline:
+                return
+            try:
+                self._job.take_one(0.1)
+            except GuavaError as error:
+                log.debug("while giving up steps: %s", error)
