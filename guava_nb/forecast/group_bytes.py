@@ -88,17 +88,35 @@ def _with(feeding: Feeding, exchanged: Traffic) -> Feeding:
 def _forming(gauge: Gauge, asked: Asked) -> Traffic:
     """What it takes that a worker finds its place in a group."""
     run_id, names = asked.replica_set.run_id, tuple(f"worker-{rank}" for rank in range(asked.workers))
-    order = FormGroup(run_id, 1, _GROUP, 0, names, "relay", "guava", 120.0)
+    order = FormGroup(
+        run_id=run_id, generation=1, name=_GROUP, rank=0, members=names, path="relay", backend="guava", timeout_s=120.0
+    )
     question = StoreAsk(10, "set", (f"{_GROUP}store_based_barrier_key:1",), (b"0" * 40,))
     talk = (gauge.back(question) + gauge.out(StoreReply(10))) * _STORE_ASKS
-    return gauge.out(order) + gauge.back(GroupFormed(run_id, 1, True)) + talk + gauge.acks(3, 3)
+    return gauge.out(order) + gauge.back(GroupFormed(run_id=run_id, generation=1, ok=True)) + talk + gauge.acks(3, 3)
 
 
 def _voting(gauge: Gauge, asked: Asked) -> Traffic:
     """What a step takes of one worker beside its batches and what the group exchanges."""
     run_id, every = asked.replica_set.run_id, asked.spec.hash_every_steps
-    ready = Ready(run_id, 1, STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5, "", 1.5)
-    done = gauge.back(ready) + gauge.back(Committed(run_id, 1, STEP, "", 1.5, 1.5))
+    ready = Ready(
+        run_id=run_id,
+        generation=1,
+        step=STEP,
+        shard=0,
+        loss_sum=1.5,
+        count=1.5,
+        finite=True,
+        rows=100,
+        forward_s=1.5,
+        backward_s=1.5,
+        wait_s=1.5,
+        culprit="",
+        gradient_square=1.5,
+    )
+    done = gauge.back(ready) + gauge.back(
+        Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", update_s=1.5, learning_rate=1.5)
+    )
     commit = gauge.out(CommitStep(run_id, 1, STEP, Commit(1.5, False)))
     return done + commit + Traffic.coming("control", 64 / every if every else 0.0) + gauge.acks(1, 2)
 
@@ -146,7 +164,9 @@ def _validation(asked: Asked, sizes: Sizes, mesh: Mesh, gauge: Gauge, spread: _S
             orders.append((rank, record, OutgoingBatch([piece], single=True), batch.rows if rank == 0 else 0))
         weigh(writer, orders, weighed, gauge)
         weighed.batches += 1
-    answer = gauge.back(Evaluated(asked.replica_set.run_id, STEP, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
+    answer = gauge.back(
+        Evaluated(run_id=asked.replica_set.run_id, request_id=STEP, loss_sum=1.5, count=1.5, correct=100, rows=100)
+    ) + gauge.acks(1, 1)
     looked = spread.looking(sizes.batch_rows / mesh.data)
     return weighed.feeding(sizes, answer * mesh.size + looked, (1.0,))
 

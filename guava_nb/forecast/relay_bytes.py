@@ -44,16 +44,51 @@ class Relayed:
 
     def sent(self, nbytes: float) -> Traffic:
         """A tensor from one rank to another."""
-        record = Parcel(_GROUP, 0, 1, 0, 1000, 100_000, 100_000, FlatTensor("float32", 100_000))
+        record = Parcel(
+            group=_GROUP,
+            source=0,
+            target=1,
+            tag=0,
+            number=1000,
+            offset=100_000,
+            total=100_000,
+            tensor=FlatTensor("float32", 100_000),
+        )
         return self._split(nbytes, record, record, True) + self._split(nbytes, record, record, False)
 
     def _up(self, nbytes: float) -> Traffic:
         tensor = FlatTensor("float32", 100_000)
-        plain = Piece(_GROUP, 1000, -1, 0, 100_000, 100_000, tensor, "sum")
-        return self._split(nbytes, Piece(_GROUP, 1000, -1, 0, 0, 100_000, tensor, "sum", call=_CALL), plain, True)
+        plain = Piece(
+            group=_GROUP, sequence=1000, target=-1, source=0, offset=100_000, total=100_000, tensor=tensor, reduce="sum"
+        )
+        return self._split(
+            nbytes,
+            Piece(
+                group=_GROUP,
+                sequence=1000,
+                target=-1,
+                source=0,
+                offset=0,
+                total=100_000,
+                tensor=tensor,
+                reduce="sum",
+                call=_CALL,
+            ),
+            plain,
+            True,
+        )
 
     def _down(self, nbytes: float) -> Traffic:
-        plain = Piece(_GROUP, 1000, -1, 0, 100_000, 100_000, FlatTensor("float32", 100_000), "sum")
+        plain = Piece(
+            group=_GROUP,
+            sequence=1000,
+            target=-1,
+            source=0,
+            offset=100_000,
+            total=100_000,
+            tensor=FlatTensor("float32", 100_000),
+            reduce="sum",
+        )
         return self._split(nbytes, plain, plain, False)
 
     def all_reduce(self, nbytes: float) -> Traffic:

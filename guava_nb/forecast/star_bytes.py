@@ -212,7 +212,9 @@ def validating_of(asked: Asked, sizes: Sizes, gauge: Gauge) -> Feeding:
         order = msgspec.structs.replace(record, source=batch.source)
         weigh(writer, [(0, order, OutgoingBatch([part], single=True), batch.rows)], weighed, gauge)
         weighed.batches += 1
-    answer = gauge.back(Evaluated(asked.replica_set.run_id, 1000, 1.5, 1.5, 100, 100)) + gauge.acks(1, 1)
+    answer = gauge.back(
+        Evaluated(run_id=asked.replica_set.run_id, request_id=1000, loss_sum=1.5, count=1.5, correct=100, rows=100)
+    ) + gauge.acks(1, 1)
     return weighed.feeding(sizes, answer, _kept_travel(asked, sizes))
 
 
@@ -265,11 +267,41 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
     busy = sum(weight > 0 for weight in asked.plan.weights(range(workers)))
     every = asked.spec.hash_every_steps
     hashes = Traffic.coming("control", len(HASH) / every if every else 0.0)
-    ready = Ready(run_id, 1, STEP, 0, 1.5, 1.5, True, 100, 1.5, 1.5, 1.5)
+    ready = Ready(
+        run_id=run_id,
+        generation=1,
+        step=STEP,
+        shard=0,
+        loss_sum=1.5,
+        count=1.5,
+        finite=True,
+        rows=100,
+        forward_s=1.5,
+        backward_s=1.5,
+        wait_s=1.5,
+    )
     if solo:
-        done = Committed(run_id, 1, STEP, "", 1.5, 1.5, False, ready)
+        done = Committed(
+            run_id=run_id,
+            generation=1,
+            step=STEP,
+            parameter_hash="",
+            update_s=1.5,
+            learning_rate=1.5,
+            skipped=False,
+            ready=ready,
+        )
         return gauge.back(done) + hashes + gauge.acks(1, 1)
-    total = gauge.back(ready) * busy + (gauge.back(Committed(run_id, 1, STEP, "", 1.5, 1.5)) + hashes) * workers
+    total = (
+        gauge.back(ready) * busy
+        + (
+            gauge.back(
+                Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", update_s=1.5, learning_rate=1.5)
+            )
+            + hashes
+        )
+        * workers
+    )
     total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, STEP, busy)) * (workers - busy)
     layout = asked.replica_set.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]
@@ -289,12 +321,19 @@ def _flat(bucket: Bucket, numel: int) -> tuple[FlatTensor, bytes, int]:
 
 def _up(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
     flat, present, nbytes = _flat(bucket, numel)
-    return gauge.back(GradientBucket(run_id, 1, STEP, 0, bucket.index, present, flat), nbytes)
+    return gauge.back(
+        GradientBucket(
+            run_id=run_id, generation=1, step=STEP, shard=0, bucket=bucket.index, present=present, tensor=flat
+        ),
+        nbytes,
+    )
 
 
 def _down(gauge: Gauge, run_id: str, bucket: Bucket, numel: int) -> Traffic:
     flat, present, nbytes = _flat(bucket, numel)
-    return gauge.out(SumBucket(run_id, 1, STEP, bucket.index, present, flat), nbytes)
+    return gauge.out(
+        SumBucket(run_id=run_id, generation=1, step=STEP, bucket=bucket.index, present=present, tensor=flat), nbytes
+    )
 
 
 def moving_elements(model: nn.Module) -> int:

@@ -120,7 +120,9 @@ def starting(gauge: Gauge, asked: Asked, after: Any) -> Traffic:
     replica_set, spec = asked.replica_set, asked.spec
     run_id = replica_set.run_id
     tree, nbytes = state_bytes(after if asked.optimizer_at_start else replica_set.master.state())
-    total = gauge.out(Prepare(run_id, replica_set.cells, spec)) + gauge.back(Prepared(run_id, True, HASH))
+    total = gauge.out(Prepare(run_id, replica_set.cells, spec)) + gauge.back(
+        Prepared(run_id=run_id, ok=True, layout=HASH)
+    )
     total = total + gauge.out(LoadState(run_id, 1, -1, tree), nbytes)
     total = total + gauge.back(StateLoaded(run_id, 1, -1, HASH, _KIND)) + gauge.acks(2, 2)
     if spec.cache is not None:

@@ -236,8 +236,19 @@ def tasks_of(
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
         span = (share.ids[0], share.ids[-1]) if share.ids else None
         shard = Shard(
-            run_id, generation, step, rank, len(team), rows, global_rows, len(share.pieces), NO_BATCH, False, want_hash,
-            span, tuple(share.rows),
-        )  # fmt: skip
+            run_id=run_id,
+            generation=generation,
+            step=step,
+            shard=rank,
+            num_shards=len(team),
+            rows=rows,
+            global_rows=global_rows,
+            parts=len(share.pieces),
+            batch=NO_BATCH,
+            solo=False,
+            want_hash=want_hash,
+            sample_ids=span,
+            part_rows=tuple(share.rows),
+        )
         messages.append((shard, outgoing))
     return tasks, messages

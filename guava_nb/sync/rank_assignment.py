@@ -58,10 +58,16 @@ class Formation:
         addresses = tuple(seats[rank].address for rank in self.members) if direct else ()
         for number, rank in enumerate(self.members):
             order = FormGroup(
-                *(self.run_id, self.generation, self.name, number, names, self.route.path, self.route.backend),
-                DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
-                seats[rank].interface if direct else "",
-                addresses,
+                run_id=self.run_id,
+                generation=self.generation,
+                name=self.name,
+                rank=number,
+                members=names,
+                path=self.route.path,
+                backend=self.route.backend,
+                timeout_s=DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
+                interface=seats[rank].interface if direct else "",
+                addresses=addresses,
                 machines=self.machines,
             )
             buffers: Sequence[memoryview] = ()

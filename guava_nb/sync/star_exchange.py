@@ -165,7 +165,15 @@ class StarExchange(StepExchange):
     ) -> None:
         spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
         machine = in_flight.machine
-        message = SumBucket(self._replica_set.run_id, machine.generation, machine.step, bucket, present, spec, commit)
+        message = SumBucket(
+            run_id=self._replica_set.run_id,
+            generation=machine.generation,
+            step=machine.step,
+            bucket=bucket,
+            present=present,
+            tensor=spec,
+            commit=commit,
+        )
         self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
 
     def _commit(self, in_flight: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:

@@ -96,9 +96,20 @@ def plan_step(
     for index, k in enumerate(busy):
         span = (ids[k][0], ids[k][-1]) if ids[k] else None
         shard = Shard(
-            run_id, generation, step, index, len(busy), rows[k], sum(rows), len(pieces[k]), NO_BATCH, solo, want_hash, span,
+            run_id=run_id,
+            generation=generation,
+            step=step,
+            shard=index,
+            num_shards=len(busy),
+            rows=rows[k],
+            global_rows=sum(rows),
+            parts=len(pieces[k]),
+            batch=NO_BATCH,
+            solo=solo,
+            want_hash=want_hash,
+            sample_ids=span,
             source=group[0].source,
-        )  # fmt: skip
+        )
         messages.append((shard, OutgoingBatch(pieces[k])))
     return tasks, messages
 

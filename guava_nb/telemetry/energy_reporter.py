@@ -169,9 +169,9 @@ class EnergyReporter:
     def _record(self, mark: int, window: EnergyWindow, gauges: Gauges) -> Energy:
         load = self._machine.look()
         return Energy(
-            self._run_id,
-            mark,
-            window.seconds,
+            run_id=self._run_id,
+            mark=mark,
+            seconds=window.seconds,
             boards=window.boards,
             phases=tuple(PhaseReport(name, *totals) for name, totals in self.phases.totals().items()),
             why=self._said(),

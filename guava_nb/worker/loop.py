@@ -31,6 +31,7 @@ from guava_nb.protocol.messages import (
     EndRun,
     Evaluate,
     Failure,
+    FailureKind,
     FetchState,
     FlatTensor,
     FormGroup,
@@ -339,14 +340,25 @@ class WorkerLoop:
             text = error_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
             missing, trace = source.cause_is_missing(error), trace_text(error)
-            self._send(Prepared(message.run_id, False, "", missing, problem, trace), ())
+            self._send(
+                Prepared(
+                    run_id=message.run_id, ok=False, layout="", missing_module=missing, problem=problem, traceback=trace
+                ),
+                (),
+            )
         else:
             self._run_id, self._prepare = message.run_id, message
             # Of a model in parts each worker would count its own operations only.
             self._flops = FlopCount(message.spec.count_flops and message.spec.parallel is None)
             self._reader.open(message.run_id, message.spec.cache)
             self._send(
-                Prepared(message.run_id, True, self._replica.layout.digest(), model=self._described(message.spec)), ()
+                Prepared(
+                    run_id=message.run_id,
+                    ok=True,
+                    layout=self._replica.layout.digest(),
+                    model=self._described(message.spec),
+                ),
+                (),
             )
             self._show("ready")
 
@@ -419,11 +431,20 @@ class WorkerLoop:
             seat.form(message)
             replica.spread(len(message.members), example, message.machines)
             seat.complete()
-            answer = GroupFormed(message.run_id, message.generation, True, layout=replica.layout_text)
+            answer = GroupFormed(
+                run_id=message.run_id, generation=message.generation, ok=True, layout=replica.layout_text
+            )
         except USER_ERRORS as error:
             text, trace = error_text(error), trace_text(error)
             problem = text if isinstance(error, GuavaError) else f"{type(error).__name__}: {text}"
-            answer = GroupFormed(message.run_id, message.generation, False, problem, trace, seat.broken_by(error))
+            answer = GroupFormed(
+                run_id=message.run_id,
+                generation=message.generation,
+                ok=False,
+                problem=problem,
+                traceback=trace,
+                broken=seat.broken_by(error),
+            )
         self._send(answer, ())
         self._show("ready")
 
@@ -500,7 +521,7 @@ class WorkerLoop:
         self._generation = max(self._generation, message.generation)
         self._steps.abort(message.last_committed, message.generation)
         # Tells how far this worker is: a lone one may have committed a step that the orchestrator does not know of yet.
-        self._send(Committed(message.run_id, message.generation, self._steps.committed), ())
+        self._send(Committed(run_id=message.run_id, generation=message.generation, step=self._steps.committed), ())
 
     def _can_apply(self, step: LocalStep[Mean]) -> bool:
         if step.commit is None or not step.announced or self._replica is None:
@@ -542,10 +563,21 @@ class WorkerLoop:
         self._phases.add(FORWARD, started, forward_ended)
         self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
         ready = Ready(
-            message.run_id, message.generation, message.step, message.shard, result.loss_sum, result.count,
-            result.finite, message.rows, result.forward_s, result.backward_s, wait_s, result.culprit,
-            result.gradient_square, result.tokens,
-        )  # fmt: skip
+            run_id=message.run_id,
+            generation=message.generation,
+            step=message.step,
+            shard=message.shard,
+            loss_sum=result.loss_sum,
+            count=result.count,
+            finite=result.finite,
+            rows=message.rows,
+            forward_s=result.forward_s,
+            backward_s=result.backward_s,
+            wait_s=wait_s,
+            culprit=result.culprit,
+            gradient_square=result.gradient_square,
+            tokens=result.tokens,
+        )
         scaled = self._prepare is not None and self._prepare.spec.precision == "fp16"
         if message.solo and (result.finite or scaled):
             # Nobody waits for this report, so it travels with the commit: one message a step instead of two.
@@ -568,7 +600,13 @@ class WorkerLoop:
         def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
             spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
             head = GradientBucket(
-                message.run_id, message.generation, message.step, message.shard, bucket, present, spec
+                run_id=message.run_id,
+                generation=message.generation,
+                step=message.step,
+                shard=message.shard,
+                bucket=bucket,
+                present=present,
+                tensor=spec,
             )
             self._send(head, [tensor_bytes(flat)])
 
@@ -611,29 +649,54 @@ class WorkerLoop:
         self._generation = step.generation
         self._send(
             Committed(
-                self._run_id, step.generation, self._steps.committed, replica.parameter_hash() if step.want_hash else "",
-                time.monotonic() - started, replica.learning_rate, step.commit.skip, step.ready,
+                run_id=self._run_id,
+                generation=step.generation,
+                step=self._steps.committed,
+                parameter_hash=replica.parameter_hash() if step.want_hash else "",
+                update_s=time.monotonic() - started,
+                learning_rate=replica.learning_rate,
+                skipped=step.commit.skip,
+                ready=step.ready,
             ),
             (),
-        )  # fmt: skip
+        )
         self._idle_since = time.monotonic()
         self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit_done(self._generation, self._steps.committed)
 
     def _give_up_run(self, error: BaseException) -> None:
         """Nobody knows any more what the replica holds: tell, and wait for another run."""
-        self._fail(error, self._run_id, self._steps.committed + 1, -1, "internal")
+        self._fail(error, self._run_id, self._steps.committed + 1, -1, FailureKind.INTERNAL)
         self._forget()
 
     def _fail(
-        self, error: BaseException, run_id: str, step: int, shard: int, kind: str = "user", request: int = 0
+        self,
+        error: BaseException,
+        run_id: str,
+        step: int,
+        shard: int,
+        kind: FailureKind = FailureKind.USER,
+        request: int = 0,
     ) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
-            kind = "group" if kind == "user" else "torn"
-        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
-            kind = "memory"
+            kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
+        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
+            kind = FailureKind.MEMORY
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
         current = self._steps.current()
         generation = self._generation if current is None else current.generation
-        self._send(Failure(run_id, generation, step, shard, kind, type(error).__name__, text, trace, request), ())
+        self._send(
+            Failure(
+                run_id=run_id,
+                generation=generation,
+                step=step,
+                shard=shard,
+                kind=kind,
+                type_name=type(error).__name__,
+                text=text,
+                traceback=trace,
+                request_id=request,
+            ),
+            (),
+        )

@@ -275,7 +275,12 @@ def greedy(made: World, *records: object) -> None:
     from guava_nb.link.handshake import Deadline, attach
     from guava_nb.protocol.messages import Attach
 
-    visit = attach(made.listener.join_code(), Attach(bytes(16), bytes(32), "measure", 0, {}), made.options, 10)
+    visit = attach(
+        made.listener.join_code(),
+        Attach(session_id=bytes(16), identity=bytes(32), purpose="measure", incarnation=0, received={}),
+        made.options,
+        10,
+    )
     with contextlib.closing(visit.stream):
         talk = _Talk(visit.stream, visit.decoder, Deadline(10, "answer", "it"), visit.early)
         for record in records:

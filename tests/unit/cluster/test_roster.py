@@ -5,7 +5,19 @@ from guava_nb.protocol.messages import Hello
 
 
 def hello(name: str = "gpu") -> Hello:
-    return Hello(name, "spawned", {}, "host", 1, "cpu", "CPU", "", None, 2, None)
+    return Hello(
+        name=name,
+        program="spawned",
+        versions={},
+        hostname="host",
+        pid=1,
+        device="cpu",
+        device_name="CPU",
+        device_uuid="",
+        device_memory_bytes=None,
+        cores=2,
+        memory_bytes=None,
+    )
 
 
 def test_names_are_unique_among_the_living() -> None:

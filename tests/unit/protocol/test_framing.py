@@ -26,7 +26,9 @@ LAYOUT = struct.Struct("<4sBBBBQIIQ")
 
 
 def bucket(nbytes: int, index: int = 0) -> GradientBucket:
-    return GradientBucket("run", 1, 2, 3, index, b"\x01", FlatTensor("uint8", nbytes))
+    return GradientBucket(
+        run_id="run", generation=1, step=2, shard=3, bucket=index, present=b"\x01", tensor=FlatTensor("uint8", nbytes)
+    )
 
 
 def gradient(sequence: int, data: bytes) -> OutgoingMessage:
@@ -150,7 +152,7 @@ def test_complete_messages_before_a_violation_are_returned():
 
 def test_limits_can_be_widened():
     decoder = Decoder(Limits.before_join())
-    attach = Attach(b"s" * 16, b"i" * 32, "control", 0, {1: 4})
+    attach = Attach(session_id=b"s" * 16, identity=b"i" * 32, purpose="control", incarnation=0, received={1: 4})
     (arrived,) = decoder.receive(wire(OutgoingMessage(attach, Channel.CONTROL, 0)))
     assert arrived.message == attach
     decoder.limits = Limits()

@@ -176,7 +176,9 @@ def test_a_giant_length_costs_nothing(length):
     tracemalloc.start()
     try:
         decoder = Decoder()
-        message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", 0))
+        message = GradientBucket(
+            run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", 0)
+        )
         record = next(OutgoingMessage(message, Channel.GRADIENT, 1).frames())[0][32:]
         decoder.receive(LAYOUT.pack(b"GVNB", 1, KIND_OF[GradientBucket], 4, 0, 1, len(record), 1, length) + record)
         assert isinstance(decoder.error, FrameTooLarge)
@@ -190,7 +192,9 @@ def test_a_giant_length_costs_nothing(length):
 def test_a_failed_decoder_lets_go_of_its_payload():
     buffer = bytearray(1 << 20)
     decoder = Decoder(allocate=lambda nbytes: memoryview(buffer)[:nbytes])
-    message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", 1 << 20))
+    message = GradientBucket(
+        run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", 1 << 20)
+    )
     first, _ = OutgoingMessage(message, Channel.GRADIENT, 1, [memoryview(bytes(1 << 20))]).frames(1 << 19)
     decoder.receive(b"".join(map(bytes, first)) + b"\0" * 32)
     assert decoder.error is not None
@@ -199,7 +203,7 @@ def test_a_failed_decoder_lets_go_of_its_payload():
 
 def test_memory_before_the_join_is_one_small_record():
     decoder = Decoder(Limits.before_join())
-    attach = Attach(b"s" * 16, b"i" * (65 << 10), "control", 0, {})
+    attach = Attach(session_id=b"s" * 16, identity=b"i" * (65 << 10), purpose="control", incarnation=0, received={})
     decoder.receive(next(OutgoingMessage(attach, Channel.CONTROL, 0).frames())[0])
     assert isinstance(decoder.error, FrameTooLarge)
 

@@ -38,7 +38,9 @@ class World:
     def enqueue(self, size: int) -> None:
         channel = self.random.choice(CHANNELS)
         payload = self.random.randbytes(size)
-        message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", size))
+        message = GradientBucket(
+            run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", size)
+        )
         self.outbox.enqueue(message, channel, [memoryview(payload)])
         self.expected[channel].append(payload)
 
