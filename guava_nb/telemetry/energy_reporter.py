@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from guava_nb.telemetry import (
     Sensor,
     open_device,
 )
+from guava_nb.telemetry.machine import RATES
 
 __all__ = ["EnergyReporter"]
 
@@ -182,12 +182,8 @@ class EnergyReporter:
             cpu_busy=load.cpu_busy,
             host_memory_used_bytes=load.memory_used_bytes,
             host_memory_bytes=load.memory_bytes,
-            rates=_rates(load),
+            rates=tuple(getattr(load, name) for name in RATES),
             flops=self.flops,
             tasks=window.tasks,
             up_bytes_s=self._up_bytes_s(),
         )  # fmt: skip
-
-
-def _rates(load: Any) -> tuple[float | None, ...]:
-    return (load.disk_read_bytes_s, load.disk_write_bytes_s, load.network_out_bytes_s, load.network_in_bytes_s)
