@@ -65,7 +65,7 @@ def test_counters():
     assert outbox.backlog_bytes(BATCH) == first.total_bytes
     outbox.next_sendable()
     assert outbox.backlog_bytes() == first.total_bytes
-    assert outbox.unacked_bytes == outbox.unacked_bytes_of(GRADIENT) == second.total_bytes
+    assert outbox.unacked_bytes == outbox._queues[GRADIENT].unacked_bytes == second.total_bytes
     outbox.acked(GRADIENT, 1)
     assert outbox.unacked_bytes == 0
 

@@ -46,10 +46,12 @@ class World:
 
     def take(self) -> None:
         busy = min(self.lanes, default=None)
-        before = {channel: self.outbox.unacked_bytes_of(channel) for channel in CHANNELS}
+        before = {channel: self.outbox._queues[channel].unacked_bytes for channel in CHANNELS}
         message = self.outbox.next_sendable(busy)
         if message is not None:
-            assert before[message.channel] == 0 or (self.outbox.unacked_bytes_of(message.channel) <= self.window_bytes)
+            assert before[message.channel] == 0 or (
+                self.outbox._queues[message.channel].unacked_bytes <= self.window_bytes
+            )
             self.lanes[message.channel] = [b"".join(map(bytes, frame)) for frame in message.frames(CHUNK_BYTES)]
 
     def write_frame(self) -> None:
