@@ -88,9 +88,7 @@ def _with(feeding: Feeding, exchanged: Traffic) -> Feeding:
 def _forming(gauge: Gauge, asked: Asked) -> Traffic:
     """What it takes that a worker finds its place in a group."""
     run_id, names = asked.replica_set.run_id, tuple(f"worker-{rank}" for rank in range(asked.workers))
-    order = FormGroup(
-        run_id=run_id, generation=1, name=_GROUP, rank=0, members=names, path="relay", backend="guava", timeout_s=120.0
-    )
+    order = FormGroup(run_id=run_id, generation=1, name=_GROUP, rank=0, members=names, backend="guava", timeout_s=120.0)
     question = StoreAsk(10, "set", (f"{_GROUP}store_based_barrier_key:1",), (b"0" * 40,))
     talk = (gauge.back(question) + gauge.out(StoreReply(10))) * _STORE_ASKS
     return gauge.out(order) + gauge.back(GroupFormed(run_id=run_id, generation=1, ok=True)) + talk + gauge.acks(3, 3)
@@ -115,7 +113,7 @@ def _voting(gauge: Gauge, asked: Asked) -> Traffic:
         gradient_square=1.5,
     )
     done = gauge.back(ready) + gauge.back(
-        Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", update_s=1.5, learning_rate=1.5)
+        Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", learning_rate=1.5)
     )
     commit = gauge.out(CommitStep(run_id, 1, STEP, Commit(1.5, False)))
     return done + commit + Traffic.coming("control", 64 / every if every else 0.0) + gauge.acks(1, 2)

@@ -286,7 +286,6 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
             generation=1,
             step=STEP,
             parameter_hash="",
-            update_s=1.5,
             learning_rate=1.5,
             skipped=False,
             ready=ready,
@@ -294,15 +293,10 @@ def _step(gauge: Gauge, asked: Asked, solo: bool, at_orchestrator: bool) -> Traf
         return gauge.back(done) + hashes + gauge.acks(1, 1)
     total = (
         gauge.back(ready) * busy
-        + (
-            gauge.back(
-                Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", update_s=1.5, learning_rate=1.5)
-            )
-            + hashes
-        )
+        + (gauge.back(Committed(run_id=run_id, generation=1, step=STEP, parameter_hash="", learning_rate=1.5)) + hashes)
         * workers
     )
-    total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, STEP, busy)) * (workers - busy)
+    total = total + gauge.acks(2, 2) * workers + gauge.out(StepInfo(run_id, 1, STEP)) * (workers - busy)
     layout = asked.replica_set.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]
     if layout.buffers is not None:

@@ -124,7 +124,7 @@ def starting(gauge: Gauge, asked: Asked, after: Any) -> Traffic:
         Prepared(run_id=run_id, ok=True, layout=HASH)
     )
     total = total + gauge.out(LoadState(run_id, 1, -1, tree), nbytes)
-    total = total + gauge.back(StateLoaded(run_id, 1, -1, HASH, _KIND)) + gauge.acks(2, 2)
+    total = total + gauge.back(StateLoaded(run_id, -1, HASH, _KIND)) + gauge.acks(2, 2)
     if spec.cache is not None:
         total = total + gauge.back(CacheHeld(run_id, 0, bytes(16), spec.cache.budget_bytes))
     return total

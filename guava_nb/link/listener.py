@@ -316,7 +316,13 @@ class Listener:
             return
         if attach.purpose == MEASURE:
             with self._measuring.seat():
-                send_record(stream, Attached(resumed=False, received={}, grace_s=self._options.grace_s))
+                send_record(
+                    stream,
+                    Attached(
+                        resumed=False,
+                        received={},
+                    ),
+                )
                 answer_measuring(stream, decoder)
             return
         session = self._registry.find(attach)
@@ -346,7 +352,6 @@ class Listener:
         return Attached(
             resumed=resumed,
             received=received_here,
-            grace_s=self._options.grace_s,
             last_generation=mine.last_generation,
             last_step=mine.last_step,
             last_kind=mine.last_kind,
@@ -362,7 +367,13 @@ class Listener:
         session.open(session.seen_before)
 
     def _take_report(self, stream: Stream, decoder: Decoder, attach: Attach, deadline: Deadline) -> None:
-        send_record(stream, Attached(resumed=False, received={}, grace_s=self._options.grace_s))
+        send_record(
+            stream,
+            Attached(
+                resumed=False,
+                received={},
+            ),
+        )
         decoder.limits = _REPORT_LIMITS
         arrived, _ = receive_record(stream, decoder, deadline)
         session_id = self._registry.session_id_of(attach.identity)

@@ -234,20 +234,16 @@ def tasks_of(
             outgoing = OutgoingBatch([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         rows = sum(share.rows) if reports else 0
         tasks.append(ShardTask(rank, rows, owner, tuple(share.ids) if reports else ()))
-        span = (share.ids[0], share.ids[-1]) if share.ids else None
         shard = Shard(
             run_id=run_id,
             generation=generation,
             step=step,
             shard=rank,
-            num_shards=len(team),
             rows=rows,
             global_rows=global_rows,
-            parts=len(share.pieces),
             batch=NO_BATCH,
             solo=False,
             want_hash=want_hash,
-            sample_ids=span,
             part_rows=tuple(share.rows),
         )
         messages.append((shard, outgoing))

@@ -63,7 +63,6 @@ class Formation:
                 name=self.name,
                 rank=number,
                 members=names,
-                path=self.route.path,
                 backend=self.route.backend,
                 timeout_s=DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
                 interface=seats[rank].interface if direct else "",

@@ -24,6 +24,7 @@ from guava_nb.protocol.messages import (
     FlatTensor,
     GradientBucket,
     Message,
+    ParameterBucket,
     Ready,
     StepInfo,
     SumBucket,
@@ -77,7 +78,7 @@ class StarExchange(StepExchange):
         for task in tasks:
             self._send_shard(in_flight, task.index, task.owner)
         idle = set(team) - {task.owner for task in tasks}
-        cluster.send_all(idle, StepInfo(replica_set.run_id, generation, step, len(tasks), want_hash))
+        cluster.send_all(idle, StepInfo(replica_set.run_id, generation, step, want_hash))
         return in_flight
 
     def parts(self, weights: Sequence[float]) -> list[float]:
@@ -158,14 +159,20 @@ class StarExchange(StepExchange):
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         present, total = in_flight.sums[bucket].result(self._replica_set.master.layout.bucket(bucket).present_bytes)
-        self._send_flat(in_flight, bucket, present, total, commit)
+        self._send_flat(SumBucket, in_flight, bucket, present, total, commit)
 
     def _send_flat(
-        self, in_flight: StepInFlight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None
+        self,
+        record: type[SumBucket | ParameterBucket],
+        in_flight: StepInFlight,
+        bucket: int,
+        present: bytes,
+        flat: torch.Tensor,
+        commit: Commit | None,
     ) -> None:
         spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
         machine = in_flight.machine
-        message = SumBucket(
+        message = record(
             run_id=self._replica_set.run_id,
             generation=machine.generation,
             step=machine.step,
@@ -198,7 +205,7 @@ class StarExchange(StepExchange):
         values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
-            self._send_flat(in_flight, bucket, present, flat, commit if last else None)
+            self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)
 
     def _not_finite(
         self, in_flight: StepInFlight, halt: Halt, tensor: torch.Tensor | None, culprit: str = ""

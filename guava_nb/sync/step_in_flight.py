@@ -94,20 +94,16 @@ def plan_step(
     tasks = [ShardTask(index, rows[k], team[k], tuple(ids[k])) for index, k in enumerate(busy)]
     messages: list[tuple[Shard, OutgoingBatch]] = []
     for index, k in enumerate(busy):
-        span = (ids[k][0], ids[k][-1]) if ids[k] else None
         shard = Shard(
             run_id=run_id,
             generation=generation,
             step=step,
             shard=index,
-            num_shards=len(busy),
             rows=rows[k],
             global_rows=sum(rows),
-            parts=len(pieces[k]),
             batch=NO_BATCH,
             solo=solo,
             want_hash=want_hash,
-            sample_ids=span,
             source=group[0].source,
         )
         messages.append((shard, OutgoingBatch(pieces[k])))

@@ -41,6 +41,7 @@ from guava_nb.protocol.messages import (
     ListRows,
     LoadState,
     Message,
+    ParameterBucket,
     Predict,
     Prepare,
     Prepared,
@@ -286,7 +287,7 @@ class WorkerLoop:
                 self._on_shard(message, self._read(message, payload))
             case StepInfo():
                 self._steps.announce(message.step, message.generation, message.want_hash)
-            case SumBucket():
+            case SumBucket() | ParameterBucket():
                 self._on_mean(message, payload)
             case CommitStep():
                 self._on_commit(message)
@@ -455,7 +456,7 @@ class WorkerLoop:
         self._idle_since = time.monotonic()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
-        self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
+        self._send(StateLoaded(message.run_id, message.step, digest, kind), ())
 
     def _on_fetch(self, replica: AnyReplica, message: FetchState) -> None:
         tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
@@ -471,7 +472,7 @@ class WorkerLoop:
             answer = answering.evaluate if isinstance(message, Evaluate) else answering.predict
             reply, buffers = answer(message, load())  # type: ignore[arg-type]  # each takes its own
         except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
-            self._fail(error, message.run_id, self._steps.committed, -1, request=message.request_id)
+            self._fail(error, message.run_id, request=message.request_id)
             return
         self._send(reply, buffers)
 
@@ -505,11 +506,12 @@ class WorkerLoop:
         if step is not None and message.shard not in step.done and load is not None:
             step.todo.append((message, load))
 
-    def _on_mean(self, message: SumBucket, payload: memoryview) -> None:
+    def _on_mean(self, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
         step = self._steps.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
             step.means[message.bucket] = (message.present, tensor)
+            step.has_parameters = isinstance(message, ParameterBucket)
             step.commit = message.commit or step.commit
 
     def _on_commit(self, message: CommitStep) -> None:
@@ -556,7 +558,7 @@ class WorkerLoop:
             result = self._run_shard(replica, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             replica.restore()
-            self._fail(error, message.run_id, message.step, message.shard)
+            self._fail(error, message.run_id)
             return
         step.done.add(message.shard)
         forward_ended = started + result.forward_s
@@ -630,15 +632,11 @@ class WorkerLoop:
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    @property
-    def _at_orchestrator(self) -> bool:
-        return self._prepare is not None and self._prepare.spec.optimizer_site == "orchestrator"
-
     def _apply(self, replica: AnyReplica, step: LocalStep[Mean]) -> None:
-        assert step.commit is not None and self._prepare is not None
+        assert step.commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
-        if isinstance(replica, Replica) and step.means and not step.commit.skip and self._at_orchestrator:
+        if isinstance(replica, Replica) and step.has_parameters and not step.commit.skip:
             replica.take_parameters(step.means)
         elif self._seat is not None and not isinstance(replica, Replica):
             with self._seat.applying():
@@ -653,7 +651,6 @@ class WorkerLoop:
                 generation=step.generation,
                 step=self._steps.committed,
                 parameter_hash=replica.parameter_hash() if step.want_hash else "",
-                update_s=time.monotonic() - started,
                 learning_rate=replica.learning_rate,
                 skipped=step.commit.skip,
                 ready=step.ready,
@@ -666,32 +663,19 @@ class WorkerLoop:
 
     def _give_up_run(self, error: BaseException) -> None:
         """Nobody knows any more what the replica holds: tell, and wait for another run."""
-        self._fail(error, self._run_id, self._steps.committed + 1, -1, FailureKind.INTERNAL)
+        self._fail(error, self._run_id, FailureKind.INTERNAL)
         self._forget()
 
-    def _fail(
-        self,
-        error: BaseException,
-        run_id: str,
-        step: int,
-        shard: int,
-        kind: FailureKind = FailureKind.USER,
-        request: int = 0,
-    ) -> None:
+    def _fail(self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0) -> None:
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
         elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
-        current = self._steps.current()
-        generation = self._generation if current is None else current.generation
         self._send(
             Failure(
                 run_id=run_id,
-                generation=generation,
-                step=step,
-                shard=shard,
                 kind=kind,
                 type_name=type(error).__name__,
                 text=text,

@@ -202,7 +202,7 @@ def test_a_payload_outlives_done() -> None:
 
 
 def test_a_visit() -> None:
-    report = CrashReport("worker-1", -9, ("killed",) * 100)
+    report = CrashReport(-9, ("killed",) * 100)
     with nothing_left_behind(), world() as made:
         ours, _ = made.dial()
         visit(made.listener.join_code(), ours.identity, report, QUICK)

@@ -118,13 +118,9 @@ class DirectWorker:
             program="spawned",
             versions={},
             hostname="here",
-            pid=1,
             device="cpu",
             device_name="CPU",
             device_uuid="",
-            device_memory_bytes=None,
-            cores=1,
-            memory_bytes=None,
         )
         self._send(hello, ())
         return self

@@ -43,7 +43,6 @@ class Attached(Message, frozen=True, kw_only=True):
 
     Attributes:
         resumed: the session was known.
-        grace_s: how long the listener keeps a session whose connection broke.
         outage_s: behind a tunnel, how long it keeps all of them when the tunnel broke; 0 without one. Dial for so long.
     """
 
@@ -51,7 +50,6 @@ class Attached(Message, frozen=True, kw_only=True):
 
     resumed: bool
     received: dict[int, int]
-    grace_s: float
     last_generation: int = -1
     last_step: int = -1
     last_kind: int = 0

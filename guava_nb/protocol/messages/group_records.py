@@ -19,7 +19,6 @@ class FormGroup(Message, frozen=True, kw_only=True):
         name: prefix of everything that belongs to the group, new for every generation.
         rank: the receiver's rank in the group.
         members: names of all members, in order of rank.
-        path: "relay" through the hub, or "direct" between the workers.
         backend: torch.distributed's name: "guava", "gloo" or "nccl".
         timeout_s: for the meeting of all members.
         interface: on the direct path the receiver's network interface, and
@@ -35,7 +34,6 @@ class FormGroup(Message, frozen=True, kw_only=True):
     name: str
     rank: int
     members: tuple[str, ...]
-    path: str
     backend: str
     timeout_s: float
     interface: str = ""

@@ -48,7 +48,6 @@ class LineMeasured(Message, frozen=True):
     NUMBER: ClassVar[int] = 119
 
     measuring_id: int
-    round_trip_s: float = 0.0
     up_bytes_s: float = 0.0
     down_bytes_s: float = 0.0
     used_bytes: int = 0

@@ -49,9 +49,6 @@ class Failure(Message, frozen=True, kw_only=True):
     NUMBER: ClassVar[int] = 49
 
     run_id: str
-    generation: int
-    step: int
-    shard: int
     kind: FailureKind
     type_name: str
     text: str
@@ -64,7 +61,6 @@ class CrashReport(Message, frozen=True):
 
     NUMBER: ClassVar[int] = 50
 
-    name: str
     exit_status: int
     tail: tuple[str, ...]
 

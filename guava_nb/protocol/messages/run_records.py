@@ -21,15 +21,9 @@ class Hello(Message, frozen=True, kw_only=True):
     program: str  # "spawned" or "worker" (the loop runs in the user's own process with the user's own model)
     versions: dict[str, str]  # guava_nb, protocol, python, torch, cuda, platform
     hostname: str
-    pid: int
     device: str  # "cuda:0", "cpu"
     device_name: str
     device_uuid: str
-    device_memory_bytes: int | None
-    cores: int
-    memory_bytes: int | None
-    accepts_source: bool = True
-    speed_hint: float = 1.0
     host_id: str = ""  # the same for processes that share one machine and its network
     own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
 
@@ -40,9 +34,6 @@ class Accept(Message, frozen=True):
     NUMBER: ClassVar[int] = 17
 
     name: str
-    rank: int
-    orchestrator_versions: dict[str, str]
-    notes: tuple[str, ...] = ()  # differences that matter, one sentence each
 
 
 class Leave(Message, frozen=True):

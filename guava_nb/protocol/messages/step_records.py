@@ -9,7 +9,17 @@ import msgspec
 from guava_nb.protocol.messages.row_records import CachedRows
 from guava_nb.protocol.messages.wire_types import Channel, FlatTensor, Message, Tree
 
-__all__ = ["Abort", "Commit", "CommitStep", "Committed", "FetchState", "GradientBucket", "LoadState", "Ready"]
+__all__ = [
+    "Abort",
+    "Commit",
+    "CommitStep",
+    "Committed",
+    "FetchState",
+    "GradientBucket",
+    "LoadState",
+    "ParameterBucket",
+    "Ready",
+]
 __all__ += ["Shard", "State", "StateLoaded", "StepInfo", "SumBucket", "Tick"]
 
 
@@ -32,7 +42,6 @@ class StateLoaded(Message, frozen=True):
     NUMBER: ClassVar[int] = 21
 
     run_id: str
-    generation: int
     step: int
     parameter_hash: str
     device_kind: str  # device type and torch version; hashes must be equal within one
@@ -71,15 +80,13 @@ class Shard(Message, frozen=True, kw_only=True):
             after a loss keep it, an aborted step gets a new one.
         step: optimizer step, counted from 0 over the whole run.
         shard: index in summation order.
-        num_shards: shards of this step.
-        rows: samples in this shard, over all parts.
+        rows: samples in this shard, over all parts of its batch.
         global_rows: samples in the whole step; the loss is divided by it before backward.
-        parts: loader batches this shard takes rows from (more than one with accumulation); the tree is a list of them.
         solo: the receiver is the only worker and may commit by itself.
         want_hash: report a hash of the parameters after this step.
-        sample_ids: first and last sample id of the shard, for error messages only.
         part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
         cached: one per part when the worker keeps rows; empty when all parts came whole.
+        batch: a list of parts, each of rows of one loader batch; more than one with accumulation.
         source: the parts are int64 tensors of sample ids in this data set of `RunSpec.data`, from 1; 0: they are batches.
     """
 
@@ -90,14 +97,11 @@ class Shard(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     shard: int
-    num_shards: int
     rows: int
     global_rows: int
-    parts: int
     batch: Tree
     solo: bool = False
     want_hash: bool = False
-    sample_ids: tuple[int, int] | None = None
     part_rows: tuple[int, ...] = ()
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
@@ -112,7 +116,6 @@ class StepInfo(Message, frozen=True):
     run_id: str
     generation: int
     step: int
-    num_shards: int
     want_hash: bool = False
 
 
@@ -168,13 +171,30 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SumBucket(Message, frozen=True, kw_only=True):
-    """Orchestrator to worker (GRADIENT): one bucket summed over all shards in shard order.
+    """Orchestrator to worker (GRADIENT): one bucket of gradients, summed over all shards in shard order.
 
-    With optimizer_site="orchestrator" it carries new parameter values instead. The last bucket of a step carries
-    `commit`.
+    Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
     """
 
     NUMBER: ClassVar[int] = 28
+    CHANNEL: ClassVar[Channel] = Channel.GRADIENT
+
+    run_id: str
+    generation: int
+    step: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+    commit: Commit | None = None
+
+
+class ParameterBucket(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (GRADIENT): one bucket of new parameter values, where the orchestrator has the optimizer.
+
+    Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+    """
+
+    NUMBER: ClassVar[int] = 43
     CHANNEL: ClassVar[Channel] = Channel.GRADIENT
 
     run_id: str
@@ -207,7 +227,6 @@ class Committed(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     parameter_hash: str = ""
-    update_s: float = 0.0
     learning_rate: float | None = None
     skipped: bool = False
     ready: Ready | None = None  # from a lone worker: its report on the shard, in the same message

@@ -17,13 +17,9 @@ def hello(device: str, uuid: str = "") -> Hello:
         program="spawned",
         versions={},
         hostname="host",
-        pid=1,
         device=device,
         device_name="",
         device_uuid=uuid,
-        device_memory_bytes=None,
-        cores=1,
-        memory_bytes=None,
     )
 
 

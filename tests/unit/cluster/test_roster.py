@@ -10,13 +10,9 @@ def hello(name: str = "gpu") -> Hello:
         program="spawned",
         versions={},
         hostname="host",
-        pid=1,
         device="cpu",
         device_name="CPU",
         device_uuid="",
-        device_memory_bytes=None,
-        cores=2,
-        memory_bytes=None,
     )
 
 

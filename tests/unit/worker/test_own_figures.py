@@ -37,10 +37,8 @@ def shard(step: int, rows: int, total: int, number: int = 0, **more: Any) -> Sha
         generation=1,
         step=step,
         shard=number,
-        num_shards=2,
         rows=rows,
         global_rows=total,
-        parts=1,
         batch=Tree(b""),
         **more,
     )
