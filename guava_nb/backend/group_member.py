@@ -116,16 +116,10 @@ class Circle:
         if not pieces:
             self._send(head(target=_ONLY_CALLED, offset=0, total=0, tensor=_NOTHING, call=call), ())
         for index, (part, offset, data) in enumerate(pieces):
-            tensor = FlatTensor(dtype, data.nbytes // part.item_bytes)
-            confirm = operation.confirm and index == len(pieces) - 1
+            flat = FlatTensor(dtype, data.nbytes // part.item_bytes)
+            last = operation.confirm and index == len(pieces) - 1
             piece = head(
-                target=part.target,
-                offset=offset,
-                total=part.total,
-                tensor=tensor,
-                reduce=reduce,
-                confirm=confirm,
-                call=call,
+                target=part.target, offset=offset, total=part.total, tensor=flat, reduce=reduce, confirm=last, call=call
             )
             self._send(piece, (data.data,) if data.nbytes else ())
             call = None
@@ -173,20 +167,13 @@ class Circle:
 
     def _send_parcels(self, part: Part, dtype: str, tag: int, number: int, confirm: bool) -> None:
         chunks = list(part.chunks())
+        head = partial(
+            Parcel, group=self.name, source=self.rank, target=part.target, tag=tag, number=number, total=part.total
+        )
         for index, (offset, data) in enumerate(chunks):
             tensor = FlatTensor(dtype, data.nbytes // part.item_bytes)
             last = confirm and index == len(chunks) - 1
-            parcel = Parcel(
-                group=self.name,
-                source=self.rank,
-                target=part.target,
-                tag=tag,
-                number=number,
-                offset=offset,
-                total=part.total,
-                tensor=tensor,
-                confirm=last,
-            )
+            parcel = head(offset=offset, tensor=tensor, confirm=last)
             self._send(parcel, (data.data,) if data.nbytes else ())
 
     def receive(self, operation: Operation, source: int, tag: int, slot: Slot) -> Operation:
