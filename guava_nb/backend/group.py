@@ -173,7 +173,7 @@ class GuavaGroup(dist.ProcessGroup):
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any, opts: Any) -> Work:
         if tensor.is_sparse:
-            return all_reduce_sparse(self, tensor, _reduction("all_reduce", op, tensor), self._place(opts))
+            return all_reduce_sparse(self.allgather, tensor, _reduction("all_reduce", op, tensor), self._circle.size)
         tensor = _scaled(op, tensor)
         return self._start(collectives.all_reduce(self._place(opts), tensor, _reduction("all_reduce", op, tensor)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from guava_nb.backend.operation import Inbound, Operation, Part, Receive, Run, Slot
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, GuavaError
@@ -111,13 +112,14 @@ class Circle:
         sequence, call, reduce = operation.sequence, operation.spec, operation.reduce
         pieces = [(part, offset, data) for part in operation.parts for offset, data in part.chunks()]
         dtype = call.dtype if call is not None else "uint8"
+        head = partial(Piece, group=self.name, sequence=sequence, source=self.rank)
         if not pieces:
-            self._send(Piece(self.name, sequence, _ONLY_CALLED, self.rank, 0, 0, _NOTHING, call=call), ())
+            self._send(head(target=_ONLY_CALLED, offset=0, total=0, tensor=_NOTHING, call=call), ())
         for index, (part, offset, data) in enumerate(pieces):
-            tensor = FlatTensor(dtype, data.nbytes // part.item_bytes)
-            confirm = operation.confirm and index == len(pieces) - 1
-            piece = Piece(
-                *(self.name, sequence, part.target, self.rank, offset, part.total, tensor, reduce, confirm, call)
+            flat = FlatTensor(dtype, data.nbytes // part.item_bytes)
+            last = operation.confirm and index == len(pieces) - 1
+            piece = head(
+                target=part.target, offset=offset, total=part.total, tensor=flat, reduce=reduce, confirm=last, call=call
             )
             self._send(piece, (data.data,) if data.nbytes else ())
             call = None
@@ -165,10 +167,13 @@ class Circle:
 
     def _send_parcels(self, part: Part, dtype: str, tag: int, number: int, confirm: bool) -> None:
         chunks = list(part.chunks())
+        head = partial(
+            Parcel, group=self.name, source=self.rank, target=part.target, tag=tag, number=number, total=part.total
+        )
         for index, (offset, data) in enumerate(chunks):
             tensor = FlatTensor(dtype, data.nbytes // part.item_bytes)
             last = confirm and index == len(chunks) - 1
-            parcel = Parcel(self.name, self.rank, part.target, tag, number, offset, part.total, tensor, last)
+            parcel = head(offset=offset, tensor=tensor, confirm=last)
             self._send(parcel, (data.data,) if data.nbytes else ())
 
     def receive(self, operation: Operation, source: int, tag: int, slot: Slot) -> Operation:

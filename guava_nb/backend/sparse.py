@@ -6,44 +6,27 @@ waits; the work it returns is done.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
+from guava_nb.backend.work import JointWork
 from guava_nb.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from guava_nb.backend.collectives import Place
-    from guava_nb.backend.group import GuavaGroup
 
 __all__ = ["all_reduce_sparse"]
 
+#: Starts an all-gather: lists of outputs, inputs.
+AllGather = Callable[[list[list[torch.Tensor]], list[torch.Tensor]], Work]
 
-class _Done(Work):
-    """Work that is over."""
+
+class _Done(JointWork):
+    """Work that is over, with its outputs."""
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__(())
         self._outputs = outputs
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Nothing to wait for."""
-        return True
-
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
-    def is_success(self) -> bool:
-        """It was."""
-        return True
-
-    def exception(self) -> None:
-        """None: it went well."""
-
-    def synchronize(self) -> None:
-        """Nothing is on any stream."""
 
     def result(self) -> list[torch.Tensor]:
         """The outputs."""
@@ -56,8 +39,14 @@ class _Done(Work):
         return future
 
 
-def all_reduce_sparse(group: GuavaGroup, tensor: torch.Tensor, reduction: str, place: Place) -> Work:
+def all_reduce_sparse(allgather: AllGather, tensor: torch.Tensor, reduction: str, size: int) -> Work:
     """Sum a sparse COO tensor over all ranks, in place.
+
+    Args:
+        allgather: of the group.
+        tensor: of this rank; the sum afterwards.
+        reduction: its name; only "sum" can be made.
+        size: ranks of the group.
 
     Raises:
         CollectiveError: another reduction or layout, or shapes that differ between ranks.
@@ -66,14 +55,14 @@ def all_reduce_sparse(group: GuavaGroup, tensor: torch.Tensor, reduction: str, p
         raise CollectiveError(f"all_reduce of a {tensor.layout} tensor: only sums of COO tensors can be made")
     own = tensor.detach().coalesce()
     shape = torch.tensor([own.sparse_dim(), *own.shape], dtype=torch.int64)
-    shapes = _gather(group, shape, [shape.numel()] * place.size)
+    shapes = _gather(allgather, shape, [shape.numel()] * size)
     if any(not torch.equal(other, shape) for other in shapes):
         raise CollectiveError(f"all_reduce: sparse tensors differ between ranks: {[s.tolist() for s in shapes]}")
     count = torch.tensor([own.indices().size(1)], dtype=torch.int64)
-    counts = [int(one) for one in _gather(group, count, [1] * place.size)]
+    counts = [int(one) for one in _gather(allgather, count, [1] * size)]
     entry = own.values().new_empty((1, *own.values().shape[1:])).numel()
-    indices = _gather(group, own.indices().cpu().reshape(-1), [own.sparse_dim() * n for n in counts])
-    values = _gather(group, own.values().cpu().reshape(-1), [entry * n for n in counts])
+    indices = _gather(allgather, own.indices().cpu().reshape(-1), [own.sparse_dim() * n for n in counts])
+    values = _gather(allgather, own.values().cpu().reshape(-1), [entry * n for n in counts])
     dims = own.values().shape[1:]
     total = torch.sparse_coo_tensor(
         torch.cat([part.reshape(own.sparse_dim(), -1) for part in indices], dim=1),
@@ -85,7 +74,7 @@ def all_reduce_sparse(group: GuavaGroup, tensor: torch.Tensor, reduction: str, p
     return _Done([tensor])
 
 
-def _gather(group: GuavaGroup, tensor: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+def _gather(allgather: AllGather, tensor: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     outputs = [tensor.new_empty(count) for count in counts]
-    group.allgather([outputs], [tensor]).wait()
+    allgather([outputs], [tensor]).wait()
     return outputs

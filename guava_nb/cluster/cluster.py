@@ -183,7 +183,7 @@ class Cluster:
             self._ranks[session.session_id] = member.rank
             self._sessions[member.rank] = session
             self._all_sessions.append(session)
-        self.send(member.rank, Accept(member.name, member.rank, local_versions(), notes))
+        self.send(member.rank, Accept(member.name))
         self.tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
 

@@ -17,7 +17,7 @@ from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job_events import JobEvent
 from guava_nb.errors import GuavaError, RemoteError
-from guava_nb.protocol.messages import Failure, Message
+from guava_nb.protocol.messages import Failure, FailureKind, Message
 
 __all__ = ["Job", "NobodyLeft", "StopRequested"]
 
@@ -165,10 +165,10 @@ class Job:
         assert isinstance(message, Failure)
         if message.run_id != self.run_id:
             return  # of a run that is over
-        if message.kind in ("group", "torn"):  # whose fault it was is known when the lost member is
-            self.on_group_failure(rank, message.text, message.kind == "torn")
+        if message.kind in (FailureKind.GROUP, FailureKind.TORN):  # whose fault it was is known when the lost member is
+            self.on_group_failure(rank, message.text, message.kind is FailureKind.TORN)
             return
-        if message.kind == "internal":  # that worker does not hold the run any more
+        if message.kind is FailureKind.INTERNAL:  # that worker does not hold the run any more
             self.forget(rank)
             if not self.trains:
                 return

@@ -149,7 +149,7 @@ class Prediction:
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Predict:
         """Ask for the outputs on a batch."""
-        return Predict(run_id, request, rows, tree, self._wanted, grouped)
+        return Predict(run_id=run_id, request_id=request, rows=rows, batch=tree, wanted=self._wanted, grouped=grouped)
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Keep the rows of one batch."""

@@ -58,7 +58,7 @@ class Validation:
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
         """Ask for the sums over a batch."""
-        return Evaluate(run_id, request, rows, tree, grouped, self._specs)
+        return Evaluate(run_id=run_id, request_id=request, rows=rows, batch=tree, grouped=grouped, metrics=self._specs)
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Add the sums of one batch."""

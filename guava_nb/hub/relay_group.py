@@ -82,8 +82,7 @@ def describe_call(spec: CallSpec) -> str:
 
 def _onward(piece: Piece, source: int) -> Piece:
     """The same piece on its way down."""
-    where = (piece.group, piece.sequence, piece.target, source)
-    return Piece(*where, piece.offset, piece.total, piece.tensor, piece.reduce)
+    return msgspec.structs.replace(piece, source=source, confirm=False, call=None)
 
 
 class RelayGroup:

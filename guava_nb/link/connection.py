@@ -15,13 +15,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
 from guava_nb.link.adaptive_compression import Frame
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.compression import CODECS
 from guava_nb.protocol.framing import CHUNK_BYTES, Arrived, Decoder, OutgoingMessage
 from guava_nb.protocol.messages import Ack, Channel, Goodbye, Message, Ping, Pong, Refused
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
@@ -63,7 +62,6 @@ class Connection:
         on_message: called by the reader for every message of the session, in order.
         on_over: called by the reader, once, when nothing more comes; `cause` and `goodbye` tell why.
         early: messages that were read together with `Attached`.
-        codecs: what the peer can decompress.
 
     Attributes:
         cause: why it ended; None while it stands or when the peer said goodbye.
@@ -75,18 +73,16 @@ class Connection:
         stream: Stream,
         decoder: Decoder,
         role: Role,
-        lane: Lane,
+        lane: Lane[Connection],
         options: LinkOptions,
         on_message: Callable[[Connection, Arrived], None],
         on_over: Callable[[Connection], None],
         early: Iterable[Arrived] = (),
-        codecs: Collection[str] = (),
     ) -> None:
         self.cause: GuavaError | None = None
         self.goodbye: Goodbye | None = None
         self._stream, self._decoder, self._role, self._lane, self._options = stream, decoder, role, lane, options
         self._on_message, self._on_over, self._early = on_message, on_over, tuple(early)
-        self._packs = bool(set(codecs) & set(CODECS))
         self._state = State.OPEN
         self._changed = threading.Condition(lane.lock)
         self._urgent: deque[OutgoingMessage] = deque()
@@ -231,7 +227,7 @@ class Connection:
                 frame_bytes = sum(map(len, buffers))
                 self._lane.out_bytes[channel] += frame_bytes
                 size += frame_bytes
-                if self._packs and self._lane.squeezer.wants(channel, frame_bytes, rate):
+                if self._lane.reads_compressed and self._lane.squeezer.wants(channel, frame_bytes, rate):
                     batch.append(Frame(channel, buffers))
                 else:
                     batch += buffers

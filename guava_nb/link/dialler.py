@@ -119,15 +119,15 @@ class DialledSession(Session):
         lane.incarnation += 1
         mine = self.progress
         record = Attach(
-            self.session_id,
-            self.identity,
-            name,
-            lane.incarnation,
-            received,
-            mine.last_generation,
-            mine.last_step,
-            mine.last_kind,
-            offered(self._options.compression),
+            session_id=self.session_id,
+            identity=self.identity,
+            purpose=name,
+            incarnation=lane.incarnation,
+            received=received,
+            last_generation=mine.last_generation,
+            last_step=mine.last_step,
+            last_kind=mine.last_kind,
+            codecs=offered(self._options.compression),
         )
         made = attach(self._code, record, self._options, max(0.05, until - time.monotonic()))
         self._outage_s = min(made.attached.outage_s, _LONGEST_OUTAGE_S)
@@ -223,7 +223,9 @@ def visit(code: JoinCode, identity: bytes, message: Message, options: LinkOption
         GuavaError: as `dial`; the message may not have arrived then.
     """
     options = options or LinkOptions()
-    record = Attach(bytes(_SESSION_ID_BYTES), identity, "report", 0, {})
+    record = Attach(
+        session_id=bytes(_SESSION_ID_BYTES), identity=identity, purpose="report", incarnation=0, received={}
+    )
     made = attach(code, record, options, options.connect_timeout_s)
     try:
         for frame in OutgoingMessage(message, Channel.CONTROL, 1).frames():

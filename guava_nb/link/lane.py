@@ -9,16 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-from guava_nb.link.adaptive_compression import Squeezer
+from guava_nb.link.adaptive_compression import Frame, Squeezer
 from guava_nb.link.rate import Delivery, RateMeter
 from guava_nb.protocol.framing import Arrived
-from guava_nb.protocol.messages import CONTROL_CHANNELS, Channel, Goodbye
+from guava_nb.protocol.messages import CONTROL_CHANNELS, Ack, Channel, Goodbye
 from guava_nb.protocol.resume import Inbox, Outbox
-
-if TYPE_CHECKING:
-    from guava_nb.link.connection import Connection
+from guava_nb.transport.stream import Buffer
 
 __all__ = ["BULK", "CONTROL", "Lane", "Progress", "Wire", "lane_of"]
 
@@ -58,7 +56,23 @@ class Progress:
     last_kind: int = 0
 
 
-class Lane:
+class Carrier(Protocol):
+    """What a lane needs of the connection that carries it."""
+
+    def claim(self, record: Ack) -> list[Buffer | Frame] | None:
+        """Lock held: queue an acknowledgement; gives what the caller must pass to `send_claimed`."""
+
+    def wake(self) -> None:
+        """Lock held: let the writer look again."""
+
+    def send_claimed(self, batch: list[Buffer | Frame]) -> None:
+        """Lock not held: send what `claim` gave."""
+
+
+C = TypeVar("C", bound=Carrier)
+
+
+class Lane(Generic[C]):
     """One lane of a session.
 
     Attributes:
@@ -71,7 +85,7 @@ class Lane:
         round_trip_s: smoothed, from Ping to Pong; None before the first.
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
-        squeezer: decides what goes out compressed.
+        squeezer: decides what goes out compressed, where the peer of the present connection `reads_compressed`.
         out_saved, in_saved: bytes that compression spared, per channel.
     """
 
@@ -80,14 +94,14 @@ class Lane:
         self.lock = threading.Lock()
         self.outbox = Outbox(window_bytes)
         self.inbox = Inbox(window_bytes)
-        self.connection: Connection | None = None
+        self.connection: C | None = None
         self.lost_at: float | None = None
         self.incarnation = -1
         self.goodbye: Goodbye | None = None
         self.round_trip_s: float | None = None
         self.acks_due_at: float | None = None
         self.delivery, self.arrivals = Delivery(), RateMeter()
-        self.squeezer = Squeezer(compression)
+        self.squeezer, self.reads_compressed = Squeezer(compression), False
         self.out_bytes = dict.fromkeys(Channel, 0)
         self.in_bytes = dict.fromkeys(Channel, 0)
         self.out_saved = dict.fromkeys(Channel, 0)

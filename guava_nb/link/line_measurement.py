@@ -194,7 +194,9 @@ def measure_line(
         GuavaError: as `guava_nb.link.dialler.dial`; a listener of an older version refuses with JoinRefused.
     """
     options = options or LinkOptions()
-    visitor = Attach(bytes(16), secrets.token_bytes(32), MEASURE, 0, {})
+    visitor = Attach(
+        session_id=bytes(16), identity=secrets.token_bytes(32), purpose=MEASURE, incarnation=0, received={}
+    )
     made = attach(code, visitor, options, options.connect_timeout_s, on_step)
     on_step("line")
     with _ended_in_time(made.stream):

@@ -316,7 +316,13 @@ class Listener:
             return
         if attach.purpose == MEASURE:
             with self._measuring.seat():
-                send_record(stream, Attached(False, {}, self._options.grace_s))
+                send_record(
+                    stream,
+                    Attached(
+                        resumed=False,
+                        received={},
+                    ),
+                )
                 answer_measuring(stream, decoder)
             return
         session = self._registry.find(attach)
@@ -344,7 +350,11 @@ class Listener:
         received_here, mine = session.fence(lane), session.progress
         resumed = session.state != "joining" or session.seen_before
         return Attached(
-            *(resumed, received_here, self._options.grace_s, mine.last_generation, mine.last_step, mine.last_kind),
+            resumed=resumed,
+            received=received_here,
+            last_generation=mine.last_generation,
+            last_step=mine.last_step,
+            last_kind=mine.last_kind,
             codecs=offered(self._options.compression),
             outage_s=self.patience.outage_s,
         )
@@ -357,7 +367,13 @@ class Listener:
         session.open(session.seen_before)
 
     def _take_report(self, stream: Stream, decoder: Decoder, attach: Attach, deadline: Deadline) -> None:
-        send_record(stream, Attached(False, {}, self._options.grace_s))
+        send_record(
+            stream,
+            Attached(
+                resumed=False,
+                received={},
+            ),
+        )
         decoder.limits = _REPORT_LIMITS
         arrived, _ = receive_record(stream, decoder, deadline)
         session_id = self._registry.session_id_of(attach.identity)

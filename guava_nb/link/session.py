@@ -26,6 +26,7 @@ from guava_nb.link.session_events import (
     SessionResumed,
     SessionSuspect,
 )
+from guava_nb.protocol.compression import CODECS
 from guava_nb.protocol.framing import Arrived, Decoder
 from guava_nb.protocol.messages import Attach, Attached, Channel, Goodbye, Message
 from guava_nb.protocol.state import Role
@@ -68,7 +69,9 @@ class Session:
         self._state = "joining"
         self._closing = False
         self._teller: int | None = None  # thread that is telling an event
-        self._lanes = {name: Lane(name, options.window_bytes, options.compression) for name in (CONTROL, BULK)}
+        self._lanes: dict[str, Lane[Connection]] = {
+            name: Lane(name, options.window_bytes, options.compression) for name in (CONTROL, BULK)
+        }
         self._connections: list[Connection] = []  # all whose threads may still run
         self._began = time.monotonic()
 
@@ -240,10 +243,9 @@ class Session:
             connection = Connection(
                 *(stream, decoder, self.role, lane, self._options),
                 *(partial(self._arrived, lane), partial(self._over, lane), early),
-                codecs=peer.codecs,
             )
             try:
-                self._install(lane, connection, peer.received)
+                self._install(lane, connection, peer)
             except ProtocolError as problem:
                 self.end(problem, by_peer=False, farewell=str(problem))
                 raise
@@ -311,16 +313,17 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
-    def _install(self, lane: Lane, connection: Connection, received: dict[int, int]) -> None:
+    def _install(self, lane: Lane[Connection], connection: Connection, peer: Attach | Attached) -> None:
         with lane.lock:
-            lane.outbox.resume(received)
+            lane.outbox.resume(peer.received)
+            lane.reads_compressed = bool(set(peer.codecs) & set(CODECS))
             lane.connection = connection
             lane.lost_at = lane.acks_due_at = None
             for ack in lane.inbox.resume():
                 connection.queue(ack)
         self._connections.append(connection)
 
-    def _arrived(self, lane: Lane, connection: Connection, arrived: Arrived) -> None:
+    def _arrived(self, lane: Lane[Connection], connection: Connection, arrived: Arrived) -> None:
         with self._events:
             if lane.connection is not connection:
                 return  # a newer one took over
@@ -330,7 +333,7 @@ class Session:
             consumed = partial(lane.consumed, arrived, self._options.ack_delay_s)
             self._tell(MessageArrived(self, arrived.channel, arrived.message, arrived.payload, consumed))
 
-    def _over(self, lane: Lane, connection: Connection) -> None:
+    def _over(self, lane: Lane[Connection], connection: Connection) -> None:
         """A reader has ended."""
         with self._events:
             self._connections.remove(connection)
@@ -349,7 +352,7 @@ class Session:
             elif isinstance(connection.cause, ProtocolError):
                 self.end(connection.cause, by_peer=False, farewell=str(connection.cause))
 
-    def _lose(self, lane: Lane, cause: GuavaError | None) -> None:
+    def _lose(self, lane: Lane[Connection], cause: GuavaError | None) -> None:
         """Take a lane from its connection, and tell if that makes the session suspect."""
         with lane.lock:
             lane.connection = None

@@ -202,7 +202,7 @@ class WorkerHandle:
             self._last = {"state": "crashed", "step": self._last["step"], "detail": ending_text(status, lines)}
         if self._code is None or self._listens is not None:
             return  # the orchestrator that dials it notices by itself; there is none to tell
-        report = CrashReport(self._name, status, lines)
+        report = CrashReport(status, lines)
         with contextlib.suppress(GuavaError):  # the orchestrator may be gone as well; it notices the loss by itself
             visit(self._code, self._identity, report, LinkOptions(connect_timeout_s=5.0))
 

@@ -3,8 +3,8 @@ r"""The mutual proof: both sides show that they hold the join code's secret befo
 Knows a fixed layout of bytes; knows no records and no sockets. The secret itself never travels. Each proof covers the
 role, the certificate's fingerprint and both nonces, so that it serves no other connection, direction or certificate.
 
-    dialler to listener   "GUAVA1\0\0"  nonce (32)
-    listener to dialler   "GUAVA1\0\0"  nonce (32)
+    dialler to listener   "GUAVA2\0\0"  nonce (32)
+    listener to dialler   "GUAVA2\0\0"  nonce (32)
     dialler to listener   HMAC-SHA256(secret, "dialler" fingerprint dialler's-nonce listener's-nonce)
     listener to dialler   0x01  HMAC-SHA256(secret, "listener" fingerprint dialler's-nonce listener's-nonce)
                  or       0x00  reason (1)
@@ -25,10 +25,12 @@ from guava_nb.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
+from guava_nb.protocol.header import WIRE_VERSION
 
 __all__ = ["MIN_SECRET_BYTES", "PREAMBLE", "DiallerProof", "ListenerProof"]
 
-PREAMBLE = b"GUAVA1\0\0"
+#: Tells the wire version, so that both sides of two versions learn why they do not understand each other.
+PREAMBLE = b"GUAVA%d\0\0" % WIRE_VERSION
 #: Shorter secrets could be found by trying.
 MIN_SECRET_BYTES = 16
 
@@ -59,7 +61,8 @@ def _stranger(preamble: bytes) -> RemoteProtocolError:
     if preamble.startswith(b"GUAVA"):
         version = preamble[5:6].decode("ascii", "replace")
         return VersionMismatch(
-            f"the other side proves itself by version {version!r}, this side by '1'; install the same guava-nb on both"
+            f"the other side proves itself by version {version!r}, this side by '{WIRE_VERSION}'; install the same "
+            "guava-nb on both"
         )
     for beginning, who in _STRANGERS.items():
         if preamble.startswith(beginning):

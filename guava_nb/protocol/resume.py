@@ -168,10 +168,6 @@ class Outbox:
         """Bytes that wait to be sent, of one channel or of all."""
         return self._waiting_bytes if channel is None else self._queues[channel].waiting_bytes
 
-    def unacked_bytes_of(self, channel: Channel) -> int:
-        """Bytes of one channel that were sent and not yet consumed by the peer."""
-        return self._queues[channel].unacked_bytes
-
     @property
     def unacked_bytes(self) -> int:
         """Bytes that were sent and not yet consumed by the peer, over all channels."""

@@ -23,7 +23,6 @@ from types import MappingProxyType
 
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
 from guava_nb.protocol.messages import (
-    MESSAGE_KINDS,
     Ack,
     Attach,
     Attached,
@@ -34,7 +33,7 @@ from guava_nb.protocol.messages import (
     Refused,
 )
 
-__all__ = ["TRANSITIONS", "Event", "Role", "State", "advance", "legal_records", "received", "sent"]
+__all__ = ["TRANSITIONS", "Event", "Role", "State", "advance", "received", "sent"]
 
 
 class Role(Enum):
@@ -200,9 +199,3 @@ def advance(state: State, role: Role, event: Event) -> State:
     if event in _RECEIPTS:
         raise RemoteProtocolError(f"{sentence}: the peer must not send that now")
     raise LocalProtocolError(sentence)
-
-
-def legal_records(state: State, role: Role) -> frozenset[type[Message]]:
-    """The record types that this side may receive in `state`."""
-    allowed = TRANSITIONS[role][state]
-    return frozenset(record for record in MESSAGE_KINDS.values() if received(record) in allowed)

@@ -96,9 +96,12 @@ class RowReader:
         on_disk = self._spec is not None and self._spec.mode == "disk"
         reason = _DAMAGED if on_disk else ""
         if isinstance(message, Shard):
-            self._send(RowsWanted(message.run_id, joined, message.step, message.shard, reason=reason), ())
+            self._send(
+                RowsWanted(run_id=message.run_id, keys=joined, step=message.step, shard=message.shard, reason=reason),
+                (),
+            )
         else:
-            self._send(RowsWanted(message.run_id, joined, request_id=message.request_id, reason=reason), ())
+            self._send(RowsWanted(run_id=message.run_id, keys=joined, request_id=message.request_id, reason=reason), ())
 
     def _put_together(
         self, message: Shard | Evaluate | Predict, payload: memoryview, resolve: Resolve, lacking: list[bytes]
@@ -149,7 +152,7 @@ class RowReader:
             self._store.drop(split_keys(rows.drop))
             refused = self._store.put(fresh)
         if refused:
-            self._send(RowsWanted(run_id, b"".join(refused)), ())
+            self._send(RowsWanted(run_id=run_id, keys=b"".join(refused)), ())
 
 
 def _raises(error: Exception) -> Load:

@@ -83,7 +83,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         for task in machine.tasks:
             self._send_shard(in_flight, task.index, task.owner)
         first, idle = shards[0][0], set(team) - {task.owner for task in machine.tasks}
-        info = StepInfo(first.run_id, machine.generation, machine.step, len(shards), first.want_hash)
+        info = StepInfo(first.run_id, machine.generation, machine.step, first.want_hash)
         self._job.cluster.send_all(idle, info)
         return in_flight
 

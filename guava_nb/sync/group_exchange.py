@@ -138,6 +138,6 @@ def tasks_of(
             outgoing = OutgoingBatch([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
         task = ShardTask(rank, sum(share.rows) if reports else 0, owner, tuple(share.ids) if reports else ())
         tasks.append(task)
-        shard = head.shard(task, len(team), global_rows, share)
+        shard = head.shard(task, global_rows)
         shards.append((msgspec.structs.replace(shard, part_rows=tuple(share.rows)), outgoing))
     return tasks, shards

@@ -48,7 +48,8 @@ def group_orders(
     for number, rank in enumerate(members):
         tree, buffers = (None, []) if number or example is None else pack(example)
         order = FormGroup(
-            run_id, generation, group_name(run_id, generation), number, names, route.path, route.backend,
+            run_id=run_id, generation=generation, name=group_name(run_id, generation), rank=number, members=names,
+            backend=route.backend,
             timeout_s=DIRECT_TIMEOUT_S if direct else FORM_TIMEOUT_S,
             interface=seats[rank].interface if direct else "",
             addresses=tuple(seats[member].address for member in members) if direct else (),

@@ -259,7 +259,9 @@ class ShardedReplicaSet(ReplicaSet):
         if not answered:
             late = next(rank for rank in members if rank not in self._formed)
             text = f"it did not take its place within {FORM_TIMEOUT_S:g} s"
-            failed[late] = GroupFormed(self.run_id, self.generation, False, text, broken=True)
+            failed[late] = GroupFormed(
+                run_id=self.run_id, generation=self.generation, ok=False, problem=text, broken=True
+            )
         return failed
 
     def _fall_back(self, job: Job, members: Sequence[int], failed: Mapping[int, GroupFormed]) -> None:

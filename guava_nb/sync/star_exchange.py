@@ -14,7 +14,7 @@ from guava_nb.data.codec import tensor_bytes, tensor_from
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.hub.bucket_sum import is_finite
-from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, SumBucket
+from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
 from guava_nb.sync.send_credit import Credit
@@ -89,14 +89,23 @@ class StarExchange(StepExchange[Replicas]):
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         present, total = in_flight.sums[bucket].result(self._replicas.master.layout.bucket(bucket).present_bytes)
-        self._send_flat(in_flight, bucket, present, total, commit)
+        self._send_flat(SumBucket, in_flight, bucket, present, total, commit)
 
     def _send_flat(
-        self, in_flight: StepInFlight, bucket: int, present: bytes, flat: torch.Tensor, commit: Commit | None
+        self,
+        record: type[SumBucket | ParameterBucket],
+        in_flight: StepInFlight,
+        bucket: int,
+        present: bytes,
+        flat: torch.Tensor,
+        commit: Commit | None,
     ) -> None:
         spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
         machine = in_flight.machine
-        message = SumBucket(self._replicas.run_id, machine.generation, machine.step, bucket, present, spec, commit)
+        message = record(
+            run_id=self._replicas.run_id, generation=machine.generation, step=machine.step, bucket=bucket,
+            present=present, tensor=spec, commit=commit,
+        )  # fmt: skip
         self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
@@ -114,4 +123,4 @@ class StarExchange(StepExchange[Replicas]):
         values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
-            self._send_flat(in_flight, bucket, present, flat, commit if last else None)
+            self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)

@@ -74,12 +74,11 @@ class StepHead:
     want_hash: bool = False
     solo: bool = False
 
-    def shard(self, task: ShardTask, num_shards: int, global_rows: int, share: Share, source: int = 0) -> Shard:
+    def shard(self, task: ShardTask, global_rows: int, source: int = 0) -> Shard:
         """Return a shard's record, still without its batch."""
-        span = (share.ids[0], share.ids[-1]) if share.ids else None
         return Shard(
-            self.run_id, self.generation, self.step, task.index, num_shards, task.rows, global_rows, len(share.pieces),
-            NO_BATCH, self.solo, self.want_hash, span, source=source,
+            run_id=self.run_id, generation=self.generation, step=self.step, shard=task.index, rows=task.rows,
+            global_rows=global_rows, batch=NO_BATCH, solo=self.solo, want_hash=self.want_hash, source=source,
         )  # fmt: skip
 
 
@@ -135,7 +134,7 @@ def plan_step(
     for index, place in enumerate(busy):
         share = shares[place]
         tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
-        shard = head.shard(tasks[-1], len(busy), global_rows, share, group[0].source)
+        shard = head.shard(tasks[-1], global_rows, group[0].source)
         shards.append((shard, OutgoingBatch(share.pieces)))
     return tasks, shards
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from guava_nb.protocol.messages import Energy
+from guava_nb.telemetry.window import total_joules
 
 __all__ = ["device_now"]
 
@@ -16,8 +17,7 @@ def device_now(told: Energy, on_cpu: bool, at_work: bool) -> dict[str, Any]:
         on_cpu: its device is the processor, whose load counts then.
         at_work: it has a run; what its device did at the end of the last one says nothing of now.
     """
-    joules = [board.joules for board in told.boards if board.joules is not None]
-    spent = {"joules": sum(joules) if joules else None}
+    spent = {"joules": total_joules(told.boards)}
     if not at_work:
         return spent
     of_gpu = told.memory_bytes is not None

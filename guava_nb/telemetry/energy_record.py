@@ -6,16 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from guava_nb.errors import ConfigError
+from guava_nb.telemetry.machine import RATES
 from guava_nb.telemetry.peak_flops import peak_flops
+from guava_nb.telemetry.window import J_PER_WH, per, times
 
 __all__ = ["EnergyRecord", "energy_record"]
 
-_J_PER_KWH = 3.6e6
 #: What is told of a worker's machine.
-_MACHINE = (
-    "cpu_busy", "host_memory_used_bytes", "disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s",
-    "network_in_bytes_s",
-)  # fmt: skip
+_MACHINE = ("cpu_busy", "host_memory_used_bytes", *RATES)
 
 
 class EnergyRecord(Mapping[str, Any]):
@@ -83,8 +81,7 @@ def energy_record(
         if factor is not None and not factor >= 0:
             raise ConfigError(f"{name} {factor!r}: a factor of at least 0")
     joules, samples, steps = report["energy_j"], report["samples"], report["steps"]
-    tokens = report["tokens"]
-    kwh = None if joules is None else joules / _J_PER_KWH
+    tokens, watt_hours = report["tokens"], per(joules, J_PER_WH)
     values = {
         "run_id": report["run_id"],
         "joules": joules,
@@ -92,19 +89,15 @@ def energy_record(
         "samples": samples,
         "steps": steps,
         "tokens": tokens,
-        "j_per_sample": _per(joules, samples),
-        "j_per_step": _per(joules, steps),
-        "j_per_token": _per(joules, tokens),
-        "watt_hours": None if kwh is None else kwh * 1000,
-        "co2e_g": None if kwh is None or grams_per_kwh is None else kwh * grams_per_kwh,
-        "cost": None if kwh is None or price_per_kwh is None else kwh * price_per_kwh,
+        "j_per_sample": per(joules, samples),
+        "j_per_step": per(joules, steps),
+        "j_per_token": per(joules, tokens),
+        "watt_hours": watt_hours,
+        "co2e_g": times(watt_hours, grams_per_kwh),
+        "cost": times(watt_hours, price_per_kwh),
         "epochs": _epochs([one.get("epochs", []) for one in report["energy"]]),
         "workers": [_row(one, precision) for one in report["energy"]],
-        "tasks": [
-            {"worker": one["worker"], "task": name, **figures}
-            for one in report["energy"]
-            for name, figures in one.get("tasks", {}).items()
-        ],
+        "tasks": [row for one in report["energy"] for row in _tasks(one)],
     }
     return EnergyRecord(values, curves)
 
@@ -121,12 +114,12 @@ def _row(one: Mapping[str, Any], precision: str) -> dict[str, Any]:
         "device": one["device"],
         "method": one["method"],
         "joules": joules,
-        "watts": _per(joules, seconds),
+        "watts": per(joules, seconds),
         "seconds": seconds,
         "samples": samples,
         "tokens": tokens,
-        "j_per_sample": _per(joules, samples),
-        "j_per_token": _per(joules, tokens),
+        "j_per_sample": per(joules, samples),
+        "j_per_token": per(joules, tokens),
         **_reach(one),
         **{f"{phase}_s": part["seconds"] for phase, part in phases.items()},
         **{f"{phase}_j": part["joules"] for phase, part in phases.items()},
@@ -136,6 +129,10 @@ def _row(one: Mapping[str, Any], precision: str) -> dict[str, Any]:
         **{name: machine.get(name) for name in _MACHINE},
         "why": one.get("why", ""),
     }
+
+
+def _tasks(one: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"worker": one["worker"], "task": name, **figures} for name, figures in one.get("tasks", {}).items()]
 
 
 def _reach(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +153,3 @@ def _epochs(of_workers: Sequence[Sequence[float | None]]) -> list[float | None]:
         known = [epochs[k] for epochs in of_workers if k < len(epochs) and epochs[k] is not None]
         found.append(sum(joules for joules in known if joules is not None) if known else None)
     return found
-
-
-def _per(joules: float | None, count: float | None) -> float | None:
-    return None if joules is None or not count else joules / count

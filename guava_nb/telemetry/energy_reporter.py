@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from guava_nb.telemetry import (
     Sensor,
     open_device,
 )
+from guava_nb.telemetry.machine import RATES
 
 __all__ = ["EnergyReporter"]
 
@@ -169,9 +169,9 @@ class EnergyReporter:
     def _record(self, mark: int, window: EnergyWindow, gauges: Gauges) -> Energy:
         load = self._machine.look()
         return Energy(
-            self._run_id,
-            mark,
-            window.seconds,
+            run_id=self._run_id,
+            mark=mark,
+            seconds=window.seconds,
             boards=window.boards,
             phases=tuple(PhaseReport(name, *totals) for name, totals in self.phases.totals().items()),
             why=self._said(),
@@ -182,12 +182,8 @@ class EnergyReporter:
             cpu_busy=load.cpu_busy,
             host_memory_used_bytes=load.memory_used_bytes,
             host_memory_bytes=load.memory_bytes,
-            rates=_rates(load),
+            rates=tuple(getattr(load, name) for name in RATES),
             flops=self.flops,
             tasks=window.tasks,
             up_bytes_s=self._up_bytes_s(),
         )  # fmt: skip
-
-
-def _rates(load: Any) -> tuple[float | None, ...]:
-    return (load.disk_read_bytes_s, load.disk_write_bytes_s, load.network_out_bytes_s, load.network_in_bytes_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 from pathlib import Path
@@ -56,25 +55,19 @@ def describe(
     device: torch.device,
     name: str = "",
     program: str = "spawned",
-    accepts_source: bool = True,
     own: tuple[str, ...] = (),
 ) -> Hello:
     """Return the hello of a worker on this device; `own` names what lives in the user's process there."""
-    device_name, uuid, memory = _device_facts(device)
+    device_name, uuid = _device_facts(device)
     host = socket.gethostname()
     return Hello(
         name=name or f"{host.split('.')[0][:24]}-{str(device).replace(':', '')}",
         program=program,
         versions=local_versions(),
         hostname=host,
-        pid=os.getpid(),
         device=str(device),
         device_name=device_name,
         device_uuid=uuid,
-        device_memory_bytes=memory,
-        cores=psutil.cpu_count(logical=True) or 1,
-        memory_bytes=psutil.virtual_memory().total,
-        accepts_source=accepts_source,
         host_id=_host_id(),
         own=own,
     )
@@ -88,13 +81,13 @@ def _host_id() -> str:
     return f"{socket.gethostname()}/{started}/{room}"
 
 
-def _device_facts(device: torch.device) -> tuple[str, str, int | None]:
+def _device_facts(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
-        return facts.name, str(getattr(facts, "uuid", "")), facts.total_memory
+        return facts.name, str(getattr(facts, "uuid", ""))
     if device.type == "mps":
-        return "Apple GPU", "", None
-    return _cpu_name(), "", psutil.virtual_memory().total
+        return "Apple GPU", ""
+    return _cpu_name(), ""
 
 
 def _cpu_name() -> str:

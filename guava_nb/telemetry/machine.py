@@ -9,8 +9,10 @@ from typing import Any
 
 import psutil
 
-__all__ = ["MachineLoad", "MachineMeter"]
+__all__ = ["RATES", "MachineLoad", "MachineMeter"]
 
+#: Names of a load's rates, in the order in which `Energy.rates` carries them.
+RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s", "network_in_bytes_s")
 #: Looks that follow each other faster than this give the same figures again.
 SHORTEST_S = 0.5
 
@@ -59,7 +61,7 @@ class MachineMeter:
             cpu_busy=busy,
             memory_used_bytes=None if memory is None else int(memory.total - memory.available),
             memory_bytes=None if memory is None else int(memory.total),
-            **{f"{name}_bytes_s": rates.get(name) for name in _NAMES},
+            **{name: rates.get(name) for name in RATES},
         )
         return self._load
 
@@ -68,9 +70,9 @@ class MachineMeter:
         network = self._ask(self._source.net_io_counters)
         found: dict[str, float] = {}
         if disk is not None:
-            found |= {"disk_read": disk.read_bytes, "disk_write": disk.write_bytes}
+            found |= {"disk_read_bytes_s": disk.read_bytes, "disk_write_bytes_s": disk.write_bytes}
         if network is not None:
-            found |= {"network_out": network.bytes_sent, "network_in": network.bytes_recv}
+            found |= {"network_out_bytes_s": network.bytes_sent, "network_in_bytes_s": network.bytes_recv}
         return found
 
     @staticmethod
@@ -79,6 +81,3 @@ class MachineMeter:
             return call()
         except Exception:  # a container may hide any of them
             return None
-
-
-_NAMES = ("disk_read", "disk_write", "network_out", "network_in")

@@ -10,6 +10,8 @@ from typing import Any
 
 from guava_nb.protocol.messages import AskEnergy, BoardEnergy, Energy, Message
 from guava_nb.telemetry import NOT_MEASURED
+from guava_nb.telemetry.machine import RATES
+from guava_nb.telemetry.window import total_joules
 
 __all__ = ["EnergyBook", "RunEnergy"]
 
@@ -21,8 +23,6 @@ Worked = Callable[[int], tuple[int, float | None]]
 LAST_WORD_S = 1.0
 #: Shortest stretch that becomes a point of the watt curve, and how many are kept.
 _CURVE_S, _CURVE_POINTS = 0.5, 2000
-#: What `Energy.rates` holds, in its order.
-_RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "network_out_bytes_s", "network_in_bytes_s")
 
 
 class EnergyBook:
@@ -79,7 +79,7 @@ class _Heard:
 
     def look(self, report: Energy) -> None:
         """Note how busy its machine was."""
-        rates = dict(zip(_RATES, report.rates, strict=False))
+        rates = dict(zip(RATES, report.rates, strict=False))
         shown = {"cpu_busy": report.cpu_busy, "host_memory_used_bytes": report.host_memory_used_bytes, **rates}
         for name, value in shown.items():
             if value is not None:
@@ -178,10 +178,9 @@ class RunEnergy:
             return {**record, "why": "no report came"}
         last = known.last
         mine, shared = _apart(last.boards, name, owners)
-        joules = [board.joules for board in mine if board.joules is not None]
-        measured = [board for board in mine if board.joules is not None]
-        if joules:
-            record |= {"joules": sum(joules), "method": " + ".join(dict.fromkeys(board.method for board in measured))}
+        methods = dict.fromkeys(board.method for board in mine if board.joules is not None)
+        if methods:
+            record |= {"joules": total_joules(mine), "method": " + ".join(methods)}
         elif shared:
             record["method"] = f"in the figure of {', '.join(sorted(set(shared.values())))}: the same board"
         return {
@@ -202,7 +201,7 @@ class RunEnergy:
         before: float | None = 0.0
         for mark in self._epochs:
             then = known.marks.get(mark)
-            total = None if then is None else _sum(board for board in then.boards if board.key in keys)
+            total = None if then is None else total_joules(board for board in then.boards if board.key in keys)
             found.append(None if total is None or before is None else total - before)
             before = total
         return found
@@ -210,7 +209,7 @@ class RunEnergy:
 
 def _draw(curve: list[tuple[float, float]], before: Energy, now: Energy) -> None:
     """Add the average power between two reports; those close together say nothing new."""
-    then, joules = _sum(before.boards), _sum(now.boards)
+    then, joules = total_joules(before.boards), total_joules(now.boards)
     if then is None or joules is None or now.seconds < before.seconds + _CURVE_S:
         return
     curve.append((now.seconds, (joules - then) / (now.seconds - before.seconds)))
@@ -243,8 +242,3 @@ def _board(board: BoardEnergy, counted_at: str | None) -> dict[str, Any]:
         "counted_at": counted_at,
         "problem": board.problem,
     }
-
-
-def _sum(boards: Iterable[BoardEnergy]) -> float | None:
-    known = [board.joules for board in boards if board.joules is not None]
-    return sum(known) if known else None

@@ -52,7 +52,15 @@ class Evaluator:
         buffers: Sequence[memoryview] = ()
         if self._measures and sums.rows:  # a rank whose figures do not count has 0 rows
             tree, buffers = pack([measure.state() for measure in self._measures])
-        reply = Evaluated(message.run_id, message.request_id, sums.loss_sum, sums.count, sums.correct, rows, tree)
+        reply = Evaluated(
+            run_id=message.run_id,
+            request_id=message.request_id,
+            loss_sum=sums.loss_sum,
+            count=sums.count,
+            correct=sums.correct,
+            rows=rows,
+            metrics=tree,
+        )
         return reply, buffers
 
     def _see(self, outputs: Any, targets: Any, rows: int) -> None:

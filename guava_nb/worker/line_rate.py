@@ -55,6 +55,4 @@ class LineProbe:
             return LineMeasured(order.measuring_id, error=str(error))
         finally:
             self._busy.release()
-        return LineMeasured(
-            order.measuring_id, found.round_trip_s, found.up_bytes_s, found.down_bytes_s, found.used_bytes
-        )
+        return LineMeasured(order.measuring_id, found.up_bytes_s, found.down_bytes_s, found.used_bytes)

@@ -22,12 +22,14 @@ from guava_nb.protocol.messages import (
     CommitStep,
     EndRun,
     Evaluate,
+    FailureKind,
     FetchState,
     FormGroup,
     Leave,
     ListRows,
     LoadState,
     Message,
+    ParameterBucket,
     Predict,
     Prepare,
     Refused,
@@ -223,7 +225,7 @@ class WorkerLoop:
                 steps.add(message, self._read(message, payload))
             case StepInfo():
                 steps.announce(message)
-            case SumBucket():
+            case SumBucket() | ParameterBucket():
                 steps.add_sum(message, payload)
             case CommitStep():
                 steps.commit(message)
@@ -288,7 +290,7 @@ class WorkerLoop:
     def _give_up_run(self, error: BaseException) -> None:
         """What the replica holds is unknown: tell, and wait for another run."""
         assert self._run is not None
-        self._steps.fail(error, self._run.run_id, self._steps.committed + 1, kind="internal")
+        self._steps.fail(error, self._run.run_id, FailureKind.INTERNAL)
         self._forget()
 
     def _on_evaluate(self, run: PreparedRun, message: Evaluate | Predict, load: Load | None) -> None:
@@ -301,7 +303,7 @@ class WorkerLoop:
             else:
                 reply, buffers = run.evaluator.predict(message, load())
         except USER_ERRORS as error:  # the user's model, metric or data; shown in the orchestrator's cell
-            self._steps.fail(error, message.run_id, self._steps.committed, request=message.request_id)
+            self._steps.fail(error, message.run_id, request=message.request_id)
             return
         self._send(reply, buffers)
 

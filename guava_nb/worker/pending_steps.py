@@ -21,8 +21,8 @@ T = TypeVar("T")
 class LocalStep(Generic[T]):
     """One step.
 
-    `todo` are shards with what gives their parts, `done` those computed here, `means` the sums that came, by bucket, `ready`
-    is a report not sent yet.
+    `todo` are shards with what gives their parts, `done` those computed here, `means` the sums that came, by bucket
+    (`has_parameters`: they are new parameter values), `ready` is a report not sent yet.
     """
 
     generation: int
@@ -31,6 +31,7 @@ class LocalStep(Generic[T]):
     todo: list[tuple[Shard, Callable[[], Any]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     means: dict[int, T] = field(default_factory=dict)
+    has_parameters: bool = False
     commit: Commit | None = None
     ready: Ready | None = None
 

@@ -20,10 +20,12 @@ from guava_nb.protocol.messages import (
     CommitStep,
     Committed,
     Failure,
+    FailureKind,
     FetchState,
     FlatTensor,
     GradientBucket,
     LoadState,
+    ParameterBucket,
     Ready,
     Shard,
     State,
@@ -140,12 +142,13 @@ class StepRunner:
         """A step has begun in which this worker may have no shard."""
         self._pending.announce(message.step, message.generation, message.want_hash)
 
-    def add_sum(self, message: SumBucket, payload: memoryview) -> None:
-        """Take the sum of a bucket, `[numel]`; its tensor is `payload` itself, which is this run's from now on."""
+    def add_sum(self, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
+        """Take the sum of a bucket, or its new values, `[numel]`; the tensor is `payload` itself, which belongs to the run now."""
         step = self._pending.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
             step.means[message.bucket] = (message.present, tensor)
+            step.has_parameters = isinstance(message, ParameterBucket)
             step.commit = message.commit or step.commit
 
     def commit(self, message: CommitStep) -> None:
@@ -171,7 +174,7 @@ class StepRunner:
         self.rest()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
-        self._send(StateLoaded(message.run_id, message.generation, message.step, digest, kind), ())
+        self._send(StateLoaded(message.run_id, message.step, digest, kind), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState) -> None:
         """Send the state of the last commit."""
@@ -218,7 +221,7 @@ class StepRunner:
             result = self._run_shard(run.replica, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             run.replica.restore()
-            self.fail(error, message.run_id, message.step, message.shard)
+            self.fail(error, message.run_id)
             return
         step.done.add(message.shard)
         forward_ended = started + result.forward_s
@@ -276,8 +279,7 @@ class StepRunner:
         assert commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
-        at_orchestrator = run.spec.optimizer_site == "orchestrator"
-        if isinstance(replica, Replica) and step.means and not commit.skip and at_orchestrator:
+        if isinstance(replica, Replica) and step.has_parameters and not commit.skip:
             replica.take_parameters(step.means)
         else:
             with contextlib.nullcontext() if self._seat is None else self._seat.applying():
@@ -288,7 +290,7 @@ class StepRunner:
             Committed(
                 run_id=run.run_id, generation=step.generation, step=self.committed,
                 parameter_hash=replica.parameter_hash() if step.want_hash else "",
-                update_s=time.monotonic() - started, learning_rate=replica.learning_rate, skipped=commit.skip,
+                learning_rate=replica.learning_rate, skipped=commit.skip,
                 ready=step.ready,
             ),
             (),
@@ -297,26 +299,21 @@ class StepRunner:
         self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit(self._generation, self.committed)
 
-    def fail(
-        self, error: BaseException, run_id: str, step: int, shard: int = -1, kind: str = "user", request: int = 0
-    ) -> None:
+    def fail(self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0) -> None:
         """Tell the orchestrator what the user's code, or the group, raised.
 
         Args:
-            shard: -1 where none was worked on.
-            kind: "internal" where what the replica holds is unknown.
+            kind: `INTERNAL` where what the replica holds is unknown.
             request: number of the `Evaluate` or `Predict`, if it was one.
         """
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
-            kind = "group" if kind == "user" else "torn"
-        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind == "user":
-            kind = "memory"
+            kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
+        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
+            kind = FailureKind.MEMORY
             text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
-        current = self._pending.current()
         failure = Failure(
-            run_id=run_id, generation=self._generation if current is None else current.generation, step=step,
-            shard=shard, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
+            run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
         )  # fmt: skip
         self._send(failure, ())
 

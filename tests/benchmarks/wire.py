@@ -100,7 +100,9 @@ class Ours:
             self.answers.put(event)
 
     def move(self, tensor: memoryview) -> None:
-        record = SumBucket("", 0, 0, 0, b"", FlatTensor("uint8", len(tensor)))
+        record = SumBucket(
+            run_id="", generation=0, step=0, bucket=0, present=b"", tensor=FlatTensor("uint8", len(tensor))
+        )
         self.session.send(record, Channel.GRADIENT, [tensor])
         assert isinstance(self.answers.get(timeout=60), MessageArrived)
 

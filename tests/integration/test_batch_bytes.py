@@ -82,7 +82,19 @@ def test_batches_arrive_identical_and_cost_hardly_more_than_their_bytes() -> Non
         for number, (name, batch) in enumerate(batches().items()):
             before = ours.wire.out_bytes[Channel.BATCH]
             tree, buffers = pack([batch])
-            ours.send(Shard("run-1", 1, number, 0, 1, 4, 4, 1, tree), Channel.BATCH, buffers)
+            ours.send(
+                Shard(
+                    run_id="run-1",
+                    generation=1,
+                    step=number,
+                    shard=0,
+                    rows=4,
+                    global_rows=4,
+                    batch=tree,
+                ),
+                Channel.BATCH,
+                buffers,
+            )
             event = made.here.wait_for(MessageArrived, number + 1)[-1]
             (came,) = unpack(event.message.batch, event.payload, class_resolver(module))
             assert same(came, batch), name

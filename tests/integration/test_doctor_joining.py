@@ -194,7 +194,7 @@ def test_a_firewall_has_another_fix_on_private_addresses(host: str, fix: str, mo
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", True, "tcp", "version", "an HTTP answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", True, "ws", "websocket", "a web page answers"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", False, "wss", "gateway", "an SSH server or client answers there"),
-        (b"GUAVA2\0\0", True, "tcp", "version", "install the same guava-nb on both"),
+        (b"GUAVA1\0\0", True, "tcp", "version", "install the same guava-nb on both"),
         (b"", True, "tls", "tls", "was not done within"),
         (b"", True, "tcp", "version", "did not let us in within"),
     ],
@@ -275,7 +275,12 @@ def greedy(made: World, *records: object) -> None:
     from guava_nb.link.handshake import Deadline, attach
     from guava_nb.protocol.messages import Attach
 
-    visit = attach(made.listener.join_code(), Attach(bytes(16), bytes(32), "measure", 0, {}), made.options, 10)
+    visit = attach(
+        made.listener.join_code(),
+        Attach(session_id=bytes(16), identity=bytes(32), purpose="measure", incarnation=0, received={}),
+        made.options,
+        10,
+    )
     with contextlib.closing(visit.stream):
         talk = _Talk(visit.stream, visit.decoder, Deadline(10, "answer", "it"), visit.early)
         for record in records:

@@ -85,7 +85,7 @@ def test_a_second_connection_of_a_session_wins(lane: str) -> None:
         ours.send(*numbered(0, Channel.CONTROL, 0))
         ours.send(*numbered(0, Channel.GRADIENT, 10))
         made.here.wait_for(MessageArrived, 2)
-        record = Attach(ours.session_id, ours.identity, lane, 1, {})
+        record = Attach(session_id=ours.session_id, identity=ours.identity, purpose=lane, incarnation=1, received={})
         second = attach(made.listener.join_code(), record, QUICK, 5)
         assert second.attached.resumed
         assert second.attached.received == {(1 if lane == "control" else 4): 1}
@@ -105,7 +105,7 @@ def test_a_second_connection_of_a_session_wins(lane: str) -> None:
         made.here.wait_for(MessageArrived, 7)
         check_exactly_once(made.here, [Channel.GRADIENT], 5, lambda number: 10)
         # An older number than the one that stands is refused.
-        record = Attach(ours.session_id, ours.identity, lane, 0, {})
+        record = Attach(session_id=ours.session_id, identity=ours.identity, purpose=lane, incarnation=0, received={})
         with pytest.raises(JoinRefused, match="newer connection"):
             attach(made.listener.join_code(), record, QUICK, 5)
 
@@ -202,7 +202,7 @@ def test_a_payload_outlives_done() -> None:
 
 
 def test_a_visit() -> None:
-    report = CrashReport("worker-1", -9, ("killed",) * 100)
+    report = CrashReport(-9, ("killed",) * 100)
     with nothing_left_behind(), world() as made:
         ours, _ = made.dial()
         visit(made.listener.join_code(), ours.identity, report, QUICK)

@@ -21,7 +21,7 @@ import pytest
 from guava_nb.errors import AuthenticationError, FrameTooLarge, JoinRefused, LinkBroken, RemoteProtocolError
 from guava_nb.link.handshake import Deadline, attach, prove, send_record
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionSuspect
-from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, OutgoingMessage
+from guava_nb.protocol.framing import HEADER_BYTES, MAGIC, WIRE_VERSION, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof
 from guava_nb.protocol.messages import KIND_OF, Attach, Channel, Goodbye, Leave, Ping, SumBucket
 from guava_nb.transport.tcp import connect
@@ -79,13 +79,18 @@ def until_end(stream) -> None:
 def attached(made: World, session_id: bytes = b"s" * 16):
     """Both connections of a session, held by hand."""
     return [
-        attach(made.listener.join_code(), Attach(session_id, IDENTITY, purpose, 0, {}), QUICK, 10)
+        attach(
+            made.listener.join_code(),
+            Attach(session_id=session_id, identity=IDENTITY, purpose=purpose, incarnation=0, received={}),
+            QUICK,
+            10,
+        )
         for purpose in ("control", "bulk")
     ]
 
 
 def header(kind: int, record_bytes: int = 10, chunk: int = 0, payload: int = 0, channel: int = 4, sequence: int = 1):
-    return struct.pack("<4sBBBBQIIQ", MAGIC, 1, kind, channel, 0, sequence, record_bytes, chunk, payload)
+    return struct.pack("<4sBBBBQIIQ", MAGIC, WIRE_VERSION, kind, channel, 0, sequence, record_bytes, chunk, payload)
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
@@ -93,7 +98,12 @@ def test_wrong_secret(tls: bool) -> None:
     with besieged(tls) as made:
         code = replace(made.listener.join_code(), secret=b"x" * 16)
         with pytest.raises(AuthenticationError, match="newest join code"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
+            attach(
+                code,
+                Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={}),
+                QUICK,
+                10,
+            )
         refused(made, "wrong code")
 
 
@@ -101,7 +111,12 @@ def test_wrong_fingerprint() -> None:
     with besieged(tls=True) as made:
         code = replace(made.listener.join_code(), fingerprint=b"f" * 16)
         with pytest.raises(AuthenticationError, match="66666666"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
+            attach(
+                code,
+                Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={}),
+                QUICK,
+                10,
+            )
         refused(made, "left")
 
 
@@ -130,7 +145,7 @@ def test_tls_hello_on_a_plain_port(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_codes_for_the_other_kind_of_port() -> None:
     with besieged(tls=False) as plain, besieged(tls=True) as encrypted:
-        attach_record = Attach(bytes(16), IDENTITY, "control", 0, {})
+        attach_record = Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={})
         tls_code = encrypted.listener.join_code(port=plain.listener.port)
         with pytest.raises((RemoteProtocolError, LinkBroken)):
             attach(tls_code, attach_record, QUICK, 10)
@@ -225,12 +240,18 @@ def test_huge_lengths_in_a_session_end_it_alone() -> None:
 def test_truncated_at_every_stage(where: str) -> None:
     frame = b"".join(
         bytes(part)
-        for part in next(OutgoingMessage(Attach(bytes(16), IDENTITY, "control", 0, {}), Channel.CONTROL, 0).frames())
+        for part in next(
+            OutgoingMessage(
+                Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={}),
+                Channel.CONTROL,
+                0,
+            ).frames()
+        )
     )
     with besieged() as made:
         if where in ("preamble", "proof"):
             with socket.create_connection(("127.0.0.1", made.listener.port)) as sock:
-                sock.sendall((b"GUAVA1\0\0" + bytes(32) + bytes(31))[: 5 if where == "preamble" else 71])
+                sock.sendall((b"GUAVA2\0\0" + bytes(32) + bytes(31))[: 5 if where == "preamble" else 71])
         else:
             stream = proved(made)
             stream.send_all([frame[: HEADER_BYTES - 1 if where == "header" else -1]])
@@ -256,11 +277,13 @@ def test_a_replayed_proof_is_worth_nothing() -> None:
         genuine = stream.send_all
         stream.send_all = lambda buffers: (taped.extend(map(bytes, buffers)), genuine(buffers))[1]  # type: ignore[method-assign]
         prove(stream, DiallerProof(code.secret, code.fingerprint), Deadline(10, "prove", "it"))
-        send_record(stream, Attach(bytes(16), IDENTITY, "control", 0, {}))
+        send_record(
+            stream, Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={})
+        )
         stream.close()
         assert len(taped) >= 3
         heard = say(made, *taped)
-        assert heard.startswith(b"GUAVA1\0\0")
+        assert heard.startswith(b"GUAVA2\0\0")
         assert heard[40:] == b"\x00\x01"  # refused: wrong proof
         refused(made, "wrong code")
 
@@ -277,7 +300,12 @@ def test_a_listener_that_only_repeats_is_noticed() -> None:
         echoing = pool.submit(echo)
         code = made.listener.join_code(port=server.getsockname()[1])
         with pytest.raises(AuthenticationError, match="repeats"):
-            attach(code, Attach(bytes(16), IDENTITY, "control", 0, {}), QUICK, 10)
+            attach(
+                code,
+                Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={}),
+                QUICK,
+                10,
+            )
         echoing.result()
 
 
@@ -293,7 +321,7 @@ def test_a_listener_that_only_repeats_is_noticed() -> None:
 def test_attaching_to_what_is_not_ours(change: dict, why: str) -> None:
     with besieged() as made:
         good, _ = made.dial()
-        record = Attach(good.session_id, good.identity, "bulk", 5, {})
+        record = Attach(session_id=good.session_id, identity=good.identity, purpose="bulk", incarnation=5, received={})
         fields = {name: getattr(record, name) for name in record.__struct_fields__}
         with pytest.raises(JoinRefused, match=why):
             attach(made.listener.join_code(), Attach(**{**fields, **change}), QUICK, 10)
@@ -339,7 +367,7 @@ def test_a_lie_about_what_was_received_ends_the_session() -> None:
         control, bulk = attached(made)
         for one in (control, bulk):
             one.stream.close()
-        record = Attach(b"s" * 16, IDENTITY, "control", 1, {1: 999})
+        record = Attach(session_id=b"s" * 16, identity=IDENTITY, purpose="control", incarnation=1, received={1: 999})
         again = attach(made.listener.join_code(), record, QUICK, 10)
         assert isinstance(made.here.wait_for(SessionClosed)[0].cause, RemoteProtocolError)
         until_end(again.stream)
@@ -347,7 +375,7 @@ def test_a_lie_about_what_was_received_ends_the_session() -> None:
 
 def test_a_control_connection_without_bulk_is_forgotten() -> None:
     with besieged() as made:
-        record = Attach(bytes(16), IDENTITY, "control", 0, {})
+        record = Attach(session_id=bytes(16), identity=IDENTITY, purpose="control", incarnation=0, received={})
         alone = attach(made.listener.join_code(), record, QUICK, 10)
         until_end(alone.stream)
         eventually(lambda: made.listener.sessions == [])
@@ -358,12 +386,12 @@ def bad_code(port: int) -> None:
     """One connection with a wrong code, as fast as a socket allows."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT by the thousand
-        sock.sendall(b"GUAVA1\0\0" + hashlib.sha256(os.urandom(8)).digest() + bytes(32))
+        sock.sendall(b"GUAVA2\0\0" + hashlib.sha256(os.urandom(8)).digest() + bytes(32))
         heard = b""
         with contextlib.suppress(ConnectionError):
             while data := sock.recv(256):
                 heard += data
-        assert heard == b"" or heard[:8] == b"GUAVA1\0\0"
+        assert heard == b"" or heard[:8] == b"GUAVA2\0\0"
         assert b"\x01" not in heard[40:41]
 
 

@@ -19,7 +19,9 @@ TEXT = b"the same words come again and again in what people write; " * 50_000  #
 
 
 def bucket(number: int, payload: bytes) -> SumBucket:
-    return SumBucket("run", 0, number, 0, b"", FlatTensor("uint8", len(payload)))
+    return SumBucket(
+        run_id="run", generation=0, step=number, bucket=0, present=b"", tensor=FlatTensor("uint8", len(payload))
+    )
 
 
 def send(session: Session, numbers: range, payload: bytes = TEXT, channel: Channel = Channel.BATCH) -> None:

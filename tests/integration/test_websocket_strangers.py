@@ -105,8 +105,8 @@ def test_headers_too_slow() -> None:
     "frame",
     [
         b"\x82\xff\x3f" + bytes(7) + bytes(4),
-        Frame(Opcode.BINARY, b"GUAVA1\0\0" + bytes(32)).serialize(mask=False),
-        Frame(Opcode.TEXT, b"GUAVA1\0\0" + bytes(32)).serialize(mask=True),
+        Frame(Opcode.BINARY, b"GUAVA2\0\0" + bytes(32)).serialize(mask=False),
+        Frame(Opcode.TEXT, b"GUAVA2\0\0" + bytes(32)).serialize(mask=True),
         Frame(Opcode.BINARY, os.urandom(60)).serialize(mask=True),
     ],
     ids=["huge", "unmasked", "text", "noise"],
@@ -139,7 +139,7 @@ def test_a_flood_of_open_websockets_does_not_keep_a_worker_out() -> None:
 
 
 def test_wrong_secret_and_wrong_fingerprint_over_websocket() -> None:
-    record = Attach(bytes(16), bytes(32), "control", 0, {})
+    record = Attach(session_id=bytes(16), identity=bytes(32), purpose="control", incarnation=0, received={})
     with besieged(tls=True) as made:
         code = made.listener.join_code().with_address("127.0.0.1", made.listener.port, "ws")
         with pytest.raises(AuthenticationError, match="newest join code"):
@@ -150,7 +150,7 @@ def test_wrong_secret_and_wrong_fingerprint_over_websocket() -> None:
 
 
 def test_plain_inside_where_tls_must_be() -> None:
-    record = Attach(bytes(16), bytes(32), "control", 0, {})
+    record = Attach(session_id=bytes(16), identity=bytes(32), purpose="control", incarnation=0, received={})
     with besieged(tls=True) as made:
         code = replace(made.listener.join_code(), scheme="ws", fingerprint=b"")
         with pytest.raises((RemoteProtocolError, ConnectionError)):
@@ -175,5 +175,10 @@ def test_what_ngrok_answers_reaches_the_dialler_as_a_sentence() -> None:
         asked = pool.submit(serve)
         code = JoinCode("127.0.0.1", server.getsockname()[1], b"f" * 16, b"s" * 16, "ws")
         with pytest.raises(LinkBroken, match=r"the endpoint is offline: its agent has ended .*\(ERR_NGROK_3200\)"):
-            attach(code, Attach(bytes(16), bytes(32), "control", 0, {}), QUICK, 10)
+            attach(
+                code,
+                Attach(session_id=bytes(16), identity=bytes(32), purpose="control", incarnation=0, received={}),
+                QUICK,
+                10,
+            )
         assert b"ngrok-skip-browser-warning: 1\r\n" in asked.result()

@@ -114,14 +114,22 @@ class DirectWorker:
 
     def start(self) -> DirectWorker:
         self.thread.start()
-        hello = Hello(self.name, "spawned", {}, "here", 1, "cpu", "CPU", "", None, 1, None)
+        hello = Hello(
+            name=self.name,
+            program="spawned",
+            versions={},
+            hostname="here",
+            device="cpu",
+            device_name="CPU",
+            device_uuid="",
+        )
         self._send(hello, ())
         return self
 
     def take(self, message: Message, payload: memoryview) -> None:
         """Get a message; a worker without sensors says so, and a run does not wait for its last word."""
         if isinstance(message, AskEnergy):
-            self._send(Energy(message.run_id, message.mark, 0.0, why="no sensors here"), ())
+            self._send(Energy(run_id=message.run_id, mark=message.mark, seconds=0.0, why="no sensors here"), ())
         else:
             self.loop.post(message, payload)
 

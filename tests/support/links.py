@@ -137,7 +137,11 @@ def numbered(number: int, channel: Channel, nbytes: int) -> tuple[Message, Chann
         return Leave(str(number)), channel, []
     payload = memoryview(pattern(number, channel, nbytes))
     half = nbytes // 3
-    return SumBucket("", 0, number, 0, b"", FlatTensor("uint8", nbytes)), channel, [payload[:half], payload[half:]]
+    return (
+        SumBucket(run_id="", generation=0, step=number, bucket=0, present=b"", tensor=FlatTensor("uint8", nbytes)),
+        channel,
+        [payload[:half], payload[half:]],
+    )
 
 
 def pattern(number: int, channel: Channel, nbytes: int) -> bytes:

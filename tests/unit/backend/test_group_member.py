@@ -58,12 +58,29 @@ def operation(*sources: int, size: int = 2, timeout_s: float = 60.0) -> Operatio
 
 def piece(sequence: int, source: int, data: bytes, offset: int = 0, total: int | None = None) -> tuple[Piece, bytes]:
     total = len(data) if total is None else total
-    return Piece("g", sequence, -1, source, offset, total, FlatTensor("uint8", len(data))), data
+    return Piece(
+        group="g",
+        sequence=sequence,
+        target=-1,
+        source=source,
+        offset=offset,
+        total=total,
+        tensor=FlatTensor("uint8", len(data)),
+    ), data
 
 
 def parcel(source: int, number: int, data: bytes, tag: int = 0, offset: int = 0, total: int | None = None):
     total = len(data) if total is None else total
-    return Parcel("g", source, 0, tag, number, offset, total, FlatTensor("uint8", len(data))), data
+    return Parcel(
+        group="g",
+        source=source,
+        target=0,
+        tag=tag,
+        number=number,
+        offset=offset,
+        total=total,
+        tensor=FlatTensor("uint8", len(data)),
+    ), data
 
 
 def receive(circle: Circle, source: int, tag: int = 0, size: int = 2) -> tuple[Operation, Slot]:

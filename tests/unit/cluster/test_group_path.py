@@ -12,7 +12,15 @@ NAMES = {0: "w1", 1: "w2"}
 
 
 def hello(device: str, uuid: str = "") -> Hello:
-    return Hello("w", "spawned", {}, "host", 1, device, "", uuid, None, 1, None)
+    return Hello(
+        name="w",
+        program="spawned",
+        versions={},
+        hostname="host",
+        device=device,
+        device_name="",
+        device_uuid=uuid,
+    )
 
 
 def probe(*addresses: str, problems: dict[tuple[int, int, str], str] | None = None):

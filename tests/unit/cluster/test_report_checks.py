@@ -32,14 +32,37 @@ from guava_nb.protocol.messages import (
 from tests.support.direct import DirectWorker
 from tests.support.training import job_for, loader, plan_for, spec
 
-HELLO = Hello("w", "spawned", {}, "host", 1, "cpu", "a CPU", "", None, 1, None)
+HELLO = Hello(
+    name="w",
+    program="spawned",
+    versions={},
+    hostname="host",
+    device="cpu",
+    device_name="a CPU",
+    device_uuid="",
+)
 BAD = [-1e300, -1.0, math.nan, math.inf, -math.inf, 1e300]
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_sound_figure_is_finite_and_not_negative(figure: float) -> None:
     assert is_valid(figure) == (math.isfinite(figure) and -1e-6 <= figure <= 1e30)
-    found, odd = without_invalid(Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, figure, 0.5, 0.25, tokens=figure))
+    found, odd = without_invalid(
+        Ready(
+            run_id="r",
+            generation=1,
+            step=1,
+            shard=0,
+            loss_sum=1.0,
+            count=1.0,
+            finite=True,
+            rows=4,
+            forward_s=figure,
+            backward_s=0.5,
+            wait_s=0.25,
+            tokens=figure,
+        )
+    )
     assert (odd == "") == is_valid(figure)
     assert (found.forward_s, found.tokens) == ((figure, figure) if is_valid(figure) else (0.0, None))
     assert (found.backward_s, found.wait_s, found.rows) == (0.5, 0.25, 4)
@@ -48,23 +71,29 @@ def test_a_sound_figure_is_finite_and_not_negative(figure: float) -> None:
 @pytest.mark.parametrize("bad", BAD)
 def test_every_figure_of_a_report_is_looked_at(bad: float) -> None:
     board, fine = (
-        BoardEnergy("k", "n", "m", 1.0),
-        Energy("r", 0, 1.0, (BoardEnergy("k", "n", "m", None),), rates=(None, 0.0)),
+        BoardEnergy(key="k", name="n", method="m", joules=1.0),
+        Energy(
+            run_id="r",
+            mark=0,
+            seconds=1.0,
+            boards=(BoardEnergy(key="k", name="n", method="m", joules=None),),
+            rates=(None, 0.0),
+        ),
     )
     assert first_invalid_energy(fine) == ""
     for report in (
-        Energy("r", 0, bad),
-        Energy("r", 0, 1.0, (board, BoardEnergy("k", "n", "m", bad))),
-        Energy("r", 0, 1.0, phases=(PhaseReport("forward", bad, None),)),
-        Energy("r", 0, 1.0, tasks=(TaskEnergy("x", 1.0, bad, 1),)),
-        Energy("r", 0, 1.0, rates=(None, bad)),
-        Energy("r", 0, 1.0, power_w=bad),
-        Energy("r", 0, 1.0, up_bytes_s=bad),
+        Energy(run_id="r", mark=0, seconds=bad),
+        Energy(run_id="r", mark=0, seconds=1.0, boards=(board, BoardEnergy(key="k", name="n", method="m", joules=bad))),
+        Energy(run_id="r", mark=0, seconds=1.0, phases=(PhaseReport("forward", bad, None),)),
+        Energy(run_id="r", mark=0, seconds=1.0, tasks=(TaskEnergy("x", 1.0, bad, 1),)),
+        Energy(run_id="r", mark=0, seconds=1.0, rates=(None, bad)),
+        Energy(run_id="r", mark=0, seconds=1.0, power_w=bad),
+        Energy(run_id="r", mark=0, seconds=1.0, up_bytes_s=bad),
     ):
         assert first_invalid_energy(report)
-    for found in (LineMeasured(1, 0.1, bad, 1.0), LineMeasured(1, 0.1, 1.0, bad), LineMeasured(1, 0.1, 0.0, 1.0)):
+    for found in (LineMeasured(1, bad, 1.0), LineMeasured(1, 1.0, bad), LineMeasured(1, 0.0, 1.0)):
         assert first_invalid_rate(found)
-    assert first_invalid_rate(LineMeasured(1, 0.1, 1.0, 1.0)) == ""
+    assert first_invalid_rate(LineMeasured(1, 1.0, 1.0)) == ""
 
 
 class Seated:
@@ -97,9 +126,9 @@ def seated(tmp_path: Path) -> Seated:
 
 @pytest.mark.parametrize("bad", BAD)
 def test_an_odd_report_is_dropped_and_told_once(seated: Seated, bad: float) -> None:
-    seated.say(Energy("r", 0, 1.0))
-    seated.say(Energy("r", 0, bad))
-    seated.say(Energy("r", 0, bad))
+    seated.say(Energy(run_id="r", mark=0, seconds=1.0))
+    seated.say(Energy(run_id="r", mark=0, seconds=bad))
+    seated.say(Energy(run_id="r", mark=0, seconds=bad))
     seated.lose()
     told = seated.cluster.energy.newest(0)
     assert told is not None and told.seconds == 1.0
@@ -114,7 +143,7 @@ def test_the_dispatcher_survives_what_an_event_makes_of_it(
         raise OverflowError("no such figure")
 
     monkeypatch.setattr(seated.cluster.energy, "take", fails)
-    seated.say(Energy("r", 0, 1.0))
+    seated.say(Energy(run_id="r", mark=0, seconds=1.0))
     seated.lose()
     assert seated.cluster.roster.members[0].state == "lost" and seated.done == 2
     assert any(record.exc_info for record in caplog.records)
@@ -125,7 +154,7 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
         """Gets the answer that a worker would give."""
 
         def pump(self, until: Any, timeout_s: float | None = None) -> bool:
-            self.handle(FromWorker(0, LineMeasured(7, 0.1, math.nan, 5.0, 10), memoryview(b""), lambda: None))
+            self.handle(FromWorker(0, LineMeasured(7, math.nan, 5.0, 10), memoryview(b""), lambda: None))
             return True
 
     assert seated.cluster.wait_for(1, 30.0) == [0]
@@ -134,7 +163,19 @@ def test_odd_rates_and_odd_steps_name_the_worker(seated: Seated, monkeypatch: py
     assert "The line to w is not in these rates: up_bytes_s = nan." in line_survey.measure_lines(seated.cluster)
     assert seated.cluster.roster.members[0].line == (None, None)
     exchange = job_for(seated.cluster, spec(), plan_for(loader())).window.exchange
-    bad = Ready("r", 1, 1, 0, 1.0, 1.0, True, 4, math.nan, 0.0, 0.0)
+    bad = Ready(
+        run_id="r",
+        generation=1,
+        step=1,
+        shard=0,
+        loss_sum=1.0,
+        count=1.0,
+        finite=True,
+        rows=4,
+        forward_s=math.nan,
+        backward_s=0.0,
+        wait_s=0.0,
+    )
     assert exchange._sound(0, bad).forward_s == 0.0
     assert exchange._sound(0, bad).forward_s == 0.0
     seated.lose()

@@ -5,7 +5,15 @@ from guava_nb.protocol.messages import Hello
 
 
 def hello(name: str = "gpu") -> Hello:
-    return Hello(name, "spawned", {}, "host", 1, "cpu", "CPU", "", None, 2, None)
+    return Hello(
+        name=name,
+        program="spawned",
+        versions={},
+        hostname="host",
+        device="cpu",
+        device_name="CPU",
+        device_uuid="",
+    )
 
 
 def test_names_are_unique_among_the_living() -> None:

@@ -64,7 +64,18 @@ class World:
         data = np.asarray(values, np.float32)
         tensor = FlatTensor("float32", data.size)
         total = data.size if total is None else total
-        piece = Piece("g", sequence, target, rank, offset, total, tensor, "sum", call=call, **more)
+        piece = Piece(
+            group="g",
+            sequence=sequence,
+            target=target,
+            source=rank,
+            offset=offset,
+            total=total,
+            tensor=tensor,
+            reduce="sum",
+            call=call,
+            **more,
+        )
         self.say(rank, piece, data.tobytes())
 
     def close(self, rank: int) -> None:
@@ -111,7 +122,17 @@ def test_parts_for_one_target_go_there_only() -> None:
 
 def test_bytes_are_passed_on_undecoded_and_the_source_is_who_sent_them() -> None:
     world = World(3)
-    piece = Piece("g", 1, -1, 2, 0, 1, FlatTensor("float32", 1), confirm=True, call=CallSpec("broadcast"))
+    piece = Piece(
+        group="g",
+        sequence=1,
+        target=-1,
+        source=2,
+        offset=0,
+        total=1,
+        tensor=FlatTensor("float32", 1),
+        confirm=True,
+        call=CallSpec("broadcast"),
+    )
     world.say(0, piece, b"abcd")  # says it is rank 2
     for session in world.sessions[1:]:
         ((message, payload),) = session.got
@@ -123,8 +144,18 @@ def test_what_comes_for_a_rank_that_is_not_there_waits_for_it() -> None:
     world = World(2, opened=False)
     world.open(0)
     for number in (1, 2):
-        world.say(0, Parcel("g", 0, 1, 7, number, 0, 1, FlatTensor("uint8", 1)), bytes([number]))
-    world.say(0, Parcel("g", 0, 9, 7, 3, 0, 1, FlatTensor("uint8", 1)), b"x")  # no such rank
+        world.say(
+            0,
+            Parcel(
+                group="g", source=0, target=1, tag=7, number=number, offset=0, total=1, tensor=FlatTensor("uint8", 1)
+            ),
+            bytes([number]),
+        )
+    world.say(
+        0,
+        Parcel(group="g", source=0, target=9, tag=7, number=3, offset=0, total=1, tensor=FlatTensor("uint8", 1)),
+        b"x",
+    )  # no such rank
     assert world.sessions[1].got == []
     world.open(1)
     assert [payload for _, payload in world.sessions[1].got] == [b"\x01", b"\x02"]
@@ -217,7 +248,21 @@ def test_a_reduction_that_there_is_not_fails_on_all() -> None:
     call = CallSpec("all_reduce", "median", "float32", (1,))
     for rank in range(2):
         tensor = FlatTensor("float32", 1)
-        world.say(rank, Piece("g", 1, -1, rank, 0, 1, tensor, "median", call=call), b"abcd")
+        world.say(
+            rank,
+            Piece(
+                group="g",
+                sequence=1,
+                target=-1,
+                source=rank,
+                offset=0,
+                total=1,
+                tensor=tensor,
+                reduce="median",
+                call=call,
+            ),
+            b"abcd",
+        )
     assert all("median" in session.of(OperationFailed)[0].reason for session in world.sessions)
 
 

@@ -20,7 +20,7 @@ def session(session_id: bytes = b"s" * 16, identity: bytes = b"i" * 32) -> Sessi
 def attach(
     session_id: bytes = b"s" * 16, identity: bytes = b"i" * 32, purpose: str = "control", number: int = 0
 ) -> Attach:
-    return Attach(session_id, identity, purpose, number, {})
+    return Attach(session_id=session_id, identity=identity, purpose=purpose, incarnation=number, received={})
 
 
 def test_registry_finds_by_id_and_identity() -> None:

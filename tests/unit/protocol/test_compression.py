@@ -18,7 +18,9 @@ READS = Limits(max_payload_bytes=64 << 20, compressed=True)
 
 
 def message(payload: bytes) -> OutgoingMessage:
-    bucket = GradientBucket("run", 1, 2, 3, 0, b"\x01", FlatTensor("uint8", len(payload)))
+    bucket = GradientBucket(
+        run_id="run", generation=1, step=2, shard=3, bucket=0, present=b"\x01", tensor=FlatTensor("uint8", len(payload))
+    )
     return OutgoingMessage(bucket, Channel.GRADIENT, 1, [memoryview(payload)])
 
 

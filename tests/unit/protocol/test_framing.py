@@ -26,7 +26,9 @@ LAYOUT = struct.Struct("<4sBBBBQIIQ")
 
 
 def bucket(nbytes: int, index: int = 0) -> GradientBucket:
-    return GradientBucket("run", 1, 2, 3, index, b"\x01", FlatTensor("uint8", nbytes))
+    return GradientBucket(
+        run_id="run", generation=1, step=2, shard=3, bucket=index, present=b"\x01", tensor=FlatTensor("uint8", nbytes)
+    )
 
 
 def gradient(sequence: int, data: bytes) -> OutgoingMessage:
@@ -37,7 +39,7 @@ def wire(outgoing: OutgoingMessage) -> bytes:
     return b"".join(bytes(part) for frame in outgoing.frames() for part in frame)
 
 
-def frame(kind=35, channel=1, sequence=1, record=b"", chunk=0, payload=0, version=1, magic=b"GVNB", flags=0) -> bytes:
+def frame(kind=35, channel=1, sequence=1, record=b"", chunk=0, payload=0, version=2, magic=b"GVNB", flags=0) -> bytes:
     return LAYOUT.pack(magic, version, kind, channel, flags, sequence, len(record), chunk, payload) + record
 
 
@@ -150,7 +152,7 @@ def test_complete_messages_before_a_violation_are_returned():
 
 def test_limits_can_be_widened():
     decoder = Decoder(Limits.before_join())
-    attach = Attach(b"s" * 16, b"i" * 32, "control", 0, {1: 4})
+    attach = Attach(session_id=b"s" * 16, identity=b"i" * 32, purpose="control", incarnation=0, received={1: 4})
     (arrived,) = decoder.receive(wire(OutgoingMessage(attach, Channel.CONTROL, 0)))
     assert arrived.message == attach
     decoder.limits = Limits()
@@ -164,7 +166,7 @@ RECORD = wire(OutgoingMessage(EndRun("r"), Channel.CONTROL, 1))[HEADER_BYTES:]
     ("data", "kind", "words"),
     [
         (frame(magic=b"HTTP", record=RECORD), RemoteProtocolError, "stream is damaged"),
-        (frame(version=2, record=RECORD), VersionMismatch, "wire version 2"),
+        (frame(version=1, record=RECORD), VersionMismatch, "wire version 1"),
         (frame(kind=200, record=RECORD), RemoteProtocolError, "kind 200"),
         (frame(channel=8, record=RECORD), RemoteProtocolError, "channel 8"),
         (frame(flags=2, record=RECORD), RemoteProtocolError, "flags"),
@@ -183,7 +185,7 @@ RECORD = wire(OutgoingMessage(EndRun("r"), Channel.CONTROL, 1))[HEADER_BYTES:]
         (frame(record=b"\x91\x05"), RemoteProtocolError, "cannot be read"),
         (frame(record=b"\x91\xa2\xff\xff"), RemoteProtocolError, "cannot be read"),
         (frame(record=RECORD + b"\x00"), RemoteProtocolError, "cannot be read"),
-        (LAYOUT.pack(b"GVNB", 1, 35, 1, 0, 1, 0xFFFFFFFF, 0, 0), FrameTooLarge, "record of 4294967295"),
+        (LAYOUT.pack(b"GVNB", 2, 35, 1, 0, 1, 0xFFFFFFFF, 0, 0), FrameTooLarge, "record of 4294967295"),
     ],
 )
 def test_violations_are_recorded_not_raised(data, kind, words):

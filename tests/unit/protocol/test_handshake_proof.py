@@ -142,11 +142,11 @@ def test_strangers_are_named_after_eight_bytes(role, data, words):
 
 def test_other_version_is_named_on_both_sides():
     listener = ListenerProof(SECRET, b"")
-    listener.receive(b"GUAVA2\0\0")
+    listener.receive(b"GUAVA1\0\0")
     assert isinstance(listener.error, VersionMismatch)
     assert listener.to_send() == PREAMBLE
     dialler = DiallerProof(SECRET, b"")
-    dialler.receive(b"GUAVA2\0\0")
+    dialler.receive(b"GUAVA1\0\0")
     assert isinstance(dialler.error, VersionMismatch)
 
 

@@ -75,7 +75,9 @@ def test_what_is_not_worth_keeping_is_not_kept(max_kept, nbytes):
 def test_payloads_of_a_decoder_stay_as_they_came_while_held():
     decoder, held = Decoder(), []
     for sequence in range(1, 8):
-        message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", MIB))
+        message = GradientBucket(
+            run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", MIB)
+        )
         outgoing = OutgoingMessage(message, Channel.GRADIENT, sequence, [memoryview(bytes([sequence]) * MIB)])
         (arrived,) = decoder.receive(b"".join(bytes(part) for frame in outgoing.frames() for part in frame))
         if sequence % 2:

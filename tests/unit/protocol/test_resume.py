@@ -14,7 +14,9 @@ GRADIENT, BATCH, CONTROL = Channel.GRADIENT, Channel.BATCH, Channel.CONTROL
 
 
 def put(outbox: Outbox, channel: Channel, nbytes: int = 0):
-    message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", nbytes))
+    message = GradientBucket(
+        run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", nbytes)
+    )
     return outbox.enqueue(message, channel, [memoryview(bytes(nbytes))])
 
 
@@ -63,7 +65,7 @@ def test_counters():
     assert outbox.backlog_bytes(BATCH) == first.total_bytes
     outbox.next_sendable()
     assert outbox.backlog_bytes() == first.total_bytes
-    assert outbox.unacked_bytes == outbox.unacked_bytes_of(GRADIENT) == second.total_bytes
+    assert outbox.unacked_bytes == outbox._queues[GRADIENT].unacked_bytes == second.total_bytes
     outbox.acked(GRADIENT, 1)
     assert outbox.unacked_bytes == 0
 
@@ -82,7 +84,9 @@ def test_resume_puts_back_what_was_not_received_and_counts_what_was():
 
 def test_resume_forgets_the_buffers_of_what_was_received():
     outbox, buffer = Outbox(WINDOW), bytearray(100)
-    message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", 100))
+    message = GradientBucket(
+        run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", 100)
+    )
     outbox.enqueue(message, BATCH, [memoryview(buffer)])
     drain(outbox)
     with pytest.raises(BufferError):

@@ -38,16 +38,20 @@ class World:
     def enqueue(self, size: int) -> None:
         channel = self.random.choice(CHANNELS)
         payload = self.random.randbytes(size)
-        message = GradientBucket("r", 0, 0, 0, 0, b"", FlatTensor("uint8", size))
+        message = GradientBucket(
+            run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", size)
+        )
         self.outbox.enqueue(message, channel, [memoryview(payload)])
         self.expected[channel].append(payload)
 
     def take(self) -> None:
         busy = min(self.lanes, default=None)
-        before = {channel: self.outbox.unacked_bytes_of(channel) for channel in CHANNELS}
+        before = {channel: self.outbox._queues[channel].unacked_bytes for channel in CHANNELS}
         message = self.outbox.next_sendable(busy)
         if message is not None:
-            assert before[message.channel] == 0 or (self.outbox.unacked_bytes_of(message.channel) <= self.window_bytes)
+            assert before[message.channel] == 0 or (
+                self.outbox._queues[message.channel].unacked_bytes <= self.window_bytes
+            )
             self.lanes[message.channel] = [b"".join(map(bytes, frame)) for frame in message.frames(CHUNK_BYTES)]
 
     def write_frame(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
 from guava_nb.protocol.messages import MESSAGE_KINDS, Ack, Attach, Attached, EndRun, Goodbye, Ping, Refused
-from guava_nb.protocol.state import TRANSITIONS, Event, Role, State, advance, legal_records, received, sent
+from guava_nb.protocol.state import TRANSITIONS, Event, Role, State, advance, received, sent
 
 STREAM_EVENTS = {Event.PROVED, Event.ENDED, Event.VIOLATED}
 
@@ -41,6 +41,11 @@ def test_refusal_ends_both_sides():
     assert walk(Role.LISTENER, Event.PROVED, received(Attach), sent(Refused), Event.ENDED) is State.CLOSED
     assert walk(Role.DIALLER, Event.PROVED, sent(Attach), received(Refused)) is State.CLOSED
     assert walk(Role.LISTENER, Event.PROVED, sent(Refused)) is State.CLOSING
+
+
+def legal_records(state: State, role: Role) -> frozenset[type]:
+    allowed = TRANSITIONS[role][state]
+    return frozenset(record for record in MESSAGE_KINDS.values() if received(record) in allowed)
 
 
 @pytest.mark.parametrize("role", Role)

@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from unittest import mock
 
 import msgspec
@@ -77,13 +78,15 @@ def value_of(hint: object, payload_bytes: int) -> st.SearchStrategy:
         return st.tuples(*(value_of(arg, payload_bytes) for arg in args))
     if origin is dict:
         return st.dictionaries(value_of(args[0], payload_bytes), value_of(args[1], payload_bytes), max_size=3)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(hint)
     assert isinstance(hint, type) and issubclass(hint, msgspec.Struct), hint
     return struct_of(hint, payload_bytes)
 
 
 def struct_of(record: type, payload_bytes: int) -> st.SearchStrategy:
-    fields = {name: value_of(hint, payload_bytes) for name, hint in typing.get_type_hints(record).items()}
-    return st.builds(record, **fields)
+    hints = typing.get_type_hints(record)
+    return st.builds(record, **{name: value_of(hints[name], payload_bytes) for name in record.__struct_fields__})
 
 
 def has_payload(record: type[Message]) -> bool:

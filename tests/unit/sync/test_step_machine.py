@@ -12,7 +12,19 @@ from guava_nb.sync.step_machine import Add, Decided, Halt, Reissue, SendBucket, 
 
 
 def ready(shard: int, loss: float = 1.0, count: float = 4.0, finite: bool = True, generation: int = 0) -> Ready:
-    return Ready("run", generation, 0, shard, loss, count, finite, 4, 0.0, 0.0, 0.0)
+    return Ready(
+        run_id="run",
+        generation=generation,
+        step=0,
+        shard=shard,
+        loss_sum=loss,
+        count=count,
+        finite=finite,
+        rows=4,
+        forward_s=0.0,
+        backward_s=0.0,
+        wait_s=0.0,
+    )
 
 
 def machine(num_shards: int, buckets: tuple[int, ...] = (0, 1, -1), **options: object) -> StepMachine:

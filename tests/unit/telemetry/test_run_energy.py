@@ -124,8 +124,15 @@ class Session:
         return rank != 9
 
     def report(self, rank: int, joules: float | None, key: str = "", mark: int = 0, run_id: str = "r") -> None:
-        board = BoardEnergy(key or f"host/GPU-{rank}", "a GPU", "NVML energy counter", joules, 10)
-        self.book.take(rank, Energy(run_id, mark, 2.0, (board,), (PhaseReport("forward", 1.0, joules),)))
+        board = BoardEnergy(
+            key=key or f"host/GPU-{rank}", name="a GPU", method="NVML energy counter", joules=joules, readings=10
+        )
+        self.book.take(
+            rank,
+            Energy(
+                run_id=run_id, mark=mark, seconds=2.0, boards=(board,), phases=(PhaseReport("forward", 1.0, joules),)
+            ),
+        )
 
 
 def test_a_run_adds_up_its_workers_and_epochs() -> None:

@@ -32,11 +32,32 @@ def new_run(work: OwnWork, run_id: str = "r") -> None:
 
 
 def shard(step: int, rows: int, total: int, number: int = 0, **more: Any) -> Shard:
-    return Shard("r", 1, step, number, 2, rows, total, 1, Tree(b""), **more)
+    return Shard(
+        run_id="r",
+        generation=1,
+        step=step,
+        shard=number,
+        rows=rows,
+        global_rows=total,
+        batch=Tree(b""),
+        **more,
+    )
 
 
 def ready(step: int, rows: int, number: int = 0, run_id: str = "r") -> Ready:
-    return Ready(run_id, 1, step, number, 1.0, rows, True, rows, 0.01, 0.02, 0.5)
+    return Ready(
+        run_id=run_id,
+        generation=1,
+        step=step,
+        shard=number,
+        loss_sum=1.0,
+        count=rows,
+        finite=True,
+        rows=rows,
+        forward_s=0.01,
+        backward_s=0.02,
+        wait_s=0.5,
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), max_size=20), st.booleans())
@@ -53,11 +74,11 @@ def test_each_committed_row_counts_once_also_when_steps_are_aborted_and_done_aga
                 work.arrived(Abort("r", 2, step - 1, "somebody was lost"))
                 aborted = False
         if solo:
-            work.sent(Committed("r", 1, step, ready=ready(step, rows)), step)
+            work.sent(Committed(run_id="r", generation=1, step=step, ready=ready(step, rows)), step)
         else:
             work.sent(ready(step, rows), step)
             assert work.figures().samples == counted, "not before the commit"
-            work.sent(Committed("r", 1, step), step)
+            work.sent(Committed(run_id="r", generation=1, step=step), step)
         counted += rows
         now = work.figures()
         assert (now.samples, now.share) == (counted, rows / (rows + others))
@@ -69,7 +90,7 @@ def test_of_a_group_only_true_rows_count() -> None:
     new_run(work)
     work.arrived(shard(0, 4, 8, part_rows=(3, 0)))
     work.sent(ready(0, 4), 0.0)
-    work.sent(Committed("r", 1, 0), 0.0)
+    work.sent(Committed(run_id="r", generation=1, step=0), 0.0)
     assert work.figures().samples == 3
 
 
@@ -77,7 +98,11 @@ def test_a_new_run_starts_at_nothing_and_words_of_the_old_one_are_not_taken_for_
     work = OwnWork("cpu", "CPU")
     new_run(work, "old")
     new_run(work)
-    late: list[Message] = [ready(0, 5, run_id="old"), Committed("old", 1, 0), Energy("old", 0, 1.0, power_w=9.0)]
+    late: list[Message] = [
+        ready(0, 5, run_id="old"),
+        Committed(run_id="old", generation=1, step=0),
+        Energy(run_id="old", mark=0, seconds=1.0, power_w=9.0),
+    ]
     for message in late:
         work.sent(message, 1.0)
     assert work.figures() == OwnFigures(device_name="CPU")
@@ -86,8 +111,16 @@ def test_a_new_run_starts_at_nothing_and_words_of_the_old_one_are_not_taken_for_
 def test_when_a_run_is_over_its_energy_stays_and_what_the_device_did_then_says_nothing_of_now() -> None:
     work = OwnWork("cuda:0", "T4")
     new_run(work)
-    boards = (BoardEnergy("a", "T4", "counter", 5.0), BoardEnergy("b", "CPU", "", None))
-    work.sent(Energy("r", 0, 1.0, boards, busy=0.9, memory_used_bytes=1, memory_bytes=2, power_w=70.0), 1.0)
+    boards = (
+        BoardEnergy(key="a", name="T4", method="counter", joules=5.0),
+        BoardEnergy(key="b", name="CPU", method="", joules=None),
+    )
+    work.sent(
+        Energy(
+            run_id="r", mark=0, seconds=1.0, boards=boards, busy=0.9, memory_used_bytes=1, memory_bytes=2, power_w=70.0
+        ),
+        1.0,
+    )
     now = work.figures()
     assert (now.joules, now.busy, now.memory_bytes, now.power_w) == (5.0, 0.9, 2, 70.0)
     work.arrived(EndRun("r"))
@@ -101,5 +134,7 @@ def test_a_processor_s_load_is_that_of_its_machine() -> None:
     for device, expected in (("cpu", 0.25), ("cuda:0", None)):
         work = OwnWork(device, "x")
         new_run(work)
-        work.sent(Energy("r", 0, 1.0, cpu_busy=0.25, host_memory_used_bytes=3, host_memory_bytes=9), 1.0)
+        work.sent(
+            Energy(run_id="r", mark=0, seconds=1.0, cpu_busy=0.25, host_memory_used_bytes=3, host_memory_bytes=9), 1.0
+        )
         assert work.figures().busy == expected and work.figures().memory_bytes == 9

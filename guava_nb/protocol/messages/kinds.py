@@ -1,0 +1,54 @@
+"""All records by number, and the channels under which they travel and are counted."""
+
+from __future__ import annotations
+
+from guava_nb.protocol.messages import (
+    collective_records,
+    connection_records,
+    group_records,
+    measure_records,
+    pass_records,
+    report_records,
+    row_records,
+    run_records,
+    step_records,
+)
+from guava_nb.protocol.messages.pass_records import Evaluate, Predict
+from guava_nb.protocol.messages.step_records import Shard, StepInfo, Tick
+from guava_nb.protocol.messages.wire_types import Channel, Message
+
+__all__ = ["KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as"]
+
+_SECTIONS = (
+    *(connection_records, run_records, group_records, step_records, pass_records),
+    *(row_records, collective_records, measure_records, report_records),
+)
+#: The records by number. 0 goes on with a payload and is no record.
+MESSAGE_KINDS: dict[int, type[Message]] = {
+    record.NUMBER: record
+    for section in _SECTIONS
+    for record in vars(section).values()
+    if isinstance(record, type) and issubclass(record, Message) and record is not Message
+}
+KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
+
+
+def channel_of(message: Message) -> Channel:
+    """Return the channel on which a sequenced record travels."""
+    return message.CHANNEL
+
+
+def counted_as(message: Message, payload_bytes: int) -> Channel:
+    """Return the channel under which a record's bytes are reported: BATCH is for samples, not for orders about them."""
+    channel = channel_of(message)
+    if channel is not Channel.BATCH:
+        return channel
+    if isinstance(message, StepInfo | Tick):
+        return Channel.CONTROL
+    if not isinstance(message, Shard | Evaluate | Predict):
+        return channel
+    if message.source:
+        return Channel.CONTROL
+    if payload_bytes or not message.cached or any(not c.keys or c.states.strip(b"\0") for c in message.cached):
+        return channel
+    return Channel.CONTROL

@@ -1,0 +1,102 @@
+"""Passes without training: validation and prediction."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from guava_nb.protocol.messages.row_records import CachedRows
+from guava_nb.protocol.messages.run_records import Factory, MetricSpec
+from guava_nb.protocol.messages.wire_types import Channel, Message, Tree
+
+__all__ = ["Evaluate", "Evaluated", "Predict", "Predicted", "Wanted"]
+
+
+class Evaluate(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
+    loss and accuracy. `cached` (at most one) and `source` are those of `Shard`.
+    """
+
+    NUMBER: ClassVar[int] = 33
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    grouped: bool = False
+    metrics: tuple[MetricSpec, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
+
+
+class Evaluated(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+
+    `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
+    or where this rank's figures do not count.
+    """
+
+    NUMBER: ClassVar[int] = 34
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    request_id: int
+    loss_sum: float
+    count: float
+    correct: int | None
+    rows: int
+    metrics: Tree = Tree(b"")
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """What comes back of a model's outputs; nothing else crosses the wire.
+
+    Attributes:
+        top_k: the best classes of each row, with their probabilities.
+        threshold: rows whose best probability is below it send no classes.
+        full: the probabilities of all classes too.
+        raw: the outputs as they are, instead of all the above.
+        step: `step(model, batch)` that gives the outputs; None calls the model on the inputs.
+    """
+
+    top_k: int = 1
+    threshold: float | None = None
+    full: bool = False
+    raw: bool = False
+    step: Factory | None = None
+
+
+class Predict(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
+
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached` (at most one) and
+    `source` are those of `Shard`.
+    """
+
+    NUMBER: ClassVar[int] = 80
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    request_id: int
+    rows: int
+    batch: Tree
+    wanted: Wanted
+    grouped: bool = False
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
+
+
+class Predicted(Message, frozen=True):
+    """Worker to orchestrator (BATCH): names to tensors, see `guava_nb.replica.outputs`; no structure without outputs."""
+
+    NUMBER: ClassVar[int] = 81
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    request_id: int
+    rows: int
+    columns: Tree = Tree(b"")

@@ -1,0 +1,253 @@
+"""Training: state, shards, gradients, sums and commits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from guava_nb.protocol.messages.row_records import CachedRows
+from guava_nb.protocol.messages.wire_types import Channel, FlatTensor, Message, Tree
+
+__all__ = [
+    "Abort",
+    "Commit",
+    "CommitStep",
+    "Committed",
+    "FetchState",
+    "GradientBucket",
+    "LoadState",
+    "ParameterBucket",
+    "Ready",
+]
+__all__ += ["Shard", "State", "StateLoaded", "StepInfo", "SumBucket", "Tick"]
+
+
+class LoadState(Message, frozen=True):
+    """Orchestrator to worker: become this state. The tree holds model, optimizer, scheduler, scaler."""
+
+    NUMBER: ClassVar[int] = 20
+    CHANNEL: ClassVar[Channel] = Channel.CHECKPOINT
+
+    run_id: str
+    generation: int
+    step: int  # last committed step, -1 for the start
+    state: Tree
+    want_hash: bool = True
+
+
+class StateLoaded(Message, frozen=True):
+    """Worker to orchestrator: the state is in place."""
+
+    NUMBER: ClassVar[int] = 21
+
+    run_id: str
+    step: int
+    parameter_hash: str
+    device_kind: str  # device type and torch version; hashes must be equal within one
+
+
+class FetchState(Message, frozen=True):
+    """Orchestrator to worker: send the state as of the last committed step."""
+
+    NUMBER: ClassVar[int] = 22
+
+    request_id: int
+    run_id: str
+    model: bool = True
+    optimizer: bool = True
+
+
+class State(Message, frozen=True):
+    """Worker to orchestrator: the answer to `FetchState`."""
+
+    NUMBER: ClassVar[int] = 23
+    CHANNEL: ClassVar[Channel] = Channel.CHECKPOINT
+
+    request_id: int
+    run_id: str
+    step: int
+    state: Tree
+
+
+class Shard(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (BATCH): the instruction STEP with its data.
+
+    A step is done by every worker: those with no shard of it still get its means and commit.
+
+    Attributes:
+        generation: the membership in which this attempt of the step was first issued; shards that are issued again
+            after a loss keep it, an aborted step gets a new one.
+        step: optimizer step, counted from 0 over the whole run.
+        shard: index in summation order.
+        rows: samples in this shard, over all parts of its batch.
+        global_rows: samples in the whole step; the loss is divided by it before backward.
+        solo: the receiver is the only worker and may commit by itself.
+        want_hash: report a hash of the parameters after this step.
+        part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
+        cached: one per part when the worker keeps rows; empty when all parts came whole.
+        batch: a list of parts, each of rows of one loader batch; more than one with accumulation.
+        source: the parts are int64 tensors of sample ids in this data set of `RunSpec.data`, from 1; 0: they are batches.
+    """
+
+    NUMBER: ClassVar[int] = 24
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    rows: int
+    global_rows: int
+    batch: Tree
+    solo: bool = False
+    want_hash: bool = False
+    part_rows: tuple[int, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    source: int = 0
+
+
+class StepInfo(Message, frozen=True):
+    """Orchestrator to worker without a shard in this step: it exists, wait for its means and commit."""
+
+    NUMBER: ClassVar[int] = 25
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    generation: int
+    step: int
+    want_hash: bool = False
+
+
+class GradientBucket(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator (GRADIENT): one bucket of one shard, summed over its rows, divided by global_rows.
+
+    `present` has a bit per parameter of the bucket, lowest bit first: set when the parameter got a gradient.
+    Bucket index -1 carries the model's floating-point buffers after this shard's forward.
+    """
+
+    NUMBER: ClassVar[int] = 26
+    CHANNEL: ClassVar[Channel] = Channel.GRADIENT
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator: forward and backward of this shard are done and its buckets are on their way."""
+
+    NUMBER: ClassVar[int] = 27
+
+    run_id: str
+    generation: int
+    step: int
+    shard: int
+    loss_sum: float
+    count: float
+    finite: bool
+    rows: int
+    forward_s: float
+    backward_s: float
+    wait_s: float  # time without work since the last commit
+    culprit: str = ""  # with no buckets: the first parameter or buffer that is not finite
+    gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
+    tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """Apply the step: every mean is multiplied by `scale`; with `skip` only the scaler learns of it.
+
+    `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike.
+    """
+
+    scale: float
+    skip: bool
+    clip: float = 1.0
+
+
+class SumBucket(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (GRADIENT): one bucket of gradients, summed over all shards in shard order.
+
+    Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+    """
+
+    NUMBER: ClassVar[int] = 28
+    CHANNEL: ClassVar[Channel] = Channel.GRADIENT
+
+    run_id: str
+    generation: int
+    step: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+    commit: Commit | None = None
+
+
+class ParameterBucket(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (GRADIENT): one bucket of new parameter values, where the orchestrator has the optimizer.
+
+    Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+    """
+
+    NUMBER: ClassVar[int] = 43
+    CHANNEL: ClassVar[Channel] = Channel.GRADIENT
+
+    run_id: str
+    generation: int
+    step: int
+    bucket: int
+    present: bytes
+    tensor: FlatTensor
+    commit: Commit | None = None
+
+
+class CommitStep(Message, frozen=True):
+    """Orchestrator to worker (GRADIENT): commit where there is no last mean to carry it (a model without gradients)."""
+
+    NUMBER: ClassVar[int] = 29
+    CHANNEL: ClassVar[Channel] = Channel.GRADIENT
+
+    run_id: str
+    generation: int
+    step: int
+    commit: Commit
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator: the step is applied here."""
+
+    NUMBER: ClassVar[int] = 30
+
+    run_id: str
+    generation: int
+    step: int
+    parameter_hash: str = ""
+    learning_rate: float | None = None
+    skipped: bool = False
+    ready: Ready | None = None  # from a lone worker: its report on the shard, in the same message
+
+
+class Abort(Message, frozen=True):
+    """Orchestrator to worker (CONTROL): forget every step after `last_committed`; restore buffers and random state."""
+
+    NUMBER: ClassVar[int] = 31
+
+    run_id: str
+    generation: int
+    last_committed: int
+    reason: str
+
+
+class Tick(Message, frozen=True):
+    """Orchestrator to worker (BATCH, so that it stands in order with the shards): advance the scheduler once."""
+
+    NUMBER: ClassVar[int] = 32
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    metric: float | None = None
