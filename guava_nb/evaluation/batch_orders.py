@@ -28,7 +28,7 @@ class Question(Protocol):
     """What is asked of every batch, and what becomes of the answers."""
 
     def part(self, batch: Any, treated: bool) -> Any:
-        """Return what of a batch travels; `treated`: a function of the user's shall see all of it at the worker."""
+        """Return the part of a batch that travels; `treated`: the user's preprocess needs all of it at the worker."""
 
     def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
         """Return what a stage of a pipeline needs of it."""
@@ -49,7 +49,7 @@ class BatchOrders:
     Attributes:
         question: what is asked.
         run_id: of the replicas.
-        treated: a function of the user's shall see whole batches at the worker.
+        treated: the user's preprocess needs whole batches at the worker.
         writer: knows which rows workers hold.
         splitter: cuts the batches.
     """

@@ -61,7 +61,7 @@ def ask(
 
 @contextmanager
 def _errors_for_users() -> Iterator[None]:
-    """Turn what unwinds a job into what a user knows."""
+    """Turn the exceptions that unwind a job into errors for users."""
     try:
         yield
     except StopRequested:

@@ -6,7 +6,7 @@ Everything wrong with it is found here, on the orchestrator, before any worker i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -138,6 +138,6 @@ def _equal(one: Any, other: Any) -> bool:
         return isinstance(other, torch.Tensor) and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, Callable):  # type: ignore[arg-type]  # bound anew for each object
+    if callable(one):  # bound anew for each object
         return bool(getattr(one, "__qualname__", one) == getattr(other, "__qualname__", other))
     return bool(one == other)

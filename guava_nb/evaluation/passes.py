@@ -159,7 +159,7 @@ class Pass(ABC):
             self._job.cluster.send(rank, *self._replica_set.writer.write(rank, *asked.orders[rank]))
 
     def _on_wanted(self, rank: int, request: int) -> None:
-        """A worker lacks rows of its batch that it was thought to hold: send it again."""
+        """Send a batch again to a worker that lacks rows that it was thought to hold."""
         asked = self._find(request)
         if asked is not None and rank in asked.orders:
             self._send(asked, [rank])
@@ -183,7 +183,7 @@ class Pass(ABC):
 
     @abstractmethod
     def _mend(self) -> None:
-        """Deal again what was lost, or unwind where nothing would ever be answered."""
+        """Deal again what was lost; raise where no answer can come any more."""
 
     def _pump(self, until: Callable[[], bool]) -> None:
         """Wait; meanwhile take answers, and deal again what was lost."""
@@ -259,7 +259,7 @@ class StarPass(Pass):
 
 
 class GroupPass(Pass):
-    """Every batch shared among the replicas of a group: all ranks do their part, the reporting ones count.
+    """Shares every batch among the replicas of a group: all ranks compute, and those that report are counted.
 
     Args:
         job: attached, or about to be.
@@ -270,7 +270,7 @@ class GroupPass(Pass):
     def __init__(
         self, job: Job, replica_set: ShardedReplicaSet, form_again: Callable[[GroupLost], None] | None = None
     ) -> None:
-        """No rank has anything to do."""
+        """Register for the workers' answers."""
         super().__init__(job, replica_set)
         self._group = replica_set
         self._form_again = form_again

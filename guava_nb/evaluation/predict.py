@@ -92,7 +92,7 @@ def _written(results: MemoryResults | DiskResults) -> Iterator[None]:
 
 
 def _check_fits(replica_set: ReplicaSet, wanted: Wanted, path: Path | None, resume: bool) -> None:
-    """Refuse what contradicts itself, or the mode."""
+    """Refuse options that contradict each other, or the mode."""
     if resume and path is None:
         raise ConfigError("resume=True goes on with what a folder holds: give path= (--path) as well")
     if wanted.step is not None and replica_set.spec.parallel is not None and replica_set.spec.parallel.pp > 1:

@@ -96,7 +96,7 @@ def wanted_of(top_k: int, threshold: float | None, full: bool, raw: bool) -> Wan
 
 
 def least_row_bytes(wanted: Wanted) -> int | None:
-    """Return the bytes of a row of results; None where only the first outputs tell."""
+    """Return the bytes of a row of results; None where it depends on the outputs."""
     if wanted.raw or wanted.full:
         return None
     return 8 + wanted.top_k * (8 + 4) + (0 if wanted.threshold is None else 1)
@@ -127,7 +127,7 @@ class Prediction:
         expected_rows: int | None,
         skipped: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Estimate what can be told before the first outputs."""
+        """Estimate the bytes of all results, where they do not depend on the outputs."""
         self._skipped = skipped
         self._had = results.last_id
         self._wanted, self._results, self._expected = wanted, results, expected_rows
@@ -138,17 +138,17 @@ class Prediction:
             self._estimate(row_bytes, f"{row_bytes} bytes")
 
     def part(self, batch: Any, treated: bool) -> Any:
-        """Inputs alone, where it is known which those are and no function shall see more."""
+        """Return the inputs alone, unless a function of the user's needs the whole batch."""
         return batch if treated or self._wanted.step is not None else without_targets(batch)
 
     def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
-        """Inputs to the first stage; all of it where it is treated there."""
+        """Return the inputs for the first stage; the whole batch where it is preprocessed there."""
         if treated:
             return piece if stage == 0 else None
         return (inputs_of(piece) if stage == 0 else None, None)
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Predict:
-        """Ask for the outputs on a batch."""
+        """Return the record that asks for the outputs on a batch."""
         return Predict(run_id=run_id, request_id=request, rows=rows, batch=tree, wanted=self._wanted, grouped=grouped)
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
@@ -183,7 +183,7 @@ class Prediction:
         )
 
     def _check_order(self, batch: LoadedBatch) -> None:
-        """Files only grow, so what comes must come in the order of the data set."""
+        """Refuse batches out of the order of the data set: files only grow at their end."""
         if self._results.folder is None or not batch.sample_ids:
             return
         ids, before = batch.sample_ids, self._results.last_id

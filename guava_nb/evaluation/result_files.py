@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class MemoryResults:
         self._room = rows
 
     def close(self, complete: bool) -> None:
-        """Nothing is open."""
+        """Do nothing: memory needs no closing."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all rows."""
@@ -227,8 +227,8 @@ class DiskResults:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all rows as memory maps that can be read."""
-        mode = "r" if self.rows else None  # nothing cannot be mapped
-        return {name: np.load(self._path(name), mmap_mode=mode) for name in self._columns}  # type: ignore[arg-type]
+        mode: Literal["r"] | None = "r" if self.rows else None  # nothing cannot be mapped
+        return {name: np.load(self._path(name), mmap_mode=mode) for name in self._columns}
 
     def _check_names(self, arrays: Arrays) -> None:
         """Refuse two columns in one file, also where a disk takes large and small letters for the same."""

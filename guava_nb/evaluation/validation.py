@@ -42,22 +42,22 @@ class Validation:
     verb = "validating"
 
     def __init__(self, specs: Sequence[MetricSpec] = (), merges: Sequence[Merge] = ()) -> None:
-        """Nothing is counted yet."""
+        """Start with nothing counted."""
         self._specs, self._merges = tuple(specs), list(merges)
         self._loss_sum = self._count = 0.0
         self._correct: int | None = 0
         self._rows = 0
 
     def part(self, batch: Any, treated: bool) -> Any:
-        """All of it: the loss needs the targets."""
+        """Return the whole batch: the loss needs the targets."""
         return batch
 
     def for_stage(self, mesh: Mesh, stage: int, piece: Any, treated: bool) -> Any:
-        """Inputs to the first, targets to the last; all to both where it is treated there."""
+        """Return inputs for the first stage, targets for the last; for both the whole batch where it is preprocessed."""
         return parts_for(mesh, stage, [piece], treated)[0]
 
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
-        """Ask for the sums over a batch."""
+        """Return the record that asks for the sums over a batch."""
         return Evaluate(run_id=run_id, request_id=request, rows=rows, batch=tree, grouped=grouped, metrics=self._specs)
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
@@ -67,14 +67,14 @@ class Validation:
             self._loss_sum += message.loss_sum
             self._count += message.count
             self._rows += message.rows
-            known = self._correct is not None and message.correct is not None
-            self._correct = self._correct + message.correct if known else None  # type: ignore[operator]
+            if self._correct is not None:
+                self._correct = None if message.correct is None else self._correct + message.correct
             if message.metrics.structure:
                 for merge, state in zip(self._merges, unpack(message.metrics, payload), strict=True):
                     merge.add(state)
 
     def result(self) -> EvaluationResult:
-        """Return what all batches came to."""
+        """Return the figures of all batches."""
         return EvaluationResult(
             loss=self._loss_sum / self._count if self._count else float("nan"),
             accuracy=self._correct / self._rows if self._rows and self._correct is not None else None,

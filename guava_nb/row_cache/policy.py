@@ -89,11 +89,11 @@ class CachePolicy:
         return key in self._now or key in self._before or key in self._stale
 
     def keys(self) -> set[bytes]:
-        """All keys."""
+        """Return all keys."""
         return {*self._now, *self._before, *self._stale}
 
     def next_pass(self) -> None:
-        """Another pass over the data begins."""
+        """Begin another pass over the data."""
         self._stale.update(self._before)
         self._before, self._now = self._now, {}
 
@@ -131,19 +131,19 @@ class CachePolicy:
         return True
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """The worker does not hold these any more."""
+        """Note that the worker does not hold these rows any more."""
         for key in keys:
             for part in (self._now, self._before, self._stale):
                 self.used_bytes -= part.pop(key, 0)
 
     def replace(self, sizes: Mapping[bytes, int]) -> None:
-        """The worker told what it holds: entries' bytes by key. They count as used in the pass before."""
+        """Take what the worker says it holds: entries' bytes by key. They count as used in the pass before."""
         self._now, self._stale = {}, {}
         self._before = {key: self._cost(size) for key, size in sizes.items()}
         self.used_bytes = sum(self._before.values())
 
     def digest(self) -> bytes:
-        """The digest of all keys."""
+        """Return the digest of all keys."""
         return digest_of(self.keys())
 
 

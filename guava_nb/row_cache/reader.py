@@ -1,4 +1,4 @@
-"""What a worker makes of the batches that come: whole ones as they are, others of what came and what it holds."""
+"""Batches at a worker: whole ones as they came, others put together of rows that came and rows that it holds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RowReader:
         self._store: RowStore | None = None
 
     def open(self, run_id: str, spec: CacheSpec | None) -> None:
-        """A run begins: open what it asks for, and tell what is held. Without a cache what is held stays for later runs."""
+        """Open the store that a run asks for, and report what it holds. Without a cache the store stays for later runs."""
         if spec is None:
             return
         problem = ""
@@ -65,7 +65,7 @@ class RowReader:
         self._store = self._spec = None
 
     def list_rows(self, run_id: str) -> None:
-        """Tell every row that is held."""
+        """Report every row that is held."""
         sizes = self._store.sizes() if self._store is not None else {}
         listed = np.empty(len(sizes), np.dtype([("key", "V16"), ("size", "<u4")]))
         listed["key"] = np.frombuffer(b"".join(sizes), "V16")

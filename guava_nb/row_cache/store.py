@@ -145,7 +145,7 @@ class DiskRows(RowStore):
         self._trim()
 
     def _tidy(self) -> None:
-        """This folder is ours alone: what is in it and not ours was left by a version that is no more."""
+        """Delete what another version left in this folder, which is this worker's alone."""
         for path in self._folder.iterdir():
             if path.is_file() and not path.name.startswith(_FILE) and path.name != _LOCK_NAME:
                 path.unlink()
@@ -181,7 +181,7 @@ class DiskRows(RowStore):
         self._sizes, self._used_bytes = {}, 0
 
     def _start_anew(self) -> None:
-        """The file is damaged: what was in it is lost, and every row that is asked for is missing."""
+        """Replace a damaged file by an empty one; its rows count as missing."""
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
         self._delete_file()

@@ -118,7 +118,7 @@ class _KnownRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What batches look like without any row; if that is the same for all, it need not be loaded."""
+    """A batch without its rows; where all batches are alike in this, one need not be loaded to know it."""
 
     marks: bytes
     slots: tuple[int, ...]
@@ -254,7 +254,7 @@ class RowWriter:
             self.on_batch_wanted(rank, message.request_id)
 
     def next_pass(self) -> None:
-        """Another pass over the data begins: what two passes have not used may make room."""
+        """Begin another pass over the data: rows that two passes have not used may make room."""
         for held in self._caches.values():
             held.next_pass()
 
@@ -353,6 +353,6 @@ class RowWriter:
 
 
 def taken_apart(writer: RowWriter, part: Any, rows: int, splitter: RowSplitter) -> Any:
-    """A part as a `RowSlice` of all its rows, where its worker keeps rows; else the part itself."""
+    """Return a part as a `RowSlice` of all its rows where its worker keeps rows, else the part itself."""
     apart = writer.apart(part, rows, splitter)
     return RowSlice(apart, range(rows)) if isinstance(apart, Rows) else apart

@@ -117,7 +117,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._job.cluster.send(rank, *self._writer.write(rank, message, outgoing))
 
     def _send_again(self, rank: int, step: int, shard: int) -> None:
-        """A worker lacks rows of its shard that it was thought to hold."""
+        """Send a shard again to a worker that lacks rows that it was thought to hold."""
         in_flight = self.in_flight.get(step)
         if in_flight is not None and shard < len(in_flight.shards) and in_flight.machine.tasks[shard].owner == rank:
             self._send_shard(in_flight, shard, rank)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 class _Fetching(Job):
     def on_leaving(self, rank: int) -> None:
-        """It may have what is fetched; the end of this job releases it."""
+        """Keep it: it may have the state that is fetched; the end of this job releases it."""
 
 
 def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: float | None) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
 
 
 def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> None:
-    """Let a member go that leaves between two runs, with a last run's state fetched first if only workers have that.
+    """Let a member leave between two runs; where only workers have the last run's state, fetch it first.
 
     Returns at once: the rest happens on a thread.
     """

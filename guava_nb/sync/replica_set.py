@@ -352,7 +352,7 @@ class ReplicaSet(ABC):
         return [rank]
 
     def _on_no_state(self, parts: Sequence[Mapping[str, Any] | None]) -> None:  # noqa: B027 - whole replicas need nothing
-        """Note what it means that these answers do not make the state."""
+        """React to answers that do not make the whole state."""
 
     @abstractmethod
     def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
-from guava_nb.protocol.messages import Cell, Message, Prepare, Prepared, RunSpec
+from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec import cells as source
@@ -106,8 +106,7 @@ def adopt(
 def _prepare(run_id: str, spec: RunSpec, cells: Sequence[Cell], cluster: Cluster, rank: int) -> Prepared:
     answers: list[Prepared] = []
 
-    def on_prepared(sender: int, message: Message, payload: memoryview) -> None:
-        assert isinstance(message, Prepared)
+    def on_prepared(sender: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == run_id and sender == rank:
             answers.append(message)
 

@@ -76,7 +76,7 @@ class ShardTask:
 
 @dataclass(slots=True)
 class StepMachine:
-    """See the module's text.
+    """One optimizer step in flight: each event returns instructions. The module's text has what it promises.
 
     Attributes:
         step: number of the optimizer step.
