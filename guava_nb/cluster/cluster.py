@@ -21,11 +21,11 @@ from guava_nb.cluster.roster import Member, Roster, version_notes
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
-from guava_nb.link.session import Session
 from guava_nb.link.session_events import (
     Event,
     MessageArrived,
     SessionClosed,
+    SessionHandle,
     SessionOpened,
     SessionResumed,
     SessionSuspect,
@@ -97,8 +97,8 @@ class Cluster:
         self.tell = on_notice
         self._programs = Programs(on_notice)
         self._told_invalid: set[tuple[int, str]] = set()
-        self._sessions: dict[int, Session] = {}
-        self._all_sessions: list[Session] = []
+        self._sessions: dict[int, SessionHandle] = {}
+        self._all_sessions: list[SessionHandle] = []
         self._ranks: dict[bytes, int] = {}
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
@@ -173,7 +173,7 @@ class Cluster:
         if mailbox is None:
             self.on_idle_leave(rank)
 
-    def _seat(self, session: Session, hello: Hello) -> None:
+    def _seat(self, session: SessionHandle, hello: Hello) -> None:
         if session.session_id in self._ranks:
             return  # a hello sent again after a resume
         notes = version_notes(local_versions(), hello.versions)
@@ -311,7 +311,7 @@ class Cluster:
         wire = self._all_sessions[rank].wire
         return sum(wire.out_bytes.values()), sum(wire.in_bytes.values())
 
-    def session(self, rank: int) -> Session | None:
+    def session(self, rank: int) -> SessionHandle | None:
         """Return the session of a member that still holds its seat."""
         return self._sessions.get(rank)
 
@@ -327,7 +327,7 @@ class Cluster:
         session = self._sessions.get(rank)
         return session is not None and session.in_outage
 
-    def all_sessions(self) -> list[Session]:
+    def all_sessions(self) -> list[SessionHandle]:
         """Return the sessions of all seats, gone ones included."""
         return list(self._all_sessions)
 
@@ -366,7 +366,7 @@ class Cluster:
             if on_wait is not None:  # without the lock: slow drawing must not hold up workers that join
                 on_wait(len(self.roster.ready()))
 
-    def wait_for_seat(self, session: Session, timeout_s: float) -> int | None:
+    def wait_for_seat(self, session: SessionHandle, timeout_s: float) -> int | None:
         """Wait until the worker at the other end of a session has said hello.
 
         Returns:

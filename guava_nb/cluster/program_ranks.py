@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 
 from guava_nb.errors import LinkTimeout
-from guava_nb.link.session import Session
-from guava_nb.link.session_events import Event, SessionClosed, SessionResumed, SessionSuspect
+from guava_nb.link.session_events import Event, SessionClosed, SessionHandle, SessionResumed, SessionSuspect
 from guava_nb.protocol.messages import Message, OpenGroup, StoreAsk
 
 __all__ = ["PATIENCE_S", "Programs"]
@@ -33,7 +32,7 @@ class Programs:
         self._names: dict[bytes, str] = {}  # session to what a notice calls it; "" before it is in a group
         self._timers: dict[bytes, threading.Timer] = {}
 
-    def on_message(self, session: Session, message: Message) -> None:
+    def on_message(self, session: SessionHandle, message: Message) -> None:
         """See a message of a session without a seat, in the thread that brings it."""
         if isinstance(message, OpenGroup):
             name = f"rank {message.rank} of {message.size} ({message.member})"
@@ -63,7 +62,7 @@ class Programs:
         if name and isinstance(event, SessionClosed):
             self._notice(f"a program's {name} {'left' if event.by_peer else 'was lost'}: {event.cause}")
 
-    def _start_timer(self, session: Session) -> threading.Timer:
+    def _start_timer(self, session: SessionHandle) -> threading.Timer:
         cause = LinkTimeout(f"its connection broke and did not come back within {self._patience_s:g} s")
         farewell = f"this rank was away for more than {self._patience_s:g} s, and its program has ended without it"
         timer = threading.Timer(self._patience_s, session.end, (cause, False, farewell))

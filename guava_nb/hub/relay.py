@@ -18,8 +18,7 @@ from guava_nb.errors import GuavaError, LinkClosed
 from guava_nb.hub.relay_group import Action, Deliver, Reduce, RelayGroup
 from guava_nb.hub.store import StoreTable
 from guava_nb.hub.typed_reduce import reduce_bytes
-from guava_nb.link.session import Session
-from guava_nb.link.session_events import Event, MessageArrived, SessionClosed
+from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionHandle
 from guava_nb.protocol.messages import (
     Expire,
     LeaveGroup,
@@ -55,7 +54,7 @@ class _Seat:
     def __init__(self, group: RelayGroup) -> None:
         self.group = group
         self.lock = threading.Lock()  # actions that keep their order are carried out under it
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, SessionHandle] = {}
         self.ranks: dict[bytes, int] = {}
         self.figures = GroupFigures()
 
@@ -67,7 +66,7 @@ class Relay:
         self._lock = threading.Lock()  # taken after no other lock
         self._seats: dict[str, _Seat] = {}
         self._store = StoreTable()
-        self._clients: dict[bytes, Session] = {}
+        self._clients: dict[bytes, SessionHandle] = {}
         self._handlers: dict[type[Message], Callable[[MessageArrived], None]] = {
             Piece: self._on_piece,
             Parcel: self._on_parcel,
@@ -206,7 +205,7 @@ class Relay:
         rank = seat.ranks.get(event.session.session_id)
         return (None, -1) if rank is None else (seat, rank)
 
-    def _part(self, seat: _Seat, session: Session, farewell: Callable[[RelayGroup], list[Action]]) -> None:
+    def _part(self, seat: _Seat, session: SessionHandle, farewell: Callable[[RelayGroup], list[Action]]) -> None:
         """A member goes, in whatever way; the last one takes the group with it."""
         with seat.lock:
             rank = seat.ranks.pop(session.session_id)
@@ -247,6 +246,6 @@ class Relay:
             return [seat for name, seat in self._seats.items() if name.startswith(prefix)]
 
 
-def _send(session: Session, message: Message, payload: memoryview | None = None) -> None:
+def _send(session: SessionHandle, message: Message, payload: memoryview | None = None) -> None:
     with suppress(LinkClosed):  # its `SessionClosed` is on the way and breaks its groups
         session.send(message, channel_of(message), () if payload is None else (payload,))

@@ -8,20 +8,19 @@ nothing is read from that peer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from typing import Protocol, Union
 
 from guava_nb.errors import GuavaError
+from guava_nb.link.lane import Progress, Wire
 from guava_nb.protocol.messages import Channel, Message
-
-if TYPE_CHECKING:
-    from guava_nb.link.session import Session
 
 __all__ = [
     "Event",
     "MessageArrived",
     "SessionClosed",
+    "SessionHandle",
     "SessionOpened",
     "SessionResumed",
     "SessionSuspect",
@@ -29,6 +28,44 @@ __all__ = [
 ]
 
 _DONE_LOCK = threading.Lock()  # held for two assignments: one for all messages is enough
+
+
+class SessionHandle(Protocol):
+    """A session as the owner of its events sees it; `guava_nb.link.session.Session` says what each member does."""
+
+    session_id: bytes
+    peer_address: str
+    progress: Progress
+
+    @property
+    def state(self) -> str:
+        """One of "joining", "open", "suspect", "closed"."""
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """Seconds to the peer and back."""
+
+    @property
+    def rate_bytes_s(self) -> tuple[float | None, float | None]:
+        """Bytes a second out and in."""
+
+    @property
+    def wire(self) -> Wire:
+        """Bytes so far."""
+
+    @property
+    def saved(self) -> Wire:
+        """Bytes that compression spared."""
+
+    @property
+    def in_outage(self) -> bool:
+        """Whether the way to the peer broke."""
+
+    def send(self, message: Message, channel: Channel, buffers: Sequence[memoryview] = ()) -> None:
+        """Queue a message."""
+
+    def close(self, reason: str = "closed") -> None:
+        """End the session."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +77,7 @@ class SessionOpened:
         resumed: this identity had a session at this listener before; that one is closed by now.
     """
 
-    session: Session
+    session: SessionHandle
     resumed: bool
 
 
@@ -48,7 +85,7 @@ class SessionOpened:
 class SessionSuspect:
     """A connection broke; the session waits for it. What is sent meanwhile is kept."""
 
-    session: Session
+    session: SessionHandle
     cause: GuavaError
 
 
@@ -56,14 +93,14 @@ class SessionSuspect:
 class SessionResumed:
     """All connections stand again; nothing was lost or doubled."""
 
-    session: Session
+    session: SessionHandle
 
 
 @dataclass(frozen=True)
 class SessionClosed:
     """The session is over. `by_peer` tells who ended it; a grace period that ran out is nobody's wish: False."""
 
-    session: Session
+    session: SessionHandle
     cause: GuavaError
     by_peer: bool
 
@@ -82,7 +119,7 @@ class MessageArrived:
 
     def __init__(
         self,
-        session: Session,
+        session: SessionHandle,
         channel: Channel,
         message: Message,
         payload: memoryview | bytes,

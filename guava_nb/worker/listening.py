@@ -13,8 +13,14 @@ from collections.abc import Callable
 from guava_nb.errors import LinkBroken, LinkClosed, LinkTimeout, WorkerLost
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.session import Session
-from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionOpened, VisitArrived
+from guava_nb.link.session_events import (
+    Event,
+    MessageArrived,
+    SessionClosed,
+    SessionHandle,
+    SessionOpened,
+    VisitArrived,
+)
 from guava_nb.link.tunnel_keeper import TunnelKeeper
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Message
@@ -52,8 +58,8 @@ class ListeningLoop:
         self._listener = Listener(options, self._on_event, host, port, tls=tls)
         self._lock = threading.Condition()
         self._members: dict[bytes, WorkerSession] = {}
-        self._present: Session | None = None  # the session that is worked for, or waits to be
-        self._waiting: queue.SimpleQueue[Session | None] = queue.SimpleQueue()
+        self._present: SessionHandle | None = None  # the session that is worked for, or waits to be
+        self._waiting: queue.SimpleQueue[SessionHandle | None] = queue.SimpleQueue()
         self._working: WorkerSession | None = None
         self._leaving = False
 
@@ -114,7 +120,7 @@ class ListeningLoop:
         finally:
             self._leaving = False
 
-    def _next(self, patience_s: float | None) -> Session | None:
+    def _next(self, patience_s: float | None) -> SessionHandle | None:
         """Wait for a session, in pieces, so that an interrupt of the main thread is seen everywhere."""
         left = patience_s
         while not self._leaving and (left is None or left > 0):
@@ -127,7 +133,7 @@ class ListeningLoop:
                 return session
         return None
 
-    def _work(self, session: Session) -> str:
+    def _work(self, session: SessionHandle) -> str:
         member = self._new_member()
         with self._lock:
             self._working = self._members[session.session_id] = member
@@ -185,7 +191,7 @@ class ListeningLoop:
         if member is not None:
             member.on_event(event)
 
-    def _welcome(self, session: Session) -> None:
+    def _welcome(self, session: SessionHandle) -> None:
         """Let it wait for its turn; `serve` greets it, because only then it is known with what."""
         with self._lock:
             # One program often closes a session and dials again at once: its goodbye may still be on its way.

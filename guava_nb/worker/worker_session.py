@@ -17,8 +17,14 @@ from guava_nb.backend import Endpoint
 from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
 from guava_nb.link.dialler import DialledSession, dial
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.session import Session
-from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionResumed, SessionSuspect
+from guava_nb.link.session_events import (
+    Event,
+    MessageArrived,
+    SessionClosed,
+    SessionHandle,
+    SessionResumed,
+    SessionSuspect,
+)
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
 from guava_nb.replica.resident import ResidentParts
@@ -67,7 +73,7 @@ class WorkerSession:
             device, name, "spawned" if own is None else "worker", own=() if own is None else own.names()
         )
         self._report = report
-        self._session: Session | None = None
+        self._session: SessionHandle | None = None
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._state, self._step = "ready", -1
         self._away = ""  # what it waits for while the orchestrator is away
@@ -111,7 +117,7 @@ class WorkerSession:
                     self._tell(f"dialling {code.address} for up to {session.waits_s:g} s")
             session.redirect(code)
 
-    def greet(self, session: Session) -> None:
+    def greet(self, session: SessionHandle) -> None:
         """Take a session that stands, and say hello on it."""
         self._session = session
         self._send(self._hello, ())
@@ -212,7 +218,7 @@ class WorkerSession:
             self._session.progress.last_generation, self._session.progress.last_step = generation, step
 
 
-def _waiting(session: Session, cause: GuavaError) -> str:
+def _waiting(session: SessionHandle, cause: GuavaError) -> str:
     """What a worker waits for whose connection broke, and how long."""
     if not isinstance(session, DialledSession):
         return str(cause)
