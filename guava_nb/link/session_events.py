@@ -67,6 +67,12 @@ class SessionHandle(Protocol):
     def close(self, reason: str = "closed") -> None:
         """End the session."""
 
+    def end(self, cause: GuavaError, by_peer: bool, farewell: str = "") -> None:
+        """End the session at once; `farewell` is what the peer is told."""
+
+    def patience_s(self, now: float) -> float | None:
+        """Return for how many seconds more the seat is kept; None while it is not in doubt."""
+
 
 @dataclass(frozen=True)
 class SessionOpened:

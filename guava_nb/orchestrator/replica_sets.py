@@ -107,7 +107,8 @@ class ReplicaSets:
 
         def write() -> None:
             job.budget_gate.refuse_save()
-            checkpoint.write(path, trained.fetch(job), trained.step, job.where(), trained.spec)
+            trained.fetch(job)
+            job.save(path)
 
         saving = job.at_boundary(write)
         if job.is_current():

@@ -143,7 +143,7 @@ class StepRunner:
         self._pending.announce(message.step, message.generation, message.want_hash)
 
     def add_sum(self, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
-        """Take the sum of a bucket, or its new values, `[numel]`; the tensor is `payload` itself, which belongs to the run now."""
+        """Take the sum of a bucket, or its new values, `[numel]`; the tensor is `payload` itself, now the run's."""
         step = self._pending.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
