@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 __all__ = [
     "Criterion",
     "Forward",
+    "Learning",
     "Observer",
     "Loss",
     "MakeOptimizer",
@@ -67,6 +68,22 @@ Forward = Callable[[nn.Module, Any], Any]
 Predicted = tuple[Any, int]
 #: Makes the optimizer of named parameters, in the order given.
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How a model learns.
+
+    Attributes:
+        objective: runs a whole model and measures it.
+        make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
+            groups, and once for what this rank holds.
+        criterion: measures outputs against targets; only a pipeline needs it.
+    """
+
+    objective: Objective
+    make_optimizer: MakeOptimizer
+    criterion: Criterion | None = None
 
 
 @dataclass(frozen=True, slots=True)

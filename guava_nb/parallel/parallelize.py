@@ -19,7 +19,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.describe_layout import describe
 from guava_nb.parallel.interface import Part
-from guava_nb.parallel.loss_interface import Criterion, MakeOptimizer, Objective
+from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas import zero1 as zero_one
 from guava_nb.parallel.replicas.data_axis import make_data_axis
@@ -44,10 +44,8 @@ def parallelize(
     spec: ParallelSpec,
     mesh: MeshAxes,
     device: torch.device,
+    learning: Learning,
     *,
-    objective: Objective,
-    criterion: Criterion | None,
-    make_optimizer: MakeOptimizer,
     example: Any = None,
     sync_batchnorm: bool = False,
 ) -> Part:
@@ -58,10 +56,7 @@ def parallelize(
         spec: how to spread it.
         mesh: over the default process group.
         device: where this rank computes; the model is moved there.
-        objective: runs a whole model and measures it.
-        criterion: measures outputs against targets; only a pipeline needs it.
-        make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
-            groups, and once for what this rank holds.
+        learning: loss and optimizer.
         example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
         sync_batchnorm: batch norms see the rows of all replicas.
 
@@ -70,7 +65,7 @@ def parallelize(
     """
     check_parallel(spec, mesh, sync_batchnorm)
     check_model(model)
-    order, plan = _look_at_whole(model, spec, make_optimizer)
+    order, plan = _look_at_whole(model, spec, learning.make_optimizer)
     if spec.tp > 1:
         _agree(plan, device)
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
@@ -78,7 +73,7 @@ def parallelize(
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
         from guava_nb.parallel.pipeline.parallelize_stages import pipeline_part
 
-        stages = pipeline_part(model, spec, mesh, device, criterion, make_optimizer, plan, example)
+        stages = pipeline_part(model, spec, mesh, device, learning, plan, example)
         stages.layout = describe(stages.begins, stages.stage_parameters, plan)
         return stages
     names = full_names_of(model)
@@ -93,14 +88,14 @@ def parallelize(
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
     holding = hold(model, names, order, mesh)
-    optimizer = make_optimizer(holding.named)
+    optimizer = learning.make_optimizer(holding.named)
     if data.sharded:
         check_sharded_step(optimizer, mesh.axis("dp"), spec.zero_stage, device)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
         zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
-    part = WholePart(model, holding, objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part = WholePart(model, holding, learning.objective, optimizer, data, tensor, holding.members(optimizer), owned)
     part.layout = describe((), (), plan)
     return part
 

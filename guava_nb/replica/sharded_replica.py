@@ -18,7 +18,7 @@ from torch import nn
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import LocalProtocolError
 from guava_nb.parallel.interface import Part
-from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
+from guava_nb.parallel.loss_interface import Forward, Learning, Measured, Observer, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.state.full_state import local_part
@@ -89,7 +89,7 @@ class ShardedReplica(BaseReplica):
         model = place_model(build_model(self._spec, self._resolve), self._spec, self.device)
         self.part = parallelize(
             model, shape, self._axes, self.device,
-            objective=self._objective, criterion=self._criterion, make_optimizer=self._make_optimizer,
+            Learning(self._objective, self._make_optimizer, self._criterion),
             sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
         )  # fmt: skip
         self._use_optimizer(self.part.optimizer)

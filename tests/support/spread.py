@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import ConfigError
+from guava_nb.parallel.loss_interface import Learning
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.state.shard_layout import even_bounds
@@ -227,7 +228,7 @@ def spread(case: Scenario) -> dict[str, Any]:
     spec = case.spec
     axes = MeshAxes.build(Mesh(spec.dp, spec.pp, spec.tp), CPU, case.machines, inner="gloo")
     part = parallelize(
-        case.build(), spec, axes, CPU, objective=objective, criterion=criterion, make_optimizer=case.make_optimizer,
+        case.build(), spec, axes, CPU, Learning(objective, case.make_optimizer, criterion),
         sync_batchnorm=case.sync,
     )  # fmt: skip
     if case.model_state is not None:
@@ -455,9 +456,7 @@ MODELS |= {"choosy": Choosy, "counting": Counting, "viewing": Viewing}
 def buffers(case: Scenario) -> dict[str, Tensor]:
     """Train a little over the default group and return this rank's buffers."""
     axes = MeshAxes.build(Mesh(case.spec.dp, 1, 1), CPU)
-    part = parallelize(
-        case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer
-    )
+    part = parallelize(case.build(), case.spec, axes, CPU, Learning(objective, case.make_optimizer))
     part.model.train()
     for step in range(case.steps):
         _step(case, part, axes, step)
@@ -474,9 +473,7 @@ def error_before_a_forward(case: Scenario) -> tuple[str, float]:
             raise faults.pop()
         return objective(model, batch, rows)
 
-    part = parallelize(
-        case.build(), case.spec, axes, CPU, objective=failing, criterion=None, make_optimizer=case.make_optimizer
-    )
+    part = parallelize(case.build(), case.spec, axes, CPU, Learning(failing, case.make_optimizer))
     part.model.train()
     try:
         part.train_batch(case.batches(0)[0], case.rows, 1.0)
@@ -491,7 +488,7 @@ def refusal(case: Scenario, sizes: tuple[int, int, int]) -> str:
     try:
         axes = MeshAxes.build(Mesh(*sizes), CPU)
         parallelize(
-            case.build(), case.spec, axes, CPU, objective=objective, criterion=None, make_optimizer=case.make_optimizer,
+            case.build(), case.spec, axes, CPU, Learning(objective, case.make_optimizer),
             sync_batchnorm=case.sync,
         )  # fmt: skip
     except ConfigError as error:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import matching
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.loss_interface import Criterion, MakeOptimizer
+from guava_nb.parallel.loss_interface import Learning
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.pipeline.pipeline import PipelinePart
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
@@ -33,8 +33,7 @@ def pipeline_part(
     spec: ParallelSpec,
     mesh: MeshAxes,
     device: torch.device,
-    criterion: Criterion | None,
-    make_optimizer: MakeOptimizer,
+    learning: Learning,
     plan: Plan,
     example: Any = None,
 ) -> PipelinePart:
@@ -43,7 +42,7 @@ def pipeline_part(
     Raises:
         ConfigError: there is no criterion, or the model cannot be cut so.
     """
-    if criterion is None:
+    if learning.criterion is None:
         raise ConfigError(
             "a pipeline needs a criterion of outputs and targets (--loss): with a step function nobody but the user "
             "knows which stage would run it"
@@ -54,7 +53,13 @@ def pipeline_part(
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
     hooks = stages.hooks()
     return PipelinePart(
-        model, spec, place, criterion=criterion, make_optimizer=make_optimizer, hooks=hooks, example=example
+        model,
+        spec,
+        place,
+        criterion=learning.criterion,
+        make_optimizer=learning.make_optimizer,
+        hooks=hooks,
+        example=example,
     )
 
 
