@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from guava_nb.backend.group_member import Circle
+from guava_nb.backend.group_member import GroupMember
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, GuavaError
 from guava_nb.protocol.messages import (
     GroupEnded,
@@ -53,7 +53,7 @@ class Endpoint:
         self.member = member
         self._send = send
         self._lock = threading.Lock()
-        self._circles: dict[str, Circle] = {}
+        self._circles: dict[str, GroupMember] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
         self._closed: GuavaError | None = None
@@ -104,7 +104,7 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------------------------ for groups
 
-    def open_group(self, name: str, rank: int, members: Sequence[str]) -> Circle:
+    def open_group(self, name: str, rank: int, members: Sequence[str]) -> GroupMember:
         """Become a rank of a group.
 
         Raises:
@@ -115,13 +115,13 @@ class Endpoint:
         with self._lock:
             if name in self._circles:
                 raise CollectiveError(f"group {name!r} is open in this process; destroy it before it is made again")
-            circle = self._circles[name] = Circle(name, rank, members, self._send)
+            circle = self._circles[name] = GroupMember(name, rank, members, self._send)
         circle.open()  # not before it is known here: the answer may come before this returns
         if self._closed is not None:  # it closed meanwhile, and may not have seen this one
             circle.end(GroupBroken(f"the session with the hub is over: {self._closed}"))
         return circle
 
-    def close_group(self, circle: Circle) -> None:
+    def close_group(self, circle: GroupMember) -> None:
         """Leave a group."""
         with contextlib.suppress(GuavaError):  # the session may be over
             circle.leave()

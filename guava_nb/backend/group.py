@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Work
 from guava_nb.backend import collectives
 from guava_nb.backend.collectives import Place, Prepared
 from guava_nb.backend.endpoint import Endpoint
-from guava_nb.backend.group_member import Circle
+from guava_nb.backend.group_member import GroupMember
 from guava_nb.backend.sparse import all_reduce_sparse
 from guava_nb.backend.staging import runner_for
 from guava_nb.backend.work import GuavaWork, JointWork
@@ -62,7 +62,7 @@ class GuavaGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._endpoint, self._timeout_s, self._on_shutdown = endpoint, timeout_s, on_shutdown
-        self._circle: Circle = endpoint.open_group(name, rank, members)
+        self._circle: GroupMember = endpoint.open_group(name, rank, members)
         self._coalesced: list[Work] | None = None
         self._over = False
         self._torch_name, self._description = name, "undefined"

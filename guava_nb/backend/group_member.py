@@ -26,7 +26,7 @@ from guava_nb.protocol.messages import (
     Taken,
 )
 
-__all__ = ["Circle"]
+__all__ = ["GroupMember"]
 
 _ONLY_CALLED = -2
 _NOTHING = FlatTensor("uint8", 0)
@@ -34,7 +34,7 @@ _HUB_ANSWER_S = 10.0  # for the names of the missing, once time is up
 Send = Callable[[Message, Sequence[memoryview]], None]
 
 
-class Circle:
+class GroupMember:
     """One group on one rank.
 
     Args:

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from guava_nb.backend.group import GuavaGroup
 from guava_nb.backend.init_group import Dialled, dial_through, end_group, init_group, member_name
-from guava_nb.backend.rendezvous import Meeting, check_place, introduce, meet
+from guava_nb.backend.rendezvous import Rendezvous, check_place, introduce, meet
 from guava_nb.backend.store import store_for
 from guava_nb.errors import ConfigError, GuavaError, LinkError
 from guava_nb.protocol.joincode import JoinCode
@@ -85,7 +85,7 @@ class ProgramGroup:
         self.place, self._say = place, say
         self._dialled: Dialled | None = None
         self._close_hub: Callable[[], None] = lambda: None
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         self._formed = 0
         self._claimed = self._forming = False
         self._torchs_init = dist.init_process_group
@@ -149,7 +149,7 @@ class ProgramGroup:
 
     # --------------------------------------------------------------------------------------------------- the group
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> Rendezvous:
         rank, size, wait_s = self.place.rank, self.place.world_size, self.place.wait_s
         if self.place.code is None:
             store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=wait_s)))

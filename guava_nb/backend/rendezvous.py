@@ -20,7 +20,7 @@ import msgspec
 from guava_nb.backend.endpoint import Endpoint
 from guava_nb.errors import CollectiveTimeout, ConfigError
 
-__all__ = ["Meeting", "check_place", "introduce", "meet"]
+__all__ = ["Rendezvous", "check_place", "introduce", "meet"]
 
 _PREDECESSOR_S = 12.0  # a rank that was killed holds its place until the hub knows that it is gone
 _POLL_S = 0.2
@@ -45,7 +45,7 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Ranks that have found each other.
 
     Attributes:
@@ -83,7 +83,7 @@ def check_place(rank: int, world_size: int) -> None:
         raise ConfigError(f"there is no rank {rank} among {world_size} processes; ranks go from 0 to {world_size - 1}")
 
 
-def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> Meeting:
+def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: float) -> Rendezvous:
     """Wait until all ranks of a job are at the hub.
 
     Args:
@@ -119,7 +119,7 @@ def meet(endpoint: Endpoint, job: str, rank: int, world_size: int, timeout_s: fl
 
 def introduce(
     endpoint: Endpoint, name: str, rank: int, world_size: int, timeout_s: float, waited_s: float | None = None
-) -> Meeting:
+) -> Rendezvous:
     """Tell the others who this rank is, and wait until all have done so.
 
     Args:
@@ -139,7 +139,7 @@ def introduce(
         missing = [other for other, key in enumerate(keys) if key not in here]
         raise CollectiveTimeout(_missing_text(missing, world_size, waited_s or timeout_s)) from late
     _check_sizes(rank, mine, cards)
-    return Meeting(name, rank, tuple(card.member for card in cards), tuple(card.box for card in cards))
+    return Rendezvous(name, rank, tuple(card.member for card in cards), tuple(card.box for card in cards))
 
 
 def _check_sizes(rank: int, mine: _Card, cards: list[_Card]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from guava_nb.backend.group_member import Circle
+from guava_nb.backend.group_member import GroupMember
 from guava_nb.backend.operation import Operation
 from guava_nb.backend.staging import Staged
 from guava_nb.errors import CollectiveTimeout, GuavaError
@@ -31,7 +31,7 @@ class GuavaWork(Work):
     """
 
     def __init__(
-        self, circle: Circle, operation: Operation, outputs: Sequence[Any], staged: Sequence[Staged] = ()
+        self, circle: GroupMember, operation: Operation, outputs: Sequence[Any], staged: Sequence[Staged] = ()
     ) -> None:
         super().__init__()
         self._circle, self._operation = circle, operation

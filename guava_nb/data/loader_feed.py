@@ -19,7 +19,7 @@ from guava_nb.data.loader_wrappers import LeaveOut
 from guava_nb.data.randomness import RandomState
 from guava_nb.errors import CheckpointError, ConfigError
 
-__all__ = ["MOST_BATCHES", "Feed", "LoadError", "LoadedBatch"]
+__all__ = ["MOST_BATCHES", "LoaderFeed", "LoadError", "LoadedBatch"]
 
 _POSITION_VERSION = 1
 #: Batches that may be on their way and not committed.
@@ -51,7 +51,7 @@ class LoadedBatch:
     source: int = 0
 
 
-class Feed:
+class LoaderFeed:
     """Walks a loader epoch by epoch.
 
     Draws the same random numbers as a plain `for batch in loader` would: its order, its augmentations and the state of

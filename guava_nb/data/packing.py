@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from guava_nb.data import node_kinds as nodes
+from guava_nb.data import node_kinds
 from guava_nb.data.classes import class_name, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.refusals import Refused, hint
 from guava_nb.data.tensors import dtype_name, same_memory, tensor_bytes
@@ -24,7 +24,7 @@ from guava_nb.protocol.messages import TensorSpec, Tree
 
 __all__ = ["pack"]
 
-_PADDING = [memoryview(bytes(n)) for n in range(nodes.ALIGNMENT_BYTES)]
+_PADDING = [memoryview(bytes(n)) for n in range(node_kinds.ALIGNMENT_BYTES)]
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -58,7 +58,7 @@ def pack(value: Any, name: str = "batch") -> tuple[Tree, list[memoryview]]:
         raise ConfigError(
             f"{name} cannot travel to a worker: it contains itself, or is nested too deeply; flatten it in collate_fn"
         ) from None
-    if len(structure) > nodes.INLINE_STRUCTURE_BYTES:
+    if len(structure) > node_kinds.INLINE_STRUCTURE_BYTES:
         structure = packer.move_away(structure, name)
     return Tree(structure, tuple(packer.specs)), packer.buffers
 
@@ -83,7 +83,7 @@ class _Packer:
         """Put bytes into the payload at an aligned offset; returns their index."""
         nbytes = view.nbytes
         if nbytes:
-            padding = -self.nbytes % nodes.ALIGNMENT_BYTES
+            padding = -self.nbytes % node_kinds.ALIGNMENT_BYTES
             if padding:
                 self.buffers.append(_PADDING[padding])
                 self.nbytes += padding
@@ -98,18 +98,18 @@ class _Packer:
 
     def move_away(self, structure: bytes, name: str) -> bytes:
         """Put a big structure into the payload; returns the small one that points there."""
-        if len(structure) > nodes.MAX_STRUCTURE_BYTES:
+        if len(structure) > node_kinds.MAX_STRUCTURE_BYTES:
             raise ConfigError(
                 f"{name} holds {len(structure) >> 20} MiB of Python objects, the limit is "
-                f"{nodes.MAX_STRUCTURE_BYTES >> 20} MiB: turn lists of numbers into tensors in collate_fn"
+                f"{node_kinds.MAX_STRUCTURE_BYTES >> 20} MiB: turn lists of numbers into tensors in collate_fn"
             )
-        return _encode([nodes.FAR_STRUCTURE, self.add_bytes(memoryview(structure))])
+        return _encode([node_kinds.FAR_STRUCTURE, self.add_bytes(memoryview(structure))])
 
 
 def _int(_packer: _Packer, value: int) -> _Node:
     if _MIN_INT <= value <= _MAX_INT:
         return value
-    return [nodes.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+    return [node_kinds.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
 
 
 def _str(_packer: _Packer, value: str) -> _Node:
@@ -118,14 +118,14 @@ def _str(_packer: _Packer, value: str) -> _Node:
     try:
         value.encode()
     except UnicodeEncodeError:  # for instance a file name that is not valid UTF-8
-        return [nodes.ODD_STRING, value.encode("utf-8", "surrogatepass")]
+        return [node_kinds.ODD_STRING, value.encode("utf-8", "surrogatepass")]
     return value
 
 
 def _bytes(packer: _Packer, value: bytes) -> _Node:
-    if len(value) <= nodes.INLINE_BYTES:
+    if len(value) <= node_kinds.INLINE_BYTES:
         return value
-    return [nodes.LONG_BYTES, packer.add_bytes(memoryview(value))]
+    return [node_kinds.LONG_BYTES, packer.add_bytes(memoryview(value))]
 
 
 def _sequence(tag: int) -> Callable[[_Packer, Iterable[Any]], _Node]:
@@ -164,13 +164,13 @@ def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
         raise Refused(value, "it has no plain memory; make it dense first") from None
     known = packer.seen.get(address)
     if known is not None and same_memory(known[0], value):
-        return [nodes.TENSOR, known[1]]
+        return [node_kinds.TENSOR, known[1]]
     try:
         index = packer.add(dtype_name(value.dtype), tuple(value.shape), tensor_bytes(value))
     except ConfigError as error:
         raise Refused(value, str(error)) from None
     packer.seen[address] = value, index
-    return [nodes.TENSOR, index]
+    return [node_kinds.TENSOR, index]
 
 
 def _array(packer: _Packer, value: np.ndarray[Any, Any]) -> _Node:
@@ -178,15 +178,15 @@ def _array(packer: _Packer, value: np.ndarray[Any, Any]) -> _Node:
         if value.dtype.kind != "O":
             raise Refused(value, hint(value))
         flat = np.ndarray.flatten(value).tolist()
-        return [nodes.OBJECT_ARRAY, list(value.shape), *_PACK_LIST(packer, flat)[1:]]
+        return [node_kinds.OBJECT_ARRAY, list(value.shape), *_PACK_LIST(packer, flat)[1:]]
     text = _numpy_dtype(value, value.dtype)
     raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else memoryview(b"")
-    return [nodes.ARRAY, packer.add_bytes(raw), text, list(value.shape)]
+    return [node_kinds.ARRAY, packer.add_bytes(raw), text, list(value.shape)]
 
 
 def _scalar(_packer: _Packer, value: np.generic) -> _Node:
     array = np.asarray(value)
-    return [nodes.SCALAR, _numpy_dtype(value, array.dtype), array.tobytes()]
+    return [node_kinds.SCALAR, _numpy_dtype(value, array.dtype), array.tobytes()]
 
 
 def _numpy_dtype(value: Any, dtype: np.dtype[Any]) -> str:
@@ -211,9 +211,9 @@ def _pack_by_kind(packer: _Packer, value: Any) -> _Node:
     """Values whose exact type is not in the table."""
     cls = type(value)
     if is_namedtuple_type(cls):
-        return _fields(packer, nodes.NAMEDTUPLE, value)
+        return _fields(packer, node_kinds.NAMEDTUPLE, value)
     if is_dataclass_type(cls):
-        return _fields(packer, nodes.DATACLASS, value)
+        return _fields(packer, node_kinds.DATACLASS, value)
     if isinstance(value, np.generic):
         return _scalar(packer, value)
     if isinstance(value, np.memmap):
@@ -221,7 +221,7 @@ def _pack_by_kind(packer: _Packer, value: Any) -> _Node:
     raise Refused(value, hint(value))
 
 
-_PACK_LIST = _sequence(nodes.LIST)
+_PACK_LIST = _sequence(node_kinds.LIST)
 _PACKERS: dict[type, Callable[[_Packer, Any], _Node]] = {
     torch.Tensor: _tensor,
     torch.nn.Parameter: _tensor,
@@ -229,18 +229,18 @@ _PACKERS: dict[type, Callable[[_Packer, Any], _Node]] = {
     int: _int,
     str: _str,
     bytes: _bytes,
-    bytearray: lambda packer, value: [nodes.BYTEARRAY, packer.add_bytes(memoryview(value))],
-    complex: lambda _, value: [nodes.COMPLEX, value.real, value.imag],
-    slice: lambda packer, value: [nodes.SLICE, *map(packer.node, (value.start, value.stop, value.step))],
+    bytearray: lambda packer, value: [node_kinds.BYTEARRAY, packer.add_bytes(memoryview(value))],
+    complex: lambda _, value: [node_kinds.COMPLEX, value.real, value.imag],
+    slice: lambda packer, value: [node_kinds.SLICE, *map(packer.node, (value.start, value.stop, value.step))],
     list: _PACK_LIST,
-    tuple: _sequence(nodes.TUPLE),
-    set: _sequence(nodes.SET),
-    frozenset: _sequence(nodes.FROZENSET),
-    dict: _mapping(nodes.DICT),
-    OrderedDict: _mapping(nodes.ORDERED_DICT),
-    torch.Size: lambda _, value: [nodes.SIZE, *value],
-    torch.dtype: lambda _, value: [nodes.DTYPE, str(value).removeprefix("torch.")],
-    torch.device: lambda _, value: [nodes.DEVICE, str(value)],
+    tuple: _sequence(node_kinds.TUPLE),
+    set: _sequence(node_kinds.SET),
+    frozenset: _sequence(node_kinds.FROZENSET),
+    dict: _mapping(node_kinds.DICT),
+    OrderedDict: _mapping(node_kinds.ORDERED_DICT),
+    torch.Size: lambda _, value: [node_kinds.SIZE, *value],
+    torch.dtype: lambda _, value: [node_kinds.DTYPE, str(value).removeprefix("torch.")],
+    torch.device: lambda _, value: [node_kinds.DEVICE, str(value)],
     np.ndarray: _array,
 }
 _KEY_TYPES = frozenset(

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from guava_nb.data import node_kinds as nodes
+from guava_nb.data import node_kinds
 from guava_nb.data.classes import Resolve, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.tensors import MAX_AXES, tensor_from
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError
@@ -83,11 +83,11 @@ class _Unpacker:
     def root(self, structure: bytes) -> Any:
         """The decoded structure, from the payload when it lies there."""
         node = _decode(structure)
-        if type(node) is list and node and node[0] == nodes.FAR_STRUCTURE:
+        if type(node) is list and node and node[0] == node_kinds.FAR_STRUCTURE:
             raw = self.raw(node[1])
-            if raw.nbytes > nodes.MAX_STRUCTURE_BYTES:
+            if raw.nbytes > node_kinds.MAX_STRUCTURE_BYTES:
                 raise RemoteProtocolError(
-                    f"a structure of {raw.nbytes} bytes arrived, the limit is {nodes.MAX_STRUCTURE_BYTES}"
+                    f"a structure of {raw.nbytes} bytes arrived, the limit is {node_kinds.MAX_STRUCTURE_BYTES}"
                 )
             return _decode(raw)
         return node
@@ -100,7 +100,7 @@ class _Unpacker:
             return node
         raise ValueError(f"a bare {type(node).__name__} has no meaning")
 
-    def nodes(self, node: list[Any], start: int = 1) -> list[Any]:
+    def node_kinds(self, node: list[Any], start: int = 1) -> list[Any]:
         """The values of a node's children."""
         return [self.node(child) for child in node[start:]]
 
@@ -124,7 +124,7 @@ class _Unpacker:
 
 
 def _dict(unpacker: _Unpacker, node: list[Any]) -> dict[Any, Any]:
-    values = unpacker.nodes(node)
+    values = unpacker.node_kinds(node)
     if len(values) % 2:
         raise ValueError("a key without a value")
     return dict(zip(values[::2], values[1::2], strict=True))
@@ -142,7 +142,7 @@ def _array(unpacker: _Unpacker, node: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _object_array(unpacker: _Unpacker, node: list[Any]) -> Any:
-    values = unpacker.nodes(node, 2)
+    values = unpacker.node_kinds(node, 2)
     if _numel(node[1]) != len(values):
         raise ValueError(f"{len(values)} elements for an array of {node[1]}")
     return rebuild(np.empty(tuple(node[1]), object), values)
@@ -177,7 +177,7 @@ def _dtype(_unpacker: _Unpacker, node: list[Any]) -> torch.dtype:
 
 def _namedtuple(unpacker: _Unpacker, node: list[Any]) -> Any:
     _, name, fields = node[:3]
-    values = tuple(unpacker.nodes(node, 3))
+    values = tuple(unpacker.node_kinds(node, 3))
     if unpacker.resolve is None:
         return values
     cls: Any = unpacker.resolve(name)
@@ -191,7 +191,7 @@ def _namedtuple(unpacker: _Unpacker, node: list[Any]) -> Any:
 
 def _dataclass(unpacker: _Unpacker, node: list[Any]) -> Any:
     _, name, fields = node[:3]
-    values = dict(zip(fields, unpacker.nodes(node, 3), strict=True))
+    values = dict(zip(fields, unpacker.node_kinds(node, 3), strict=True))
     if unpacker.resolve is None:
         return values
     cls: Any = unpacker.resolve(name)
@@ -204,25 +204,25 @@ def _dataclass(unpacker: _Unpacker, node: list[Any]) -> Any:
 
 
 _READERS: dict[int, Callable[[_Unpacker, list[Any]], Any]] = {
-    nodes.TENSOR: lambda unpacker, node: unpacker.tensor(node[1]),
-    nodes.LIST: _Unpacker.nodes,
-    nodes.TUPLE: lambda unpacker, node: tuple(unpacker.nodes(node)),
-    nodes.DICT: _dict,
-    nodes.ORDERED_DICT: lambda unpacker, node: OrderedDict(_dict(unpacker, node)),
-    nodes.SET: lambda unpacker, node: set(unpacker.nodes(node)),
-    nodes.FROZENSET: lambda unpacker, node: frozenset(unpacker.nodes(node)),
-    nodes.BIG_INT: lambda _, node: int.from_bytes(node[1], "little", signed=True),
-    nodes.COMPLEX: lambda _, node: complex(node[1], node[2]),
-    nodes.SLICE: lambda unpacker, node: slice(*unpacker.nodes(node)),
-    nodes.SIZE: lambda _, node: torch.Size(node[1:]),
-    nodes.DTYPE: _dtype,
-    nodes.DEVICE: lambda _, node: torch.device(node[1]),
-    nodes.ARRAY: _array,
-    nodes.OBJECT_ARRAY: _object_array,
-    nodes.SCALAR: _scalar,
-    nodes.NAMEDTUPLE: _namedtuple,
-    nodes.DATACLASS: _dataclass,
-    nodes.LONG_BYTES: lambda unpacker, node: bytes(unpacker.raw(node[1])),
-    nodes.BYTEARRAY: lambda unpacker, node: bytearray(unpacker.raw(node[1])),
-    nodes.ODD_STRING: lambda _, node: node[1].decode("utf-8", "surrogatepass"),
+    node_kinds.TENSOR: lambda unpacker, node: unpacker.tensor(node[1]),
+    node_kinds.LIST: _Unpacker.node_kinds,
+    node_kinds.TUPLE: lambda unpacker, node: tuple(unpacker.node_kinds(node)),
+    node_kinds.DICT: _dict,
+    node_kinds.ORDERED_DICT: lambda unpacker, node: OrderedDict(_dict(unpacker, node)),
+    node_kinds.SET: lambda unpacker, node: set(unpacker.node_kinds(node)),
+    node_kinds.FROZENSET: lambda unpacker, node: frozenset(unpacker.node_kinds(node)),
+    node_kinds.BIG_INT: lambda _, node: int.from_bytes(node[1], "little", signed=True),
+    node_kinds.COMPLEX: lambda _, node: complex(node[1], node[2]),
+    node_kinds.SLICE: lambda unpacker, node: slice(*unpacker.node_kinds(node)),
+    node_kinds.SIZE: lambda _, node: torch.Size(node[1:]),
+    node_kinds.DTYPE: _dtype,
+    node_kinds.DEVICE: lambda _, node: torch.device(node[1]),
+    node_kinds.ARRAY: _array,
+    node_kinds.OBJECT_ARRAY: _object_array,
+    node_kinds.SCALAR: _scalar,
+    node_kinds.NAMEDTUPLE: _namedtuple,
+    node_kinds.DATACLASS: _dataclass,
+    node_kinds.LONG_BYTES: lambda unpacker, node: bytes(unpacker.raw(node[1])),
+    node_kinds.BYTEARRAY: lambda unpacker, node: bytearray(unpacker.raw(node[1])),
+    node_kinds.ODD_STRING: lambda _, node: node[1].decode("utf-8", "surrogatepass"),
 }

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Interrupted
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError, WorkerLost
 from guava_nb.evaluation.batch_orders import Question
 from guava_nb.evaluation.passes import Progress, pass_over
@@ -21,7 +21,7 @@ __all__ = ["ask"]
 def ask(
     cluster: Cluster,
     replica_set: ReplicaSet,
-    feed: Feed,
+    feed: LoaderFeed,
     question: Question,
     *,
     skip_batches: int = 0,

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Wake
-from guava_nb.data.loader_feed import Feed, LoadedBatch
+from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import WorkerLost
 from guava_nb.evaluation.batch_orders import Answer, BatchOrders, Order, Question, span_text
 from guava_nb.protocol.messages import Evaluated, Predicted
 from guava_nb.row_cache.writer import RowSlice
-from guava_nb.sync.batch_feeder import Feeder
+from guava_nb.sync.batch_feeder import BatchFeeder
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 
@@ -89,7 +89,9 @@ class Pass(ABC):
         job.about_request = self._about
         replica_set.writer.on_batch_wanted = self._on_wanted
 
-    def run(self, feed: Feed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None) -> None:
+    def run(
+        self, feed: LoaderFeed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None
+    ) -> None:
         """Ask about every batch of the loader's next epoch, each answered once.
 
         Args:
@@ -110,7 +112,7 @@ class Pass(ABC):
         self._orders = BatchOrders(question, replicas.run_id, treated, replicas.writer, self._splitter)
         self._done, self._total = 0, feed.samples_per_epoch
         self._asked.clear()
-        feeder = Feeder(feed.epoch(skip_batches), 1, WINDOW, lambda: self._job.post(Wake()))
+        feeder = BatchFeeder(feed.epoch(skip_batches), 1, WINDOW, lambda: self._job.post(Wake()))
         try:
             while True:
                 self._pump(feeder.available)
@@ -199,7 +201,9 @@ class Pass(ABC):
 class StarPass(Pass):
     """Whole batches to whole replicas, each to the worker that has least to do."""
 
-    def run(self, feed: Feed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None) -> None:
+    def run(
+        self, feed: LoaderFeed, question: Question, *, skip_batches: int = 0, progress: Progress | None = None
+    ) -> None:
         """Ask about every batch, see `Pass.run`; answers that come later are dropped."""
         try:
             super().run(feed, question, skip_batches=skip_batches, progress=progress)

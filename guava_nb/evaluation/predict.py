@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.passes import Progress
@@ -63,7 +63,7 @@ def predict(
         progress: as for `ask`.
     """
     _check_fits(replica_set, wanted, path, resume)
-    feed = Feed(loader)
+    feed = LoaderFeed(loader)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
         fetch_between_runs(replica_set, cluster, deadlines.fetch_s)

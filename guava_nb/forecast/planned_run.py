@@ -12,7 +12,7 @@ import torch
 
 from guava_nb.cluster.traffic import NOTHING
 from guava_nb.config import DistributedConfig
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.randomness import RandomState
 from guava_nb.data.sizes import size_of
 from guava_nb.data.worker_data import WorkerData
@@ -25,7 +25,7 @@ from guava_nb.forecast.savings import savings
 from guava_nb.protocol.messages import DataSpec, RunSpec
 from guava_nb.replica.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import resolve
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Costs, Limit, refuse_small
@@ -66,7 +66,7 @@ class PlannedRun:
 
     def resolve(self, name: str) -> Any:
         """Return what a name in the record stands for, here."""
-        return held(name) if name.startswith("@") else source.resolve(name, self.composed.shared)
+        return held(name) if name.startswith("@") else resolve(name, self.composed.shared)
 
     def facts(self) -> RunFacts:
         """Look at the first batches of both loaders."""
@@ -88,11 +88,15 @@ class PlannedRun:
         return sum(any(key in held for held in self.caches.values()) for key in keys) / max(1, len(keys))
 
 
-def guessed_feeds(loaders: tuple[Any, Any]) -> tuple[Feed, Feed | None]:
+def guessed_feeds(loaders: tuple[Any, Any]) -> tuple[LoaderFeed, LoaderFeed | None]:
     """Return feeds to look at; of data that lies at the workers, ids of a batch, since nobody was asked how much there is."""
 
-    def feed(loader: Any, number: int) -> Feed:
-        return Feed(loader.loader(loader.batch_size), number) if isinstance(loader, WorkerData) else Feed(loader)
+    def feed(loader: Any, number: int) -> LoaderFeed:
+        return (
+            LoaderFeed(loader.loader(loader.batch_size), number)
+            if isinstance(loader, WorkerData)
+            else LoaderFeed(loader)
+        )
 
     train, val = loaders
     return feed(train, 1), None if val is None else feed(val, 2)

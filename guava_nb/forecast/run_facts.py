@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from guava_nb.cluster.traffic import NOTHING, Gauge, Traffic
 from guava_nb.config.mesh import Mesh
-from guava_nb.data.loader_feed import Feed, LoadedBatch
+from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.rows import NotSeparable, Rows
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
@@ -63,7 +63,7 @@ class Sizes:
         return self.groups[0][0] if self.groups else None
 
 
-def peeked(feed: Feed, accumulation: int, lengths_known: bool = True) -> Sizes:
+def peeked(feed: LoaderFeed, accumulation: int, lengths_known: bool = True) -> Sizes:
     """Look at the first batches of a loader, which stays as it is."""
     total = feed.batches_per_epoch if lengths_known else None
     wanted = max(accumulation, _PEEKED // accumulation * accumulation)

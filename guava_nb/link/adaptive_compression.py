@@ -1,7 +1,7 @@
 """Whether a payload's chunks go out compressed: measured per channel, and measured again.
 
-The decision is pure (`Payoff`); the `Squeezer` carries it out. Worth it is what arrives sooner: the time to compress and the
-smaller chunk over the measured line, against the chunk as it is.
+The decision is pure (`Payoff`); `AdaptiveCompression` carries it out. Worth it is what arrives sooner: the time to
+compress and the smaller chunk over the measured line, against the chunk as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from guava_nb.protocol.compression import CODECS, compress
 from guava_nb.protocol.framing import pack_chunk
 from guava_nb.protocol.messages import Channel
 
-__all__ = ["CHANNELS", "GAIN", "MIN_BYTES", "MODES", "Frame", "Payoff", "Squeezer", "offered"]
+__all__ = ["CHANNELS", "GAIN", "MIN_BYTES", "MODES", "Frame", "Payoff", "AdaptiveCompression", "offered"]
 
 MODES = ("auto", "on", "off")
 #: What may be compressed: batches, gradients and means, parameters and checkpoints. Activations and collectives wait for
@@ -72,7 +72,7 @@ class Frame:
         return sum(map(len, self.buffers))
 
 
-class Squeezer:
+class AdaptiveCompression:
     """Decides and compresses for one lane. `wants` is called under the lane's lock, `squeeze` without it."""
 
     def __init__(self, mode: str) -> None:

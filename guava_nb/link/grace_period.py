@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-__all__ = ["Patience"]
+__all__ = ["GracePeriod"]
 
 #: Sessions that broke within so many seconds broke together: what is silent is noticed a heartbeat sooner or later.
 TOGETHER_S = 5.0
 
 
-class Patience:
+class GracePeriod:
     """The outages of one listener. Thread-safe.
 
     Args:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from guava_nb.link.adaptive_compression import Frame, Squeezer
+from guava_nb.link.adaptive_compression import AdaptiveCompression, Frame
 from guava_nb.link.rate import Delivery, RateMeter
 from guava_nb.protocol.framing import Arrived
 from guava_nb.protocol.messages import CONTROL_CHANNELS, Ack, Channel, Goodbye
@@ -101,7 +101,7 @@ class Lane(Generic[C]):
         self.round_trip_s: float | None = None
         self.acks_due_at: float | None = None
         self.delivery, self.arrivals = Delivery(), RateMeter()
-        self.squeezer, self.reads_compressed = Squeezer(compression), False
+        self.squeezer, self.reads_compressed = AdaptiveCompression(compression), False
         self.out_bytes = dict.fromkeys(Channel, 0)
         self.in_bytes = dict.fromkeys(Channel, 0)
         self.out_saved = dict.fromkeys(Channel, 0)

@@ -27,7 +27,7 @@ from guava_nb.errors import (
     VersionMismatch,
 )
 from guava_nb.link.adaptive_compression import offered
-from guava_nb.link.grace_period import Patience
+from guava_nb.link.grace_period import GracePeriod
 from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.line_measurement import Measuring, answer_measuring
 from guava_nb.link.loglimit import LogLimit
@@ -35,7 +35,7 @@ from guava_nb.link.options import LinkOptions
 from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.session_events import Event, VisitArrived
-from guava_nb.link.unauthenticated import Guests
+from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.protocol.framing import Decoder, Limits
 from guava_nb.protocol.handshake_proof import ListenerProof
 from guava_nb.protocol.joincode import JoinCode
@@ -97,7 +97,7 @@ class ListenedSession(Session):
         on_event: Callable[[Event], None],
         on_closed: Callable[[ListenedSession], None],
         on_change: Callable[[], None],
-        patience: Patience,
+        patience: GracePeriod,
     ) -> None:
         super().__init__(attach.session_id, attach.identity, peer_address, options, on_event)
         self.attaching = threading.Lock()
@@ -153,8 +153,8 @@ class Listener:
         self._tls = certificate.server_context() if certificate else None
         self._fingerprint = certificate.fingerprint16 if certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
-        self._guests = Guests(self._options.max_unauthenticated)
-        self.patience = Patience(self._options.grace_s)
+        self._guests = Unauthenticated(self._options.max_unauthenticated)
+        self.patience = GracePeriod(self._options.grace_s)
         self._measuring = Measuring()
         self._sockets: list[socket.socket] = []
         self._accepted = 0

@@ -17,7 +17,7 @@ import psutil
 
 from guava_nb.errors import ConfigError, GuavaError, LinkTimeout, ProtocolError
 from guava_nb.link.handshake import Deadline, prove
-from guava_nb.link.unauthenticated import Guests
+from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.messages import ProbeAddress, ProbeAnswer, ProbeTarget
 from guava_nb.transport.stream import Stream
@@ -70,7 +70,7 @@ class ReachListener:
     """
 
     def __init__(self, secret: bytes, loopback: bool) -> None:
-        self._secret, self._guests = secret, Guests(SEATS)
+        self._secret, self._guests = secret, Unauthenticated(SEATS)
         self._sockets: list[socket.socket] = []
         self.addresses: tuple[ProbeAddress, ...] = ()
         for interface, address in interface_addresses(loopback):

@@ -11,10 +11,10 @@ from collections import OrderedDict
 
 from guava_nb.transport.stream import Stream
 
-__all__ = ["Guests"]
+__all__ = ["Unauthenticated"]
 
 
-class Guests:
+class Unauthenticated:
     """A bounded number of seats. Thread-safe.
 
     Args:

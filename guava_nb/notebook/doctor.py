@@ -11,10 +11,10 @@ from IPython.core.error import UsageError
 from guava_nb.doctor import check_join, run_checks
 from guava_nb.render import View, checks_view
 
-__all__ = ["examine"]
+__all__ = ["doctor_report"]
 
 
-def examine(args: argparse.Namespace, ask: Callable[[], str]) -> View:
+def doctor_report(args: argparse.Namespace, ask: Callable[[], str]) -> View:
     """Check this machine, and the way to a session where a code is given.
 
     Args:

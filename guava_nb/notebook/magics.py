@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from guava_nb.notebook import commands
 from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
-from guava_nb.notebook.doctor import examine
+from guava_nb.notebook.doctor import doctor_report
 from guava_nb.notebook.formatters import ObjectViews
 from guava_nb.notebook.host import detect_host
 from guava_nb.notebook.join_code import hand_over, say_grant
@@ -197,7 +197,7 @@ class GuavaMagics(Magics):
     @_command(commands.DOCTOR)
     def guava_doctor(self, args: argparse.Namespace) -> None:
         """Check this machine and the way to a session."""
-        self._show(examine(args, self.session.worker.ask_for_code))
+        self._show(doctor_report(args, self.session.worker.ask_for_code))
 
     def close(self) -> None:
         """Close everything this notebook started; also called when the kernel ends."""

@@ -27,7 +27,7 @@ from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import LocalWorkers, cautions, code_to_dial, orchestrator_settings
 from guava_nb.notebook.validate_predict import predict, validate
-from guava_nb.notebook.wait_for_workers import gather
+from guava_nb.notebook.wait_for_workers import wait_for_workers
 from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
 from guava_nb.status import RunStatus
 
@@ -338,7 +338,7 @@ class NotebookSession:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         count = None if self._orchestrator.run is None else 1
         code = "" if self.is_local_only else self._code_now()
-        gather(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
+        wait_for_workers(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
 
     def _interrupt(self, run: Any, count: int) -> str:
         away = awaited_workers(self._orchestrator.status().workers)

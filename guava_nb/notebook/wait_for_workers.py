@@ -13,14 +13,14 @@ from guava_nb.notebook.panel.panel import Frame, Panel, make_panel
 from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import ready_workers, waiting_view
 
-__all__ = ["gather"]
+__all__ = ["wait_for_workers"]
 
 _ADVICE = "Run %guava_worker elsewhere{where}, or interrupt and start some here: %guava_up --local 2."
 _CODE_BELOW = " (the cell to paste stands below)"
 _CODE_AGAIN = " (%guava_up --show-code shows the code again)"
 
 
-def gather(
+def wait_for_workers(
     orchestrator: Any,
     count: int | None,
     code: str,

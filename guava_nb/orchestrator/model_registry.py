@@ -10,7 +10,7 @@ import torch
 
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import SourceLedger, build_module, resolve
 from guava_nb.spec.run_spec import factory_name, plain_arguments
 from guava_nb.spec.training_options import Reference
 from guava_nb.training import checkpoint
@@ -23,7 +23,7 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         """Nothing is shared or registered yet."""
-        self._ledger = source.SourceLedger()
+        self._ledger = SourceLedger()
         self._built: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
@@ -59,7 +59,7 @@ class ModelRegistry:
             return None
         if self._built is None or self._built[0] != self._ledger.digest():
             self._ledger.check()
-            self._built = (self._ledger.digest(), source.build_module(self.cells))
+            self._built = (self._ledger.digest(), build_module(self.cells))
         return self._built[1]
 
     # ---------------------------------------------------------------------------------------------------------- model
@@ -115,7 +115,7 @@ class ModelRegistry:
         if made is None or shared is None or ":" in made.name:
             return None
         try:
-            found = source.resolve(made.name, shared)
+            found = resolve(made.name, shared)
         except SourceError:
             return None
         return made if getattr(found, "__module__", "") == shared.__name__ else None

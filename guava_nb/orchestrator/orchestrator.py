@@ -16,7 +16,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.host import SessionHost
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import Metrics, merges_for, metric_specs
@@ -306,7 +306,7 @@ class Orchestrator(SessionHost):
             ConfigError: a metric cannot be made on the workers.
             RemoteError: the model, the loss or a metric raised on a worker.
         """
-        feed, cluster, shared = Feed(loader), self._open_cluster(), self._models.shared()
+        feed, cluster, shared = LoaderFeed(loader), self._open_cluster(), self._models.shared()
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
         replica_set = self._for_question(criterion, preprocess)

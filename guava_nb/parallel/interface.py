@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
-from guava_nb.parallel.state.full_state import Piece
+from guava_nb.parallel.state.full_state import StatePiece
 
-__all__ = ["Part"]
+__all__ = ["ModelPart"]
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """One rank's part of a spread model.
 
     Attributes:
@@ -79,7 +79,7 @@ class Part(Protocol):
     def apply(self) -> None:
         """Step the optimizer."""
 
-    def model_pieces(self) -> list[Piece]:
+    def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""
 
     def optimizer_pieces(self) -> dict[str, Any]:

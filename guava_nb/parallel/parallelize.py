@@ -18,10 +18,10 @@ from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.describe_layout import describe
-from guava_nb.parallel.interface import Part
+from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
-from guava_nb.parallel.replicas import zero1 as zero_one
+from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.data_axis import make_data_axis
 from guava_nb.parallel.replicas.sharded_step import check_sharded_step
 from guava_nb.parallel.state.full_state import FullOrder
@@ -29,7 +29,7 @@ from guava_nb.parallel.state.local_tensors import full_names_of, hold
 from guava_nb.parallel.tensor.plan_search import make_plan
 from guava_nb.parallel.tensor.tensor_plan import Plan, apply_plan
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
-from guava_nb.parallel.whole_model_part import WholePart
+from guava_nb.parallel.whole_model_part import WholeModelPart
 from guava_nb.protocol.messages import ParallelSpec
 
 __all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
@@ -48,7 +48,7 @@ def parallelize(
     *,
     example: Any = None,
     sync_batchnorm: bool = False,
-) -> Part:
+) -> ModelPart:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
     Args:
@@ -93,9 +93,11 @@ def parallelize(
         check_sharded_step(optimizer, mesh.axis("dp"), spec.zero_stage, device)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
-        zero_one.own_share(optimizer, holding.named, mesh.group("dp"))
+        zero1.own_share(optimizer, holding.named, mesh.group("dp"))
     tensor = TensorSums(mesh.group("tp") if spec.tp > 1 else None, partial, holding.layouts)
-    part = WholePart(model, holding, learning.objective, optimizer, data, tensor, holding.members(optimizer), owned)
+    part = WholeModelPart(
+        model, holding, learning.objective, optimizer, data, tensor, holding.members(optimizer), owned
+    )
     part.layout = describe((), (), plan)
     return part
 

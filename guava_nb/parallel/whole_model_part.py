@@ -16,13 +16,13 @@ from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
-from guava_nb.parallel.state import gradient_norm as norm
-from guava_nb.parallel.state.full_state import Piece
-from guava_nb.parallel.state.local_tensors import Holding
+from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
+from guava_nb.parallel.state.full_state import StatePiece
+from guava_nb.parallel.state.local_tensors import LocalTensors
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 
-__all__ = ["WholePart"]
+__all__ = ["WholeModelPart"]
 
 _NOTHING = Measured(0.0, 0.0, None, 0)
 
@@ -32,7 +32,7 @@ def _whole(observer: Observer) -> Observer:
     return lambda outputs, targets, rows: observer(whole_logits(outputs), targets, rows)
 
 
-class WholePart:
+class WholeModelPart:
     """A `Part` (see interface.py) that runs the whole model's forward.
 
     Attributes:
@@ -52,7 +52,7 @@ class WholePart:
     def __init__(
         self,
         model: nn.Module,
-        holding: Holding,
+        holding: LocalTensors,
         objective: Objective,
         optimizer: Optimizer,
         data: DataAxis,
@@ -154,11 +154,11 @@ class WholePart:
     def gradient_square(self) -> float:
         """Return this rank's share of the squared norm of the full gradient."""
         axes = self._holding.axes
-        return float(norm.gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
+        return float(gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
-        norm.scale_gradients(self.named, factor)
+        scale_gradients(self.named, factor)
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
@@ -169,7 +169,7 @@ class WholePart:
 
     def culprit(self) -> str:
         """Return the first full name whose local gradient is not finite, or ""."""
-        return norm.culprit(self.named)
+        return culprit(self.named)
 
     def apply(self) -> None:
         """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""
@@ -177,7 +177,7 @@ class WholePart:
 
     # ----------------------------------------------------------------------------------------------------------- state
 
-    def model_pieces(self) -> list[Piece]:
+    def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""
         return self._holding.pieces()
 

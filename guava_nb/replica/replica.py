@@ -33,7 +33,7 @@ from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
-from guava_nb.replica.timer import Clock
+from guava_nb.replica.timer import StepTimer
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]
@@ -94,7 +94,7 @@ class Replica(BaseReplica):
             TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
             ConfigError: batch, loss or outputs have a form that cannot be trained on.
         """
-        clock, counts = Clock(self.device), list[Any]()
+        clock, counts = StepTimer(self.device), list[Any]()
         if on_bucket is None:
             self._exchange.remove_hooks()
         try:
@@ -112,7 +112,7 @@ class Replica(BaseReplica):
             raise
 
     def _run_parts(
-        self, work: ShardWork, on_bucket: OnBucket | None, clock: Clock, counts: list[Any]
+        self, work: ShardWork, on_bucket: OnBucket | None, clock: StepTimer, counts: list[Any]
     ) -> list[tuple[Loss, int]]:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         losses = []
@@ -141,7 +141,7 @@ class Replica(BaseReplica):
         return losses
 
     def _result(
-        self, work: ShardWork, losses: list[tuple[Loss, int]], clock: Clock, counts: list[Any], solo: bool
+        self, work: ShardWork, losses: list[tuple[Loss, int]], clock: StepTimer, counts: list[Any], solo: bool
     ) -> ShardResult:
         # Read only now: on a GPU every value waits for the device.
         measured = [Measured(float(loss.value) * loss.weight, loss.count, None, rows) for loss, rows in losses]

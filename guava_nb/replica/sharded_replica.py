@@ -17,7 +17,7 @@ from torch import nn
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.errors import LocalProtocolError
-from guava_nb.parallel.interface import Part
+from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Forward, Learning, Measured, Observer, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
@@ -47,7 +47,7 @@ class ShardedReplica(BaseReplica):
         part: this rank's part; None while no group stands.
     """
 
-    part: Part | None
+    part: ModelPart | None
     _axes: MeshAxes | None
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
@@ -108,7 +108,7 @@ class ShardedReplica(BaseReplica):
         self.optimizer = self._schedule = None
 
     @property
-    def _standing(self) -> Part:
+    def _standing(self) -> ModelPart:
         if self.part is None:
             raise LocalProtocolError("a step came before the process group was formed")
         return self.part
@@ -158,7 +158,7 @@ class ShardedReplica(BaseReplica):
         part.finish_gradients()
         return self._result(part, work, sums, counts, started)
 
-    def _train_part(self, part: Part, batch: Any, rows: int, factor: float, last: bool) -> Measured:
+    def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():
             return part.train_batch(batch, max(rows, 1), factor, stand_in=rows == 0, last=last)
 
@@ -177,7 +177,7 @@ class ShardedReplica(BaseReplica):
         return found
 
     def _result(
-        self, part: Part, work: ShardWork, sums: list[Measured], counts: list[Any], started: float
+        self, part: ModelPart, work: ShardWork, sums: list[Measured], counts: list[Any], started: float
     ) -> ShardResult:
         loss_sum, count, finite = self._sums(work, sums) if part.reports else (0.0, 0.0, True)
         square = part.gradient_square() / self.loss_scale**2
@@ -232,7 +232,7 @@ def _parts(work: ShardWork) -> list[tuple[Any, int]]:
     return list(zip(work.parts, work.part_rows, strict=True))
 
 
-def _taken(part: Part, batch: Any) -> Any:
+def _taken(part: ModelPart, batch: Any) -> Any:
     """What this rank takes of a batch: a stage gets the other half only where a function wanted to see the whole.
 
     Raises:

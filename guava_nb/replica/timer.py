@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Clock"]
+__all__ = ["StepTimer"]
 
 
-class Clock:
+class StepTimer:
     """Adds up the time of the blocks it measures."""
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from guava_nb.data.codec import pack
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.loader_wrappers import Unread
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows, split_keys
 from guava_nb.data.split import RowSplitter
@@ -281,7 +281,7 @@ class RowWriter:
             self._watch(ids, made)
         return made
 
-    def leave_unread(self, feed: Feed) -> None:
+    def leave_unread(self, feed: LoaderFeed) -> None:
         """Leave batches of this feed unread of which every row is held: its user said that samples do not change.
 
         Raises:

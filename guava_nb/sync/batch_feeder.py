@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sizes import size_of
 
-__all__ = ["Feeder"]
+__all__ = ["BatchFeeder"]
 
 #: Bytes held ready by default.
 _BUDGET_BYTES = 64 << 20
@@ -25,7 +25,7 @@ class _Loaded:
     error: BaseException | None = None
 
 
-class Feeder:
+class BatchFeeder:
     """Groups of `group` batches (an optimizer step with accumulation), the last group possibly smaller.
 
     The next group is loaded only when it has room, reckoned by the size of the one before: so what is held is at most

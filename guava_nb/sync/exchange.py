@@ -15,7 +15,7 @@ from guava_nb.errors import NotFinite
 from guava_nb.protocol.messages import Commit, CommitStep, Committed, Ready, RunSpec, StepInfo
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
-from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
 from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine
 
@@ -54,7 +54,7 @@ class StepExchange(ABC, Generic[_Replicas]):
     """
 
     def __init__(
-        self, job: Job, replicas: _Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replicas: _Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
         """Handle the exchange's messages in that job; no step is in flight."""
         self.in_flight: dict[int, StepInFlight] = {}

@@ -14,7 +14,7 @@ from typing import Any
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
     Abort,
@@ -198,7 +198,7 @@ class ReplicaSet(ABC):
 
     # ------------------------------------------------------------------------------------------- who can take part
 
-    def look_at(self, feed: Feed) -> None:  # noqa: B027 - whole replicas need nothing
+    def look_at(self, feed: LoaderFeed) -> None:  # noqa: B027 - whole replicas need nothing
         """Take what must be known of the data beforehand; whole replicas need nothing."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, held, likeness
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import resolve
 from guava_nb.sync.replica_set import preparation_text
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
@@ -91,7 +91,7 @@ def adopt(
     answer = _prepare(run_id, spec, cells, cluster, origin)
     master = Replica(
         spec,
-        lambda name: held(name) if name.startswith("@") else source.resolve(name, shared),
+        lambda name: held(name) if name.startswith("@") else resolve(name, shared),
         torch.device("cpu"),
         model=likeness(answer.model),
     )

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 
-__all__ = ["HORIZON_S", "Credit"]
+__all__ = ["HORIZON_S", "SendCredit"]
 
 #: Work to be held ahead, in seconds. Little's law makes the depth settle where a batch waits this long before its turn.
 HORIZON_S = 1.0
@@ -25,7 +25,7 @@ _FIRST_STEPS = 8
 _PACE_COMMITS = 8
 
 
-class Credit:
+class SendCredit:
     """What every worker was sent and has not worked on yet.
 
     Args:

@@ -15,7 +15,7 @@ from guava_nb.cluster.group_path import Findings, Route
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.path_probe import choose
 from guava_nb.config.mesh import Mesh
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
 from guava_nb.hub.relay import Relay
 from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
@@ -36,11 +36,11 @@ MOST_BREAKS = 3
 
 def _piece(name: str) -> type:
     """The one class that may come in a state; a worker cannot choose another."""
-    from guava_nb.parallel.state.full_state import Piece
+    from guava_nb.parallel.state.full_state import StatePiece
 
-    if name != f"{Piece.__module__}:{Piece.__qualname__}":
+    if name != f"{StatePiece.__module__}:{StatePiece.__qualname__}":
         raise ConfigError(f"a worker sent a {name} inside its part of the state; only pieces of tensors belong there")
-    return Piece
+    return StatePiece
 
 
 class ShardedReplicaSet(ReplicaSet):
@@ -82,7 +82,7 @@ class ShardedReplicaSet(ReplicaSet):
         """Name of the group of this generation at the relay."""
         return group_name(self.run_id, self.generation)
 
-    def look_at(self, feed: Feed) -> None:
+    def look_at(self, feed: LoaderFeed) -> None:
         """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
 
         Raises:

@@ -17,7 +17,7 @@ from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
-from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
 from guava_nb.sync.step_machine import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
 
@@ -28,7 +28,7 @@ class StarExchange(StepExchange[Replicas]):
     """Whole replicas: shards go out, buckets come in and are summed here. See `StepExchange`."""
 
     def __init__(
-        self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: Credit
+        self, job: Job, replicas: Replicas, on_commit: OnCommit, on_applied: OnApplied, credit: SendCredit
     ) -> None:
         """Handle the exchange's messages in that job."""
         super().__init__(job, replicas, on_commit, on_applied, credit)

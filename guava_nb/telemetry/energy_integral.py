@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["CURVE_POINTS", "Integral", "Total"]
+__all__ = ["CURVE_POINTS", "EnergyIntegral", "Total"]
 
 #: Points of the watt curve that are kept; older ones are thinned to every second when it is full.
 CURVE_POINTS = 2000
@@ -28,7 +28,7 @@ class Total:
     uncovered_s: float
 
 
-class Integral:
+class EnergyIntegral:
     """Adds up one sensor's readings.
 
     Args:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 
 from guava_nb.protocol.messages import BoardEnergy
-from guava_nb.telemetry.energy_integral import Integral, Total
+from guava_nb.telemetry.energy_integral import EnergyIntegral, Total
 from guava_nb.telemetry.sensor import Sensor, SensorError
 
-__all__ = ["MAX_FAULTS", "Followed"]
+__all__ = ["MAX_FAULTS", "FollowedSensor"]
 
 #: After so many failed readings in a row a sensor is asked no more in this window.
 MAX_FAULTS = 20
 
 
-class Followed:
+class FollowedSensor:
     """One sensor and what was read of it. It is asked without a lock; what it said is noted under the meter's."""
 
     def __init__(self, sensor: Sensor) -> None:
         self.sensor = sensor
-        self.integral = Integral(sensor.counts, sensor.wrap_j)
+        self.integral = EnergyIntegral(sensor.counts, sensor.wrap_j)
         self.faults = 0
         self.problem = "it has not answered yet"
 

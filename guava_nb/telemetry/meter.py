@@ -21,7 +21,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.telemetry.cuda_events import CudaEvents
 from guava_nb.telemetry.devices import sensors_of
 from guava_nb.telemetry.energy_integral import Total
-from guava_nb.telemetry.followed_sensor import Followed
+from guava_nb.telemetry.followed_sensor import FollowedSensor
 from guava_nb.telemetry.sensor import Sensor
 from guava_nb.telemetry.tasks import Task, TaskBook, between, listen, unlisten
 from guava_nb.telemetry.window import EnergyWindow
@@ -94,9 +94,9 @@ class EnergyMeter:
         if sensors is None:
             sensors, self.unmeasured = sensors_of(devices)
         self._devices = devices
-        boards: dict[str, Followed] = {}
+        boards: dict[str, FollowedSensor] = {}
         for sensor in sensors:  # two devices of one board are measured once
-            boards.setdefault(sensor.board.key, Followed(sensor))
+            boards.setdefault(sensor.board.key, FollowedSensor(sensor))
         self._followed = list(boards.values())
         self._interval_s, self._clock, self._background = interval_s, clock, background
         self._open: dict[str, _Window] = {}

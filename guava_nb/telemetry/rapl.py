@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from guava_nb.telemetry.energy_integral import Integral
+from guava_nb.telemetry.energy_integral import EnergyIntegral
 from guava_nb.telemetry.sensor import Board, Sensor, SensorError
 
 __all__ = ["RaplSensor", "open_rapl"]
@@ -34,7 +34,7 @@ class RaplSensor(Sensor):
     def __init__(self, packages: list[Path], host_id: str) -> None:
         self.board = Board(f"{host_id}/cpu", f"{len(packages)} CPU package(s)")
         self._packages = [_Package(folder) for folder in packages]
-        self._sums = [Integral(counts=True, wrap_j=package.wrap_j) for package in self._packages]
+        self._sums = [EnergyIntegral(counts=True, wrap_j=package.wrap_j) for package in self._packages]
         self._tick = 0
 
     def read(self) -> float:

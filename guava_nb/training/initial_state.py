@@ -14,7 +14,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.replica import Replica
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import resolve
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
@@ -36,7 +36,7 @@ def build_ensemble(
         CheckpointError: the registered model is not what the factory builds.
         GuavaError: model, loss, optimizer or scheduler cannot be built.
     """
-    master = Replica(spec, lambda name: source.resolve(name, shared), torch.device("cpu"))
+    master = Replica(spec, lambda name: resolve(name, shared), torch.device("cpu"))
     if weights is not None:
         problems = checkpoint.differences(weights.state_dict(), master.model.state_dict(), "in the registered one")
         if problems:

@@ -25,7 +25,7 @@ from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.evaluation.passes import pass_over
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet, StateLate
-from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.send_credit import SendCredit
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training import checkpoint
@@ -76,7 +76,7 @@ class TrainingJob(Job):
         self.run = run = self._new_run(model)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
-        credit = Credit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
+        credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
         walk = pass_over(self, replica_set)
         exchange = replica_set.exchange(self, replica_set, accounting.on_commit, accounting.on_applied, credit)
         self.window = window = StepWindow(self, members, plan, exchange, credit)

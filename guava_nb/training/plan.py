@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.config import DistributedConfig
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.evaluation.validation import Validation
 from guava_nb.spec.training_options import TrainingOptions, same_named
 from guava_nb.training.byte_budget import Budget
@@ -43,7 +43,7 @@ class Position:
         epoch: the epoch in work; one that has ended counts as the next one's beginning.
         batches: loader batches of it that are committed.
         samples: samples of it that are committed.
-        feed: where the loader has to go on, see `guava_nb.data.loader_feed.Feed.position`; None at the very beginning.
+        feed: where the loader has to go on, see `guava_nb.data.loader_feed.LoaderFeed.position`; None at the very beginning.
     """
 
     epoch: int = 0
@@ -51,7 +51,7 @@ class Position:
     samples: int = 0
     feed: dict[str, Any] | None = None
 
-    def rewind(self, feed: Feed) -> None:
+    def rewind(self, feed: LoaderFeed) -> None:
         """Let the feed's next epoch go on from here.
 
         Raises:
@@ -93,8 +93,8 @@ class TrainingPlan:
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
     """
 
-    feed: Feed
-    val_feed: Feed | None
+    feed: LoaderFeed
+    val_feed: LoaderFeed | None
     num_epochs: int
     val_interval: int | None = None
     accumulation_steps: int = 1
@@ -119,7 +119,7 @@ class TrainingPlan:
         cls,
         options: TrainingOptions,
         config: DistributedConfig,
-        feeds: tuple[Feed, Feed | None],
+        feeds: tuple[LoaderFeed, LoaderFeed | None],
         validation: Callable[[], Validation],
     ) -> TrainingPlan:
         """Return the plan of a run; its fields come from the options of the same names, else from the configuration.

@@ -14,9 +14,9 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import Abort
-from guava_nb.sync.batch_feeder import Feeder
+from guava_nb.sync.batch_feeder import BatchFeeder
 from guava_nb.sync.exchange import StepExchange
-from guava_nb.sync.send_credit import Credit
+from guava_nb.sync.send_credit import SendCredit
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
@@ -37,21 +37,21 @@ class StepWindow:
     """
 
     def __init__(
-        self, job: Job, membership: Membership, plan: TrainingPlan, exchange: StepExchange[Any], credit: Credit
+        self, job: Job, membership: Membership, plan: TrainingPlan, exchange: StepExchange[Any], credit: SendCredit
     ) -> None:
         """No step is issued."""
         self.exchange = exchange
         self._job, self._membership, self._plan, self._credit = job, membership, plan, credit
         self._splitter = RowSplitter(plan.split_fn)
-        self._feeder: Feeder | None = None
+        self._feeder: BatchFeeder | None = None
         self._blocking: tuple[int, ...] = ()
 
     # -------------------------------------------------------------------------------------------------------- send ahead
 
-    def load_epoch(self) -> Feeder:
+    def load_epoch(self) -> BatchFeeder:
         """Begin to load the data's next epoch; the caller closes what is returned."""
         every = self._plan.accumulation_steps
-        self._feeder = Feeder(
+        self._feeder = BatchFeeder(
             self._plan.feed.epoch(),
             every,
             max(1, _LOADED_BATCHES // every),

@@ -10,7 +10,7 @@ import msgspec
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, RunSpec
@@ -76,16 +76,16 @@ def refuse_static(spec: RunSpec) -> None:
         )
 
 
-def feeds(loaders: tuple[object, object], specs: Sequence[DataSpec]) -> tuple[Feed, Feed | None]:
+def feeds(loaders: tuple[object, object], specs: Sequence[DataSpec]) -> tuple[LoaderFeed, LoaderFeed | None]:
     """Return the feeds to train and to validate with; those of `WorkerData` give ids and are numbered as in `specs`."""
-    made: list[Feed | None] = []
+    made: list[LoaderFeed | None] = []
     number = 0
     for loader in loaders:
         if isinstance(loader, WorkerData):
             number += 1
-            made.append(Feed(loader.loader(specs[number - 1].length), number))
+            made.append(LoaderFeed(loader.loader(specs[number - 1].length), number))
         else:
-            made.append(None if loader is None else Feed(loader))
+            made.append(None if loader is None else LoaderFeed(loader))
     train, val = made
     assert train is not None  # a loader to train with is always given
     return train, val

@@ -10,12 +10,12 @@ from guava_nb.errors import GuavaError
 from guava_nb.link.reachability import ReachListener, dial_all
 from guava_nb.protocol.messages import Message, ProbeDial, ProbeEnd, ProbeListen, ProbeListening, ProbeReport
 
-__all__ = ["Prober"]
+__all__ = ["PathProbe"]
 
 log = logging.getLogger(__name__)
 
 
-class Prober:
+class PathProbe:
     """At most one probe at a time.
 
     Args:

@@ -25,7 +25,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
 from guava_nb.worker.error_text import error_text, problem_text, trace_text
 from guava_nb.worker.evaluate import Evaluator
@@ -115,7 +115,7 @@ class Preparation:
     def _resolve(self, name: str, module: ModuleType | None) -> object:
         """Return what a run's record names: shared, importable, or with @ what lives in this process."""
         if not name.startswith("@"):
-            found: object = source.resolve(name, module)
+            found: object = resolve(name, module)
             return found
         if self._own is None:
             raise PreparationError(
@@ -134,7 +134,7 @@ class Preparation:
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
         return Prepared(
-            run_id=message.run_id, ok=False, missing_module=source.cause_is_missing(error),
+            run_id=message.run_id, ok=False, missing_module=cause_is_missing(error),
             problem=problem_text(error), traceback=trace_text(error),
         )  # fmt: skip
 
@@ -145,7 +145,7 @@ class Preparation:
         except USER_ERRORS as error:  # the orchestrator's cell must show it
             # A sentence of ours needs no traceback, the user's own code does.
             trace = "" if isinstance(error, ConfigError) else trace_text(error)
-            problem, missing = error_text(error) or type(error).__name__, source.cause_is_missing(error)
+            problem, missing = error_text(error) or type(error).__name__, cause_is_missing(error)
             return DataFacts(message.request_id, (), missing_module=missing, problem=problem, traceback=trace)
         return DataFacts(message.request_id, tuple(facts))
 
@@ -171,4 +171,4 @@ class Preparation:
 
 
 def _module_of(cells: Sequence[Cell]) -> ModuleType | None:
-    return source.build_module(cells) if cells else None
+    return build_module(cells) if cells else None

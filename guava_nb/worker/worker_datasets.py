@@ -17,7 +17,7 @@ from guava_nb.data.split import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Cell, DataSpec, Evaluate, Predict, Shard
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import digest
 from guava_nb.spec.factories import build, find
 
 __all__ = ["OwnData", "SampleFailed"]
@@ -143,7 +143,7 @@ class OwnData:
 
     def _get(self, cells: Sequence[Cell], spec: DataSpec, module: ModuleType | None) -> _Built:
         wanted = msgspec.structs.replace(spec, length=-1, probe="")
-        key = blake2b(source.digest(cells).encode() + msgspec.msgpack.encode(wanted)).digest()
+        key = blake2b(digest(cells).encode() + msgspec.msgpack.encode(wanted)).digest()
         if key not in self._built:
             while len(self._built) >= _MOST:
                 del self._built[next(iter(self._built))]
@@ -154,11 +154,11 @@ class OwnData:
 def _build(spec: DataSpec, module: ModuleType | None) -> _Built:
     name = spec.factory.name
 
-    def resolve(wanted: str) -> Any:
-        return source.resolve(wanted, module)
+    def named(wanted: str) -> Any:
+        return resolve(wanted, module)
 
-    dataset = build("data set", name, find("data set", name, {}, "", resolve), from_torch=False, args=spec.factory.args)
-    collate = default_collate if spec.collate is None else find("collate", spec.collate.name, {}, "", resolve)
+    dataset = build("data set", name, find("data set", name, {}, "", named), from_torch=False, args=spec.factory.args)
+    collate = default_collate if spec.collate is None else find("collate", spec.collate.name, {}, "", named)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"{name} gave a {type(dataset).__name__}, which has no len() or no samples by index: a map-style data set is needed"

@@ -34,7 +34,7 @@ from guava_nb.telemetry.hardware import describe
 from guava_nb.worker.line_rate import LineProbe
 from guava_nb.worker.loop import WorkerLoop
 from guava_nb.worker.own_figures import OwnWork
-from guava_nb.worker.path_probe import Prober
+from guava_nb.worker.path_probe import PathProbe
 from guava_nb.worker.process_group import GroupSeat
 
 __all__ = ["WorkerSession"]
@@ -80,7 +80,7 @@ class WorkerSession:
         self._telling = threading.Lock()
         self._endpoint = Endpoint(self._send, self._hello.name)
         self._seat = GroupSeat(self._endpoint, device)
-        self._prober = Prober(self._send)
+        self._prober = PathProbe(self._send)
         self._lines = LineProbe(lambda: self._code, self._options, self._send)
         self._work = OwnWork(self._hello.device, self._hello.device_name)
         self._energy = EnergyReporter(device, self._send_noted, up_bytes_s=self._up_bytes_s)

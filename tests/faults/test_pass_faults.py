@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError, RemoteError
 from guava_nb.evaluation.between_runs import ask
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
@@ -60,7 +60,7 @@ HERE = f"{__name__}"
 def validate(cluster: Cluster, replica_set: ReplicaSet, loader: Any, metrics: Any = None) -> dict[str, Any]:
     specs = metric_specs(metrics, None)
     question = Validation(specs, merges_for(specs, None))
-    ask(cluster, replica_set, Feed(loader), question)
+    ask(cluster, replica_set, LoaderFeed(loader), question)
     return question.result().record()
 
 

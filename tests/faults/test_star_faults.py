@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import (
     ClusterError,
     ConfigError,
@@ -499,7 +499,7 @@ def test_a_batch_without_samples_is_told_instead_of_waited_for(cluster: Cluster)
     with pytest.raises(ConfigError, match="batch 1 of the loader has no samples"):
         finish(job.run)
     again = job_for(cluster, spec(), plan_for(loader()), "run-2")
-    again.plan.val_feed = Feed([(x[:0], y[:0]), (x[:8], y[:8])])
+    again.plan.val_feed = LoaderFeed([(x[:0], y[:0]), (x[:8], y[:8])])
     again.start()
     assert [v["samples"] for v in finish(again.run).validations] == [8, 8]
     assert_undisturbed(again.run)
@@ -683,7 +683,7 @@ def test_boundaries_come_between_the_same_steps_however_many_are_in_flight(clust
 
     def train(**changes: Any) -> tuple[list[Any], list[Any]]:
         plan = plan_for(loader(batch_size=4), 1, val_interval=5, snapshot_every_steps=7, **changes)
-        plan.val_feed = Feed(loader(rows=30, batch_size=16))
+        plan.val_feed = LoaderFeed(loader(rows=30, batch_size=16))
         job = job_for(cluster, run_spec, plan, f"run-{len(changes)}")
         job.start()
         run = finish(job.run)
@@ -738,7 +738,7 @@ def test_validation_counts_every_sample_once_through_a_loss(cluster: Cluster) ->
     hook = once_after(3, Evaluated, lambda worker: worker.die())
     start(cluster, [None, hook])
     plan = plan_for(loader(), 2)
-    plan.val_feed = Feed(torch.utils.data.DataLoader(dataset(101), batch_size=7))
+    plan.val_feed = LoaderFeed(torch.utils.data.DataLoader(dataset(101), batch_size=7))
     job = job_for(cluster, spec(), plan)
     job.start()
     finish(job.run)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import (
     CacheSpec,
@@ -248,7 +248,7 @@ def test_a_validation_set_is_sent_once(cluster: Cluster, count: int) -> None:
     counted = PerEpoch(workers)
     ordered = DataLoader(dataset(), batch_size=32)
     plan = plan_for(ordered, 3, callbacks=[counted])
-    plan.val_feed = Feed(DataLoader(dataset(77), batch_size=10))
+    plan.val_feed = LoaderFeed(DataLoader(dataset(77), batch_size=10))
     job = job_for(cluster, spec(cache=CACHE), plan)
     job.start()
     assert job.run.wait(60)

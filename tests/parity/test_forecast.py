@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.config import DistributedConfig
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
@@ -87,7 +87,7 @@ class Session:
 
 
 def plan_for(data: Any, val: Any = None, epochs: int = 3, **changes: Any) -> TrainingPlan:
-    return TrainingPlan(Feed(data), None if val is None else Feed(val), epochs, **changes)
+    return TrainingPlan(LoaderFeed(data), None if val is None else LoaderFeed(val), epochs, **changes)
 
 
 def forecast(session: Session, run_spec: RunSpec, plan: TrainingPlan) -> Forecast:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guava_nb.parallel.state.full_state import Piece, assemble, assemble_optimizer
+from guava_nb.parallel.state.full_state import StatePiece, assemble, assemble_optimizer
 from tests.support import pipeline_cases
 from tests.support.pipeline_cases import Case, batches_of, build_model, train_plain
 from tests.support.ranks import Ranks
@@ -34,7 +34,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def tensors(value: Any) -> Any:
-    if isinstance(value, Piece):
+    if isinstance(value, StatePiece):
         return replace(value, tensor=torch.from_numpy(value.tensor))
     if isinstance(value, dict):
         return {key: tensors(child) for key, child in value.items()}

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
@@ -78,7 +78,7 @@ def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str
 
 
 def plan_for(data: Any, epochs: int = 2, **changes: Any) -> TrainingPlan:
-    return TrainingPlan(Feed(data), None, epochs, **changes)
+    return TrainingPlan(LoaderFeed(data), None, epochs, **changes)
 
 
 def plain(

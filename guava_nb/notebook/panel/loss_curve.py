@@ -14,7 +14,7 @@ from IPython.display import DisplayHandle
 
 from guava_nb.render import Curve
 
-__all__ = ["PICTURE_S", "Picture", "close_widget"]
+__all__ = ["PICTURE_S", "LossCurve", "close_widget"]
 
 #: Shortest time between two pictures: drawing one takes some tens of milliseconds of the cell's thread.
 PICTURE_S = 1.0
@@ -22,7 +22,7 @@ PICTURE_S = 1.0
 _SIZE = {"image/png": {"width": 640, "height": 240}}
 
 
-class Picture:
+class LossCurve:
     """One display output for a curve. Nothing is shown before there is one.
 
     Args:

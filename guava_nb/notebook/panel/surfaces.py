@@ -20,7 +20,7 @@ from IPython.display import DisplayHandle
 from tqdm import tqdm
 
 from guava_nb.notebook.display import say
-from guava_nb.notebook.panel.loss_curve import Picture, close_widget
+from guava_nb.notebook.panel.loss_curve import LossCurve, close_widget
 from guava_nb.render import View, redact, to_html, to_text
 
 __all__ = ["DisplaySurface", "LineSurface", "TextSurface"]
@@ -144,7 +144,7 @@ class DisplaySurface:
         """Try ipywidgets if `widget`; else, and where they are missing, the output itself is replaced."""
         self._draws_curve = picture
         self.interval_s = 0.34  # with a picture a second: at most four messages a second
-        self._picture = Picture(widget)
+        self._picture = LossCurve(widget)
         self._want_widget = widget
         self._widget: Any = None
         self._handle: DisplayHandle | None = None

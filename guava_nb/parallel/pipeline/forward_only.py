@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from guava_nb.errors import CollectiveError
 from guava_nb.parallel.pipeline.stage_messages import Boundary, decode, encode, put_together, take_apart
 
-__all__ = ["Passage", "is_trainable"]
+__all__ = ["ForwardOnly", "is_trainable"]
 
 #: Bytes of the first message; a longer record goes on in a second one.
 _HEAD_BYTES = 512
@@ -28,7 +28,7 @@ def is_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-class Passage:
+class ForwardOnly:
     """Brings values through the stages of one pipeline.
 
     Args:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from guava_nb.parallel.loss_interface import Loss, Measured
 
-__all__ = ["Tally"]
+__all__ = ["MicrobatchSums"]
 
 
-class Tally:
+class MicrobatchSums:
     """Adds up what the micro-batches measured, without waiting for a device."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from guava_nb.parallel.loss_interface import Learning
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.pipeline.pipeline import PipelinePart
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
-from guava_nb.parallel.replicas import zero1 as zero_one
+from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.buffer_sync import BufferAverage
 from guava_nb.parallel.replicas.data_axis import sum_over_data
 from guava_nb.parallel.state.local_tensors import layouts_in
@@ -106,7 +106,7 @@ class _Stages:
 
     def _spread_optimizer(self, optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
         if self._owns:
-            zero_one.own_share(optimizer, named, self._mesh.group("dp"))
+            zero1.own_share(optimizer, named, self._mesh.group("dp"))
         return optimizer
 
     def _finish(self, named: Mapping[str, nn.Parameter]) -> None:

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
-from guava_nb.parallel.interface import Part
+from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Criterion, Forward, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
-from guava_nb.parallel.pipeline.microbatch_sums import Tally
+from guava_nb.parallel.pipeline.microbatch_sums import MicrobatchSums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, cut_rows, micro_batch_sizes
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace, check_spec, costs_for
-from guava_nb.parallel.pipeline.schedule_cache import Programs
+from guava_nb.parallel.pipeline.schedule_cache import ScheduleCache
 from guava_nb.parallel.pipeline.stages import Split, split_model
 from guava_nb.parallel.pipeline.tied_parameters import TiedParameters
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
-from guava_nb.parallel.state import gradient_norm as norm
+from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
 from guava_nb.parallel.state.full_state import (
     FullOrder,
-    Piece,
+    StatePiece,
     load_optimizer,
     load_tensor,
     optimizer_pieces,
@@ -42,7 +42,7 @@ __all__ = ["Hooks", "PipelinePart", "PipelinePlace"]
 _NOTHING = Measured(0.0, 0.0, None, 0)
 
 
-class PipelinePart(Part):
+class PipelinePart(ModelPart):
     """A model in stages.
 
     Attributes, beside those of every part:
@@ -95,7 +95,7 @@ class PipelinePart(Part):
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
         self.model: nn.Module = nn.ModuleList(self._stages.values())
-        self._programs = Programs(spec.schedule, self._stages, self._total, place.group, place.device)
+        self._programs = ScheduleCache(spec.schedule, self._stages, self._total, place.group, place.device)
         self._collect_names()
         self.optimizer = self._make_optimizer(make_optimizer, optimizer)
 
@@ -166,7 +166,7 @@ class PipelinePart(Part):
         sizes = tuple(micro_batch_sizes(rows, count))
         parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
         labels = cut_rows(to_device(targets, self._place.device), rows, sizes) if self.takes_targets else []
-        tally = Tally()
+        tally = MicrobatchSums()
 
         def loss(number: int, outputs: Any) -> Tensor:
             found = self._criterion(outputs, labels[number], sizes[number])
@@ -198,7 +198,7 @@ class PipelinePart(Part):
         """
         if stand_in and not self._hooks.runs_stand_ins:
             return _NOTHING
-        tally = Tally()
+        tally = MicrobatchSums()
         targets: list[Any] = []
 
         def last(number: int, outputs: Any) -> None:
@@ -236,11 +236,11 @@ class PipelinePart(Part):
     def gradient_square(self) -> float:
         """Return this rank's share of the squared L2 norm of the full gradient, each element counted on one rank."""
         owned = {name: parameter for name, parameter in self.named.items() if name in self._own}
-        return float(norm.gradient_square(owned, self._layouts, self._place.dp, self._place.tp))
+        return float(gradient_square(owned, self._layouts, self._place.dp, self._place.tp))
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients in place."""
-        norm.scale_gradients(self.named, factor)
+        scale_gradients(self.named, factor)
 
     def drop_gradients(self) -> None:
         """Remove all gradients."""
@@ -251,7 +251,7 @@ class PipelinePart(Part):
 
     def culprit(self) -> str:
         """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
-        return norm.culprit(self.named)
+        return culprit(self.named)
 
     def apply(self) -> None:
         """Take the optimizer's step."""
@@ -262,10 +262,10 @@ class PipelinePart(Part):
     def _speaks_for(self, name: str) -> bool:
         return name in self._own and self._layouts[name].counted(self._place.dp, self._place.tp)
 
-    def model_pieces(self) -> list[Piece]:
+    def model_pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full state dict; a second name of a tied parameter comes with the first."""
         places = {key: place for place, key in enumerate(self._split.keys)}
-        found: list[Piece] = []
+        found: list[StatePiece] = []
         for key in self._split.keys:
             name = self._split.canonical.get(key, key)
             tensor = self.named.get(name, self.buffers.get(name))

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from guava_nb.errors import CollectiveError
 from guava_nb.nested import ARRAYS, children
 from guava_nb.parallel.module_state import unchanged
-from guava_nb.parallel.pipeline.forward_only import Passage
+from guava_nb.parallel.pipeline.forward_only import ForwardOnly
 from guava_nb.parallel.pipeline.schedules import Program, Shapes
 
-__all__ = ["Programs"]
+__all__ = ["ScheduleCache"]
 
-#: Programs hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
+#: ScheduleCache hold a buffer for every tensor and micro-batch that arrives, so few are kept; records of shapes are small.
 _MOST_PROGRAMS = 4
 _MOST_SHAPES = 256
 _KEEP, _BUILD, _PROBE = 0, 1, 2
 
 
-class Programs:
+class ScheduleCache:
     """Makes and keeps the programs of one rank.
 
     Args:
@@ -47,7 +47,7 @@ class Programs:
         self._group, self._device = group, device
         self._rank = dist.get_rank(group)
         self._model = nn.ModuleList(stages.values())
-        self.passage = Passage(stages, total, group, device)
+        self.passage = ForwardOnly(stages, total, group, device)
         self._programs: OrderedDict[int, Program] = OrderedDict()
         self._shapes: OrderedDict[int, Shapes] = OrderedDict()
         self._numbers: OrderedDict[tuple[Any, ...], int] = OrderedDict()

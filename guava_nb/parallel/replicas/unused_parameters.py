@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from guava_nb.nested import leaves, map_leaves
 
-__all__ = ["Touch"]
+__all__ = ["UnusedParameters"]
 
 
 class _Touch(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _Touch(torch.autograd.Function):
         return (gradient, *zeros)
 
 
-class Touch:
+class UnusedParameters:
     """A forward hook for modules that will be sharded; to be registered before they are.
 
     Attributes:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import repeated_blocks
-from guava_nb.parallel.replicas.unused_parameters import Touch
+from guava_nb.parallel.replicas.unused_parameters import UnusedParameters
 
 __all__ = ["Sharded", "gathered_in", "shard_over_data"]
 
@@ -41,7 +41,7 @@ class Sharded:
     """
 
     root: nn.Module
-    touch: Touch
+    touch: UnusedParameters
     names: list[str]
     factor: float
     replicas: dist.ProcessGroup
@@ -87,7 +87,7 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
         ConfigError: one layer mixes dtypes, or this torch cannot leave a scalar parameter whole.
     """
     whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
-    sharded = Sharded(model, Touch(), [], 1.0, mesh.get_group())
+    sharded = Sharded(model, UnusedParameters(), [], 1.0, mesh.get_group())
     taken: set[str] = set()
     for target, module in _targets(model, whole):
         parameters = {n: p for n, p in module.named_parameters() if p not in whole and not isinstance(p, DTensor)}

@@ -22,7 +22,7 @@ from guava_nb.parallel.state.shard_layout import Layout
 
 __all__ = [
     "FullOrder",
-    "Piece",
+    "StatePiece",
     "assemble",
     "assemble_optimizer",
     "load_optimizer",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """A box of one full tensor.
 
     Attributes:
@@ -83,11 +83,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces_of(name: str, tensor: Tensor, layout: Layout, index: int = 0) -> list[Piece]:
+def pieces_of(name: str, tensor: Tensor, layout: Layout, index: int = 0) -> list[StatePiece]:
     """Cut this rank's part of a tensor into pieces on the CPU, copies of their own."""
     local = local_part(tensor)
     return [
-        Piece(name, box.of_local(local).to("cpu", copy=True).contiguous(), layout.full, box.full, index)
+        StatePiece(name, box.of_local(local).to("cpu", copy=True).contiguous(), layout.full, box.full, index)
         for box in layout.boxes
     ]
 
@@ -95,7 +95,7 @@ def pieces_of(name: str, tensor: Tensor, layout: Layout, index: int = 0) -> list
 # ------------------------------------------------------------------------------------------------------------ together
 
 
-def assemble(ranks: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
+def assemble(ranks: Iterable[Sequence[StatePiece]]) -> dict[str, Tensor]:
     """Put the pieces of all ranks together.
 
     Args:
@@ -107,14 +107,14 @@ def assemble(ranks: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: pieces are missing, overlap in number, or disagree about a tensor's shape.
     """
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[StatePiece]] = {}
     for piece in (piece for pieces in ranks for piece in pieces):
         by_name.setdefault(piece.name, []).append(piece)
     ordered = sorted(by_name.values(), key=lambda pieces: pieces[0].index)
     return {pieces[0].name: _join(pieces) for pieces in ordered}
 
 
-def _join(pieces: Sequence[Piece]) -> Tensor:
+def _join(pieces: Sequence[StatePiece]) -> Tensor:
     first = pieces[0]
     here, wanted = sum(piece.tensor.numel() for piece in pieces), math.prod(first.shape)
     if any(piece.shape != first.shape for piece in pieces):
@@ -145,7 +145,7 @@ def assemble_optimizer(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     order = ranks[0]["order"]
     numbers = {name: number for number, name in enumerate(name for group in order for name in group)}
     state: dict[int, dict[str, Any]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StatePiece]] = {}
     for name, values in ((name, values) for rank in ranks for name, values in rank["state"].items()):
         entry = state.setdefault(numbers[name], {})
         for key, value in values.items():

@@ -14,7 +14,7 @@ from guava_nb.errors import CheckpointError
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.state.full_state import (
     FullOrder,
-    Piece,
+    StatePiece,
     load_optimizer,
     load_tensor,
     local_part,
@@ -23,7 +23,7 @@ from guava_nb.parallel.state.full_state import (
 )
 from guava_nb.parallel.state.shard_layout import Layout, chunk_bounds
 
-__all__ = ["Holding", "full_names_of", "hold", "layouts_in"]
+__all__ = ["LocalTensors", "full_names_of", "hold", "layouts_in"]
 
 
 def full_names_of(model: nn.Module) -> dict[str, str]:
@@ -37,7 +37,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(slots=True)
-class Holding:
+class LocalTensors:
     """Parameters and buffers of this rank.
 
     Attributes:
@@ -58,7 +58,7 @@ class Holding:
         """Whether this rank speaks for its part of a tensor."""
         return self.layouts[name].counted(self.axes.dp, self.axes.tp)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StatePiece]:
         """Return this rank's share of the full model's state."""
         held = ((index, key) for index, key in enumerate(self.order.keys) if key in self.tensors)
         return [
@@ -115,7 +115,7 @@ class Holding:
         return {id(parameter): name for name, parameter in self.named.items()}
 
 
-def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axes: MeshAxes) -> Holding:
+def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axes: MeshAxes) -> LocalTensors:
     """Observer at a module after all spreading, and before its first forward.
 
     Args:
@@ -135,7 +135,7 @@ def hold(module: nn.Module, full_names: Mapping[str, str], order: FullOrder, axe
         if isinstance(tensor, nn.Parameter) and id(tensor) not in seen:
             seen.add(id(tensor))
             named[name] = tensor
-    return Holding(named, tensors, layouts, order, axes)
+    return LocalTensors(named, tensors, layouts, order, axes)
 
 
 def layouts_in(module: nn.Module, axes: MeshAxes) -> dict[str, Layout]:

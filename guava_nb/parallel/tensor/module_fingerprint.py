@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["sameness"]
+__all__ = ["module_fingerprint"]
 
 #: Compared by value; `type` too, since 1, 1.0 and True are equal.
 _VALUES = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device)
@@ -23,7 +23,7 @@ _TORCHS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _MOST_BYTES = 1 << 26
 
 
-def sameness(module: nn.Module) -> Hashable:
+def module_fingerprint(module: nn.Module) -> Hashable:
     """Return a key that two living modules share only if they do the same, whatever the values of their weights."""
     first: dict[int, str] = {}
     return tuple(

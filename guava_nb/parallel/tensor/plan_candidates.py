@@ -10,7 +10,7 @@ from torch import nn
 from guava_nb.parallel.tensor.tensor_layers import ranges_of
 from guava_nb.parallel.tensor.tensor_plan import Plan, Region, Split
 
-__all__ = ["Proposal"]
+__all__ = ["PlanCandidate"]
 
 _HEADS = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "nhead", "nheads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -18,7 +18,7 @@ _WIDTHS = ("embed_dim", "n_embd", "hidden_size", "d_model", "dim", "inner_dim", 
 
 
 @dataclass(slots=True)
-class Proposal:
+class PlanCandidate:
     """Column and row layers of one module, and ways to split them with split activations between."""
 
     parent: str
@@ -49,30 +49,30 @@ class Proposal:
         return Plan({**splits, name: Split("row", ranges_of(size, self.ranks))})
 
     @staticmethod
-    def pairs_of(parent: str, own: Mapping[str, nn.Linear], ranks: int) -> list[Proposal]:
+    def pairs_of(parent: str, own: Mapping[str, nn.Linear], ranks: int) -> list[PlanCandidate]:
         """Layers that widen, one or several alike, followed by one that narrows again."""
-        found: list[Proposal] = []
+        found: list[PlanCandidate] = []
         waiting: dict[str, nn.Linear] = {}
         for name, linear in own.items():
             ups = {n: m for n, m in waiting.items() if m.out_features == linear.in_features}
             if ups and linear.in_features >= ranks and len({m.in_features for m in ups.values()}) == 1:
-                found.append(Proposal._pair(parent, ups, name, linear, ranks))
+                found.append(PlanCandidate._pair(parent, ups, name, linear, ranks))
                 waiting = {}
             else:
                 waiting[name] = linear
         return found
 
     @staticmethod
-    def _pair(parent: str, ups: Mapping[str, nn.Linear], name: str, down: nn.Linear, ranks: int) -> Proposal:
+    def _pair(parent: str, ups: Mapping[str, nn.Linear], name: str, down: nn.Linear, ranks: int) -> PlanCandidate:
         ranges = ranges_of(down.in_features, ranks)
         splits = {n: Split("column", ranges, joined=False) for n in ups}
         plan = Plan({**splits, name: Split("row", ranges, joined=False)}, regions=(Region(tuple(ups), name),))
         columns = {n: m.out_features for n, m in ups.items()}
         width = next(iter(ups.values())).in_features
-        return Proposal(parent, width, columns, (name, down.in_features), [plan], ranks)
+        return PlanCandidate(parent, width, columns, (name, down.in_features), [plan], ranks)
 
     @staticmethod
-    def heads_of(module: nn.Module, parent: str, own: Mapping[str, nn.Linear], ranks: int) -> Proposal | None:
+    def heads_of(module: nn.Module, parent: str, own: Mapping[str, nn.Linear], ranks: int) -> PlanCandidate | None:
         """Projections to heads and one from them, in a module that knows its number of heads."""
         names = list(own)
         heads = _number(module, _HEADS)
@@ -101,7 +101,7 @@ class Proposal:
             for ways in inside
         ]
         row = (names[-1], out.in_features)
-        return Proposal(parent, width, columns, row, plans, ranks)
+        return PlanCandidate(parent, width, columns, row, plans, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from torch import nn
 
 from guava_nb.config.modes import PLAN_KINDS, check_plan
 from guava_nb.errors import ConfigError
-from guava_nb.parallel.tensor.module_fingerprint import sameness
-from guava_nb.parallel.tensor.plan_candidates import Proposal
-from guava_nb.parallel.tensor.split_trial import Proof
+from guava_nb.parallel.tensor.module_fingerprint import module_fingerprint
+from guava_nb.parallel.tensor.plan_candidates import PlanCandidate
+from guava_nb.parallel.tensor.split_trial import SplitTrial
 from guava_nb.parallel.tensor.tensor_layers import ranges_of
-from guava_nb.parallel.tensor.tensor_plan import Plan, Region, Split, prove_plan
+from guava_nb.parallel.tensor.tensor_plan import Plan, Region, Split, try_plan
 
 __all__ = ["make_plan"]
 
@@ -127,9 +127,9 @@ class _Search:
         prefix = f"{name}."
         return name in self.tied or any(other.startswith(prefix) for other in self.tied)
 
-    def _proposals(self, name: str, own: Mapping[str, nn.Linear]) -> list[Proposal]:
-        heads = Proposal.heads_of(self.modules[name], name, own, self.ranks)
-        return [*([heads] if heads else []), *Proposal.pairs_of(name, own, self.ranks)]
+    def _proposals(self, name: str, own: Mapping[str, nn.Linear]) -> list[PlanCandidate]:
+        heads = PlanCandidate.heads_of(self.modules[name], name, own, self.ranks)
+        return [*([heads] if heads else []), *PlanCandidate.pairs_of(name, own, self.ranks)]
 
     def _linears(self, name: str) -> dict[str, nn.Linear]:
         return {
@@ -138,17 +138,17 @@ class _Search:
             if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
         }
 
-    def prove(self, proposal: Proposal) -> tuple[Plan | None, bool]:
+    def prove(self, proposal: PlanCandidate) -> tuple[Plan | None, bool]:
         module = self.modules[proposal.parent]
         if any(self.places[self.modules[name]] > 1 for name in proposal.names):
             # It runs in two places, of which a try sees one.
             return None, True
-        key = (sameness(module), repr(proposal.plans))
+        key = (module_fingerprint(module), repr(proposal.plans))
         if key not in self.proofs:
             ran = False
             self.proofs[key] = (None, False)
             for plan in proposal.plans:
-                proof: Proof = prove_plan(module, proposal.width, self.ranks, plan)
+                proof: SplitTrial = try_plan(module, proposal.width, self.ranks, plan)
                 ran = ran or proof.ran
                 self.proofs[key] = (None, ran)
                 if proof.equal:
@@ -237,7 +237,7 @@ class _Search:
         kind = "column" if kinds[name] == "colwise" else "row"
         return Plan({name: Split(kind, ranges_of(size, self.ranks))})
 
-    def _user_proposal(self, proposal: Proposal) -> Plan:
+    def _user_proposal(self, proposal: PlanCandidate) -> Plan:
         found, ran = self.prove(proposal)
         if found is None and not ran:
             # It cannot be tried alone, and the user says so; the first step checks that gradients agree.

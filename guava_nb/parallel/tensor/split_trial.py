@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.nested import leaves
-from guava_nb.parallel.tensor.without_randomness import SteadyRandomness
+from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 
-__all__ = ["Proof", "prove"]
+__all__ = ["SplitTrial", "try_split"]
 
 _CLOSE = 1e-8
 _WAIT_S = 60.0
@@ -32,7 +32,7 @@ Split = Callable[[nn.Module, "_ThreadRanks"], Callable[[str, Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class SplitTrial:
     """What the try showed.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Story:
     cut: Callable[[str, Tensor], Tensor] | None = None
 
 
-def prove(module: nn.Module, width: int, ranks: int, split: Split) -> Proof:
+def try_split(module: nn.Module, width: int, ranks: int, split: Split) -> SplitTrial:
     """Try a split, in training and in evaluation mode, on small, usual and large numbers.
 
     Args:
@@ -107,11 +107,11 @@ def prove(module: nn.Module, width: int, ranks: int, split: Split) -> Proof:
         split: how each rank's copy is made from a whole one.
     """
     if 8 * sum(p.numel() for p in module.parameters()) * (ranks + 2) > _MAX_BYTES:
-        return Proof(False, False)
+        return SplitTrial(False, False)
     try:
         original = copy.deepcopy(module).to("cpu", torch.float64)
     except Exception:  # A user's attribute that cannot be copied: the module cannot be tried.
-        return Proof(False, False)
+        return SplitTrial(False, False)
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng([]):
         for shape in ((2, 5, width), (3, width)):
@@ -121,7 +121,7 @@ def prove(module: nn.Module, width: int, ranks: int, split: Split) -> Proof:
                 _tell(whole, copy.deepcopy(original), given, count)
                 if whole.problem is None:
                     return _compare(whole, _split_stories(original, given, count, ranks, split))
-    return Proof(False, False)
+    return SplitTrial(False, False)
 
 
 def _tell(story: _Story, module: nn.Module, given: Tensor, count: int) -> None:
@@ -136,12 +136,12 @@ def _run(module: nn.Module, given: Tensor, count: int) -> _Run:
     module.zero_grad()
     leaf = given.clone().requires_grad_()
     with torch.enable_grad():
-        with SteadyRandomness():
+        with WithoutRandomness():
             outputs = [t for t in leaves(module(*[leaf] * count)) if t.is_floating_point()]
         weights = torch.Generator().manual_seed(1)
         total = sum((o * torch.randn(o.shape, generator=weights, dtype=o.dtype)).sum() for o in outputs)
         assert isinstance(total, Tensor)
-        with SteadyRandomness():
+        with WithoutRandomness():
             total.backward()  # type: ignore[no-untyped-call]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -172,10 +172,10 @@ def _split_stories(original: nn.Module, given: Tensor, count: int, ranks: int, s
     return stories
 
 
-def _compare(whole: _Story, stories: list[_Story]) -> Proof:
+def _compare(whole: _Story, stories: list[_Story]) -> SplitTrial:
     cuts = [story.cut for story in stories if story.problem is None and story.cut is not None]
     if len(cuts) < len(stories):
-        return Proof(True, False)
+        return SplitTrial(True, False)
     partial: set[str] = set()
     alike: set[str] = set()
     for number, run in enumerate(whole.runs):
@@ -183,15 +183,15 @@ def _compare(whole: _Story, stories: list[_Story]) -> Proof:
             continue  # too large for this module: nothing to compare
         parts = [story.runs[number] for story in stories]
         if not all(_close(part.output, run.output) and _same_buffers(part, run) for part in parts):
-            return Proof(True, False)
+            return SplitTrial(True, False)
         for name in run.gradients:
             whole_here, summed = _gradient(name, run, parts, cuts)
             if not whole_here and not summed:
-                return Proof(True, False)
+                return SplitTrial(True, False)
             alike |= {name} if not summed else set()
             partial |= {name} if not whole_here else set()
     # Zero is both; but what is a sum on one input and whole on another is nothing that could be relied on.
-    return Proof(True, not alike & partial, tuple(name for name in whole.runs[0].gradients if name in partial))
+    return SplitTrial(True, not alike & partial, tuple(name for name in whole.runs[0].gradients if name in partial))
 
 
 def _gradient(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from guava_nb.errors import TrainingError
 from guava_nb.nested import children, leaves, map_leaves
 from guava_nb.parallel.tensor.tensor_layers import ColumnLinear, RowLinear
-from guava_nb.parallel.tensor.without_randomness import SteadyRandomness, untouched
+from guava_nb.parallel.tensor.without_randomness import WithoutRandomness, untouched
 
 __all__ = ["SplitLayers", "check_on_first_batch"]
 
@@ -102,7 +102,7 @@ class _Check:
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any, whole: bool) -> list[Tensor]:
         device = next(iter(self._here.layers.values())).weight.device
-        with torch.no_grad(), untouched(module, device), SteadyRandomness():
+        with torch.no_grad(), untouched(module, device), WithoutRandomness():
             if whole:
                 self._here.join()
             # A forward may change what it is given in place.

@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from guava_nb.parallel.tensor.split_trial import Proof, prove
+from guava_nb.parallel.tensor.split_trial import SplitTrial, try_split
 from guava_nb.parallel.tensor.tensor_attention import SplitAttention
 from guava_nb.parallel.tensor.tensor_check import SplitLayers, check_on_first_batch
 from guava_nb.parallel.tensor.tensor_layers import ColumnLinear, Ranges, RowLinear, VocabEmbedding
 from guava_nb.parallel.tensor.tensor_ops import GroupRanks, Ranks
 from guava_nb.parallel.tensor.tensor_random import SplitRandomness
 
-__all__ = ["Plan", "Region", "Split", "apply_plan", "prove_plan", "split_modules"]
+__all__ = ["Plan", "Region", "Split", "apply_plan", "try_plan", "split_modules"]
 
 
 _SPLIT: dict[str, type[nn.Module]] = {
@@ -201,7 +201,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: boo
     return [name for name in plan.partial if name in here]
 
 
-def prove_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> Proof:
+def try_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> SplitTrial:
     """Try a plan of one module, whose input's last dim is `width`; see split_trial.py."""
 
     def split(part: nn.Module, thread: Ranks) -> Callable[[str, Tensor], Tensor]:
@@ -213,4 +213,4 @@ def prove_plan(module: nn.Module, width: int, ranks: int, plan: Plan) -> Proof:
         }
         return lambda name, full: layouts[name].cut(full) if name in layouts else full
 
-    return prove(module, width, ranks, split)
+    return try_split(module, width, ranks, split)

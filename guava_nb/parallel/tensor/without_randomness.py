@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from guava_nb.parallel.module_state import unchanged
 
-__all__ = ["SteadyRandomness", "untouched"]
+__all__ = ["WithoutRandomness", "untouched"]
 
 _DROPOUTS = {
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
@@ -29,7 +29,7 @@ _DRAWS = {
 }  # fmt: skip
 
 
-class SteadyRandomness(TorchFunctionMode):
+class WithoutRandomness(TorchFunctionMode):
     """Nothing is dropped, and random floating-point numbers are all one constant.
 
     Masks on split activations differ from those on whole ones, rightly so, which would hide whether anything else

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from guava_nb.backend.endpoint import Endpoint
-from guava_nb.backend.group_member import Circle
+from guava_nb.backend.group_member import GroupMember
 from guava_nb.backend.operation import CHUNK_BYTES, Operation, Part, Slot
 from guava_nb.errors import CollectiveError, CollectiveTimeout, GroupBroken, LinkBroken
 from guava_nb.protocol.messages import (
@@ -43,8 +43,8 @@ def sent() -> Sent:
 
 
 @pytest.fixture
-def circle(sent: Sent) -> Circle:
-    made = Circle("g", 0, ["a", "b", "c"], sent)
+def circle(sent: Sent) -> GroupMember:
+    made = GroupMember("g", 0, ["a", "b", "c"], sent)
     made.open()
     return made
 
@@ -83,13 +83,13 @@ def parcel(source: int, number: int, data: bytes, tag: int = 0, offset: int = 0,
     ), data
 
 
-def receive(circle: Circle, source: int, tag: int = 0, size: int = 2) -> tuple[Operation, Slot]:
+def receive(circle: GroupMember, source: int, tag: int = 0, size: int = 2) -> tuple[Operation, Slot]:
     made, slot = Operation("receive", None, 60.0), Slot(np.zeros(size, np.uint8), "uint8", 1)
     circle.receive(made, source, tag, slot)
     return made, slot
 
 
-def test_a_circle_opens_its_group_and_sends_chunks_with_the_call_on_the_first(circle: Circle, sent: Sent) -> None:
+def test_a_circle_opens_its_group_and_sends_chunks_with_the_call_on_the_first(circle: GroupMember, sent: Sent) -> None:
     assert sent[0] == (OpenGroup("g", 0, 3, "a"), b"")
     data = np.arange(CHUNK_BYTES + 10).astype(np.uint8)
     out = operation(1)
@@ -105,13 +105,13 @@ def test_a_circle_opens_its_group_and_sends_chunks_with_the_call_on_the_first(ci
     assert out.done and out.error is None
 
 
-def test_who_has_nothing_to_send_says_that_it_called(circle: Circle, sent: Sent) -> None:
+def test_who_has_nothing_to_send_says_that_it_called(circle: GroupMember, sent: Sent) -> None:
     circle.start(operation(1))
     (only,) = sent.of(Piece)
     assert (only.target, only.call, only.tensor.numel) == (-2, SPEC, 0)
 
 
-def test_what_comes_before_its_call_waits_for_it(circle: Circle) -> None:
+def test_what_comes_before_its_call_waits_for_it(circle: GroupMember) -> None:
     circle.post(*piece(1, 1, b"ab"))
     circle.post(*piece(2, 1, b"ef"))
     circle.post(*piece(1, 2, b"c", 0, 2))
@@ -123,13 +123,13 @@ def test_what_comes_before_its_call_waits_for_it(circle: Circle) -> None:
     assert bytes(circle.start(operation(1)).slots[1].data) == b"ef"
 
 
-def test_a_piece_that_does_not_fit_is_an_error_with_the_rank(circle: Circle) -> None:
+def test_a_piece_that_does_not_fit_is_an_error_with_the_rank(circle: GroupMember) -> None:
     waiting = circle.start(operation(1))
     circle.post(*piece(1, 1, b"abc"))
     assert "rank 1 (b)" in str(waiting.error) and "3 elements of uint8 came where 2" in str(waiting.error)
 
 
-def test_tags_and_sources_choose_and_order_is_kept(circle: Circle) -> None:
+def test_tags_and_sources_choose_and_order_is_kept(circle: GroupMember) -> None:
     for number, (tag, data) in enumerate([(1, b"aa"), (2, b"bb"), (1, b"cc")], 1):
         circle.post(*parcel(1, number, data, tag))
     circle.post(*parcel(2, 1, b"d", 1, 0, 2))
@@ -142,7 +142,7 @@ def test_tags_and_sources_choose_and_order_is_kept(circle: Circle) -> None:
     assert late.done and late.source == 2 and bytes(slot.data) == b"dD"
 
 
-def test_a_receive_that_waits_gets_the_next_and_knows_from_whom(circle: Circle) -> None:
+def test_a_receive_that_waits_gets_the_next_and_knows_from_whom(circle: GroupMember) -> None:
     first, slot = receive(circle, -1)
     second, _ = receive(circle, -1)
     circle.post(*parcel(2, 1, b"x", 0, 0, 2))
@@ -152,7 +152,7 @@ def test_a_receive_that_waits_gets_the_next_and_knows_from_whom(circle: Circle) 
     assert first.done and first.source == 2 and bytes(slot.data) == b"xz"
 
 
-def test_empty_tensors_arrive(circle: Circle) -> None:
+def test_empty_tensors_arrive(circle: GroupMember) -> None:
     circle.post(*parcel(1, 1, b""))
     assert receive(circle, 1, size=0)[0].done
     waiting = receive(circle, 1, size=0)[0]
@@ -161,7 +161,7 @@ def test_empty_tensors_arrive(circle: Circle) -> None:
     assert waiting.done
 
 
-def test_sends_are_numbered_per_target_and_end_when_taken(circle: Circle, sent: Sent) -> None:
+def test_sends_are_numbered_per_target_and_end_when_taken(circle: GroupMember, sent: Sent) -> None:
     works = []
     for target in (1, 2, 1):
         work = Operation("send", None, 60.0)
@@ -176,7 +176,7 @@ def test_sends_are_numbered_per_target_and_end_when_taken(circle: Circle, sent: 
     assert [work.done for work in works] == [False, False, True]
 
 
-def test_a_broken_group_ends_all_that_is_pending_and_all_that_comes(circle: Circle) -> None:
+def test_a_broken_group_ends_all_that_is_pending_and_all_that_comes(circle: GroupMember) -> None:
     pending = [circle.start(operation(1)), receive(circle, 1)[0], receive(circle, 2)[0]]
     circle.post(*parcel(2, 1, b"x", 0, 0, 2))
     circle.post(GroupEnded("g", "rank 1 (b) was lost: silence"), b"")
@@ -186,7 +186,7 @@ def test_a_broken_group_ends_all_that_is_pending_and_all_that_comes(circle: Circ
     assert len({id(one.error) for one in pending}) == len(pending)
 
 
-def test_who_left_is_waited_for_no_more_but_what_it_sent_before_is_there(circle: Circle) -> None:
+def test_who_left_is_waited_for_no_more_but_what_it_sent_before_is_there(circle: GroupMember) -> None:
     circle.post(*parcel(1, 1, b"ab"))
     waiting, anyone = receive(circle, 2)[0], receive(circle, -1, tag=9)[0]
     circle.post(LeaveGroup("g", 1), b"")
@@ -197,7 +197,7 @@ def test_who_left_is_waited_for_no_more_but_what_it_sent_before_is_there(circle:
     assert waiting.error is not None and anyone.error is not None
 
 
-def test_failures_reach_also_who_was_done_already(circle: Circle) -> None:
+def test_failures_reach_also_who_was_done_already(circle: GroupMember) -> None:
     done = circle.start(operation())
     assert done.done and done.error is None
     circle.post(OperationFailed("g", 1, "the ranks do not agree"), b"")
@@ -205,7 +205,7 @@ def test_failures_reach_also_who_was_done_already(circle: Circle) -> None:
     assert circle.start(operation(1)).error is None  # the group stands
 
 
-def test_time_is_asked_of_the_hub_and_then_taken(circle: Circle, sent: Sent) -> None:
+def test_time_is_asked_of_the_hub_and_then_taken(circle: GroupMember, sent: Sent) -> None:
     late = circle.start(operation(1, timeout_s=0.0))
     circle.check_deadlines(time.monotonic() + 1)
     assert sent.of(Expire) == [Expire("g", 1, 0.0)] and not late.done
@@ -217,7 +217,7 @@ def test_time_is_asked_of_the_hub_and_then_taken(circle: Circle, sent: Sent) -> 
     assert receive(circle, 1)[0].error is None
 
 
-def test_leaving_ends_what_is_pending_and_is_said_once(circle: Circle, sent: Sent) -> None:
+def test_leaving_ends_what_is_pending_and_is_said_once(circle: GroupMember, sent: Sent) -> None:
     pending = circle.start(operation(1))
     circle.leave()
     circle.leave()
@@ -225,7 +225,7 @@ def test_leaving_ends_what_is_pending_and_is_said_once(circle: Circle, sent: Sen
     assert "destroyed here" in str(pending.error)
 
 
-def test_a_result_that_cannot_be_put_in_place_is_an_error(circle: Circle) -> None:
+def test_a_result_that_cannot_be_put_in_place_is_an_error(circle: GroupMember) -> None:
     made = operation(1)
 
     def explode() -> None:
@@ -279,7 +279,7 @@ def test_an_answer_of_the_store_comes_back(sent: Sent) -> None:
         endpoint.ask("set", ["k"], [b""])
 
 
-def test_a_collective_is_not_over_before_its_own_bytes_are_out(circle: Circle, sent: Sent) -> None:
+def test_a_collective_is_not_over_before_its_own_bytes_are_out(circle: GroupMember, sent: Sent) -> None:
     """Bytes that come from a device are late: the other ranks' may all be here first."""
     ready = []
     made = operation(1, 2)
@@ -293,7 +293,7 @@ def test_a_collective_is_not_over_before_its_own_bytes_are_out(circle: Circle, s
     assert [data for message, data in sent if isinstance(message, Piece)] == [b"\x07\x08"]
 
 
-def test_bytes_that_never_come_from_their_device_end_the_call(circle: Circle, sent: Sent) -> None:
+def test_bytes_that_never_come_from_their_device_end_the_call(circle: GroupMember, sent: Sent) -> None:
     ready = []
     made = circle.start(operation(1, 2), ready.append)
     ready[0](RuntimeError("an illegal memory access"))
@@ -305,7 +305,7 @@ def test_bytes_that_never_come_from_their_device_end_the_call(circle: Circle, se
     assert ended.done and len(sent) == before
 
 
-def test_a_send_from_a_device_is_over_when_its_bytes_are_out(circle: Circle, sent: Sent) -> None:
+def test_a_send_from_a_device_is_over_when_its_bytes_are_out(circle: GroupMember, sent: Sent) -> None:
     ready = []
     made = Operation("send", None, 60.0)
     circle.send(made, Part(1, np.array([1], np.uint8), 1), "uint8", 0, ready.append)

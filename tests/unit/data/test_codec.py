@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.data import node_kinds as nodes
+from guava_nb.data import node_kinds
 from guava_nb.data.codec import DTYPES, class_resolver, imported_class, pack, tensor_bytes, tensor_from, unpack
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError
 from guava_nb.protocol.messages import TensorSpec, Tree
@@ -341,7 +341,7 @@ def test_an_unknown_or_changed_class_is_said_so() -> None:
 def test_only_dataclasses_and_namedtuples_can_be_named(name: str) -> None:
     import subprocess  # noqa: F401  it must be imported to be refused for its kind
 
-    tree = Tree(msgspec.msgpack.encode([nodes.DATACLASS, name, ["args"], "ls"]))
+    tree = Tree(msgspec.msgpack.encode([node_kinds.DATACLASS, name, ["args"], "ls"]))
     with pytest.raises(ConfigError):
         unpack(tree, b"", imported_class)
 
@@ -415,7 +415,7 @@ def test_a_deep_structure_is_an_error_not_a_crash() -> None:
         unpack(Tree(b"\x92\x01" * 500_000 + b"\xc0"), b"")
 
 
-@pytest.mark.parametrize("node", [[nodes.ARRAY, 0, "|u1"], [nodes.OBJECT_ARRAY]], ids=["bytes", "objects"])
+@pytest.mark.parametrize("node", [[node_kinds.ARRAY, 0, "|u1"], [node_kinds.OBJECT_ARRAY]], ids=["bytes", "objects"])
 def test_a_shape_of_a_million_axes_is_refused_at_once(node: list[Any]) -> None:
     node = [*node, [2**62] * 200_000]
     with pytest.raises(RemoteProtocolError, match="axes"):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from guava_nb.data.frozen_batch import snapshot
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - as users write them
 
@@ -54,6 +54,6 @@ def test_batches_that_are_held_do_not_change() -> None:
         (DataLoader(Reused(), batch_size=None), [0.0, 1.0, 2.0, 3.0]),
         (DataLoader(values, batch_size=2, collate_fn=reusing_collate()), [0.0, 2.0, 4.0, 6.0]),
     ):
-        feed = Feed(iter(loader) if isinstance(loader, Reused) else loader)
+        feed = LoaderFeed(iter(loader) if isinstance(loader, Reused) else loader)
         held = [loaded.batch for loaded in feed.epoch()]
         assert [float(batch[0]) for batch in held] == wanted

@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from guava_nb.data.codec import pack
-from guava_nb.data.loader_feed import Feed, LoadError
+from guava_nb.data.loader_feed import LoaderFeed, LoadError
 from guava_nb.data.randomness import RandomState
 from guava_nb.errors import CheckpointError, ConfigError
 
@@ -187,7 +187,7 @@ def test_batches_and_random_numbers_are_those_of_the_plain_loop(name: str, kind:
     expected = [[flat(batch) for batch in plain] for _ in range(2)]
     after = state_now()
     seed_everything(3)
-    feed = Feed(LOADERS[name](**processes))
+    feed = LoaderFeed(LOADERS[name](**processes))
     got = [list(feed.epoch()) for _ in range(2)]
     assert [[flat(loaded.batch) for loaded in epoch] for epoch in got] == expected
     assert state_now() == after
@@ -202,37 +202,37 @@ def test_batches_and_random_numbers_are_those_of_the_plain_loop(name: str, kind:
 @pytest.mark.parametrize("processes", PROCESSES[:2], ids=PROCESS_IDS[:2])
 def test_ids_are_the_indices_that_were_drawn(processes: dict[str, Any]) -> None:
     seed_everything(1)
-    loaded = list(Feed(LOADERS["shuffled"](**processes)).epoch())
+    loaded = list(LoaderFeed(LOADERS["shuffled"](**processes)).epoch())
     for one in loaded:
         assert list(one.sample_ids) == one.batch[1].tolist()
     assert sorted(index for one in loaded for index in one.sample_ids) == list(range(SAMPLES))
     assert [one.rows for one in loaded] == [4, 4, 4, 4, 4, 1]
-    batches = list(Feed(LOADERS["data set makes batches"](**processes)).epoch())
+    batches = list(LoaderFeed(LOADERS["data set makes batches"](**processes)).epoch())
     assert [list(one.sample_ids) for one in batches] == [one.batch[0].tolist() for one in batches]
 
 
 def test_streams_and_lists_of_batches_count_their_samples() -> None:
-    loaded = list(Feed(LOADERS["stream"]()).epoch())
+    loaded = list(LoaderFeed(LOADERS["stream"]()).epoch())
     assert [one.sample_ids for one in loaded] == [tuple(range(i, min(i + 4, SAMPLES))) for i in range(0, SAMPLES, 4)]
-    feed = Feed([torch.zeros(3, 2), (torch.zeros(2), torch.zeros(2))])
+    feed = LoaderFeed([torch.zeros(3, 2), (torch.zeros(2), torch.zeros(2))])
     for _ in range(2):
         assert [one.sample_ids for one in feed.epoch()] == [(0, 1, 2), (3, 4)]
     assert feed.batches_per_epoch == 2
-    assert Feed(LOADERS["stream"]()).batches_per_epoch is None
-    assert Feed(LOADERS["no length"]()).batches_per_epoch is None
+    assert LoaderFeed(LOADERS["stream"]()).batches_per_epoch is None
+    assert LoaderFeed(LOADERS["no length"]()).batches_per_epoch is None
 
     class Lazy(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter([torch.zeros(2), torch.ones(1)])
 
-    assert [one.rows for one in Feed(Lazy(Numbers())).epoch()] == [2, 1]
+    assert [one.rows for one in LoaderFeed(Lazy(Numbers())).epoch()] == [2, 1]
 
 
 def test_a_collate_function_may_drop_samples_or_keep_them_apart() -> None:
-    loaded = list(Feed(DataLoader(Numbers(), batch_size=4, drop_last=True, collate_fn=keep_odd)).epoch())
+    loaded = list(LoaderFeed(DataLoader(Numbers(), batch_size=4, drop_last=True, collate_fn=keep_odd)).epoch())
     assert [one.rows for one in loaded] == [2, 2, 2, 2, 2]
     assert loaded[1].sample_ids == (4, 5, 6, 7)
-    samples = list(Feed(DataLoader(Numbers(), batch_size=4, collate_fn=everything)).epoch())
+    samples = list(LoaderFeed(DataLoader(Numbers(), batch_size=4, collate_fn=everything)).epoch())
     assert [one.rows for one in samples] == [4, 4, 4, 4, 4, 1]
 
 
@@ -247,7 +247,7 @@ def test_a_data_set_of_the_notebook_works_in_loader_processes(monkeypatch: pytes
         module.__dict__,
     )
     monkeypatch.setitem(sys.modules, "__main__", module)
-    feed = Feed(DataLoader(module.Typed(), batch_size=3, num_workers=2, multiprocessing_context="fork"))
+    feed = LoaderFeed(DataLoader(module.Typed(), batch_size=3, num_workers=2, multiprocessing_context="fork"))
     assert [flat(one.batch) for one in feed.epoch()] == [[0, 10, 20], [30, 40, 50]]
 
 
@@ -269,7 +269,7 @@ def rename(worker_id: int) -> None:
 
 
 def test_worker_init_sees_the_users_own_data_set() -> None:
-    feed = Feed(DataLoader(Renamed(), batch_size=4, num_workers=2, worker_init_fn=rename, collate_fn=everything))
+    feed = LoaderFeed(DataLoader(Renamed(), batch_size=4, num_workers=2, worker_init_fn=rename, collate_fn=everything))
     assert {name for one in feed.epoch() for name in one.batch} == {"worker 0", "worker 1"}
 
 
@@ -279,7 +279,7 @@ def test_loader_processes_draw_different_numbers_in_every_epoch_and_repeat_from_
 ) -> None:
     def draw() -> list[Any]:
         seed_everything(11)
-        feed = Feed(LOADERS["augmented"](**processes))
+        feed = LoaderFeed(LOADERS["augmented"](**processes))
         values = [flat(one.batch[1:]) for _ in range(3) for one in feed.epoch()]
         feed.close()
         return values
@@ -299,7 +299,7 @@ def test_loader_processes_draw_different_numbers_in_every_epoch_and_repeat_from_
 def test_a_broken_sample_is_named(dataset: Any, processes: dict[str, Any]) -> None:
     got = []
     with pytest.raises(LoadError) as caught:
-        for one in Feed(DataLoader(dataset, batch_size=5, **processes)).epoch():
+        for one in LoaderFeed(DataLoader(dataset, batch_size=5, **processes)).epoch():
             got.append(one.index)
     assert got == [0, 1, 2]
     assert str(caught.value) == "sample 17 (batch 3) could not be loaded: ValueError: file 17 is broken"
@@ -313,11 +313,11 @@ def test_a_broken_sample_is_named(dataset: Any, processes: dict[str, Any]) -> No
 def test_a_broken_collate_function_and_stream_are_named(processes: dict[str, Any]) -> None:
     mixed = DataLoader([torch.zeros(2), torch.zeros(2), torch.zeros(3)], batch_size=3, **processes)
     with pytest.raises(LoadError, match=r"^batch 0 \(samples 0, 1, 2\) could not be loaded: RuntimeError: "):
-        list(Feed(mixed).epoch())
+        list(LoaderFeed(mixed).epoch())
     with pytest.raises(
         LoadError, match=r"^batch \d \(from sample \d+ on\) could not be loaded: OSError: the stream ended"
     ):
-        list(Feed(DataLoader(Stream(fail_at=9), batch_size=2, **processes)).epoch())
+        list(LoaderFeed(DataLoader(Stream(fail_at=9), batch_size=2, **processes)).epoch())
 
 
 def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch_silently() -> None:
@@ -326,7 +326,7 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch_silently()
             return next(iter([])) if index == 6 else index
 
     with pytest.raises(LoadError, match="sample 6"):
-        list(Feed(DataLoader(Short(), batch_size=4)).epoch())
+        list(LoaderFeed(DataLoader(Short(), batch_size=4)).epoch())
 
 
 @pytest.mark.parametrize(
@@ -347,13 +347,13 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch_silently()
 )
 def test_what_gives_no_batches_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Feed(loader)
+        LoaderFeed(loader)
 
 
 def test_an_empty_stream_and_a_used_up_iterator_are_told() -> None:
     with pytest.raises(ConfigError, match="had no batches"):
-        list(Feed(DataLoader(Stream(0), batch_size=4)).epoch())
-    feed = Feed(iter([torch.zeros(2)]))
+        list(LoaderFeed(DataLoader(Stream(0), batch_size=4)).epoch())
+    feed = LoaderFeed(iter([torch.zeros(2)]))
     assert len(list(feed.epoch())) == 1
     with pytest.raises(ConfigError, match="used up in the first epoch"):
         list(feed.epoch())
@@ -370,7 +370,7 @@ def through_a_file(position: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-def walk(feed: Feed, epochs: int, steps: list[Any]) -> None:
+def walk(feed: LoaderFeed, epochs: int, steps: list[Any]) -> None:
     for _ in range(epochs):
         for one in feed.epoch():
             steps.append((one.index, one.sample_ids, flat(one.batch)))
@@ -384,11 +384,11 @@ EXACT = [name for name in LOADERS if name != "stream of batches"]
 def test_an_interrupted_epoch_goes_on_to_the_last_random_number(name: str, done: int) -> None:
     seed_everything(8)
     whole: list[Any] = []
-    walk(Feed(LOADERS[name]()), 3, whole)
+    walk(LoaderFeed(LOADERS[name]()), 3, whole)
     after = state_now()
 
     seed_everything(8)
-    feed, steps = Feed(LOADERS[name]()), []
+    feed, steps = LoaderFeed(LOADERS[name]()), []
     walk(feed, 1, steps)
     ahead = feed.epoch()  # two batches are loaded and never committed
     loaded = list(islice(ahead, done + 2))
@@ -396,7 +396,7 @@ def test_an_interrupted_epoch_goes_on_to_the_last_random_number(name: str, done:
     position = through_a_file(feed.position(batches=done))
 
     seed_everything(1234)
-    again = Feed(LOADERS[name]())
+    again = LoaderFeed(LOADERS[name]())
     again.restore(position)
     assert again.position()["batches"] == done
     walk(again, 2, steps)
@@ -408,15 +408,15 @@ def test_an_interrupted_epoch_goes_on_to_the_last_random_number(name: str, done:
 def test_order_survives_with_loader_processes(name: str) -> None:
     seed_everything(8)
     whole: list[Any] = []
-    walk(Feed(LOADERS[name](num_workers=2)), 2, whole)
+    walk(LoaderFeed(LOADERS[name](num_workers=2)), 2, whole)
     seed_everything(8)
-    feed = Feed(LOADERS[name](num_workers=2))
+    feed = LoaderFeed(LOADERS[name](num_workers=2))
     ahead = feed.epoch()
     loaded = [next(ahead) for _ in range(3)]
     position = through_a_file(feed.position(batches=2))
     del ahead
     steps = [(one.index, one.sample_ids, flat(one.batch)) for one in loaded[:2]]
-    again = Feed(LOADERS[name](num_workers=2))
+    again = LoaderFeed(LOADERS[name](num_workers=2))
     again.restore(position)
     walk(again, 2, steps)
     assert steps == whole
@@ -425,15 +425,15 @@ def test_order_survives_with_loader_processes(name: str) -> None:
 def test_the_end_of_an_epoch_and_the_moment_before_the_first_are_positions_too() -> None:
     seed_everything(2)
     whole: list[Any] = []
-    walk(Feed(LOADERS["augmented"]()), 2, whole)
+    walk(LoaderFeed(LOADERS["augmented"]()), 2, whole)
     seed_everything(2)
-    feed, steps = Feed(LOADERS["augmented"]()), []
+    feed, steps = LoaderFeed(LOADERS["augmented"]()), []
     before = feed.position()
     walk(feed, 1, steps)
     at_the_end = feed.position()
     for position, have in ((before, []), (at_the_end, steps)):
         seed_everything(77)
-        again, more = Feed(LOADERS["augmented"]()), list(have)
+        again, more = LoaderFeed(LOADERS["augmented"]()), list(have)
         again.restore(position)
         walk(again, 2, more)
         assert more == whole
@@ -447,14 +447,14 @@ def test_skipped_batches_are_not_loaded() -> None:
             loads.append(index)
             return index
 
-    loaded = list(Feed(DataLoader(Watched(), batch_size=4)).epoch(skip_batches=4))
+    loaded = list(LoaderFeed(DataLoader(Watched(), batch_size=4)).epoch(skip_batches=4))
     assert [one.index for one in loaded] == [4, 5]
     assert loads == list(range(16, SAMPLES))
 
 
 def test_an_epoch_left_early_does_not_disturb_the_next() -> None:
     for processes in PROCESSES:
-        feed = Feed(LOADERS["shuffled"](**processes))
+        feed = LoaderFeed(LOADERS["shuffled"](**processes))
         early = feed.epoch()
         next(early)
         del early
@@ -473,9 +473,9 @@ def test_samplers_that_count_epochs_are_told() -> None:
     for epoch in range(3):
         plain.sampler.set_epoch(epoch)
         expected.append([flat(batch) for batch in plain])
-    feed = Feed(loader())
+    feed = LoaderFeed(loader())
     got = [[flat(one.batch) for one in feed.epoch()] for _ in range(2)]
-    again = Feed(loader())
+    again = LoaderFeed(loader())
     again.restore(feed.position(epoch=1, batches=6))
     assert list(again.epoch()) == []
     got.append([flat(one.batch) for one in again.epoch()])
@@ -483,7 +483,7 @@ def test_samplers_that_count_epochs_are_told() -> None:
 
 
 def test_a_position_that_cannot_be_read_is_refused() -> None:
-    feed = Feed([torch.zeros(2)])
+    feed = LoaderFeed([torch.zeros(2)])
     position = feed.position()
     for damaged in ({}, {**position, "version": 9}, {**position, "start": {"numpy": 3}}):
         with pytest.raises(CheckpointError):
@@ -494,7 +494,7 @@ def test_a_position_that_cannot_be_read_is_refused() -> None:
 
 
 def test_sequential_sampler_without_generator_has_none_to_save() -> None:
-    feed = Feed(DataLoader(Numbers(), batch_size=4, sampler=SequentialSampler(Numbers())))
+    feed = LoaderFeed(DataLoader(Numbers(), batch_size=4, sampler=SequentialSampler(Numbers())))
     assert feed.position()["start"]["generators"] == {}
 
 
@@ -508,8 +508,8 @@ def test_a_pair_of_fields_from_two_samples_of_which_one_was_dropped_has_one_row(
         return [torch.zeros(3, 8, 8) for _ in samples]
 
     data = TensorDataset(torch.zeros(4))
-    assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=first_only)).epoch()] == [1, 1]
-    assert [b.rows for b in Feed(DataLoader(data, 2, collate_fn=as_list)).epoch()] == [2, 2]
+    assert [b.rows for b in LoaderFeed(DataLoader(data, 2, collate_fn=first_only)).epoch()] == [1, 1]
+    assert [b.rows for b in LoaderFeed(DataLoader(data, 2, collate_fn=as_list)).epoch()] == [2, 2]
 
 
 def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
@@ -523,7 +523,7 @@ def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
     torch.manual_seed(3)
     plain = list(DataLoader(Noisy(), batch_size=4, shuffle=True))
     torch.manual_seed(3)
-    feed = Feed(DataLoader(Noisy(), batch_size=4, shuffle=True))
+    feed = LoaderFeed(DataLoader(Noisy(), batch_size=4, shuffle=True))
     inputs, ids = feed.example(2)
     assert ids.tolist() == [0, 1] and inputs.shape == (2, 2)
     for loaded, (values, labels) in zip(feed.epoch(), plain, strict=True):
@@ -532,4 +532,4 @@ def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
 
 def test_an_example_needs_a_data_set_with_indices() -> None:
     with pytest.raises(ConfigError, match="no data set with indices"):
-        Feed([torch.zeros(2, 1)]).example(1)
+        LoaderFeed([torch.zeros(2, 1)]).example(1)

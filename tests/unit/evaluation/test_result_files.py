@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.predictions import Prediction, Predictions, in_id_order, least_row_bytes, wanted_of
 from guava_nb.evaluation.result_files import HEADER_BYTES, RECORD, DiskResults, MemoryResults, npy_header
@@ -116,7 +116,7 @@ def test_batches_of_other_sizes_are_not_gone_on_with(tmp_path: Path, sizes: list
 
     def walk(sizes: list[int]) -> None:
         results = DiskResults(tmp_path, ASKED, True)
-        feed = Feed([(torch.zeros(size, 1), None) for size in sizes])
+        feed = LoaderFeed([(torch.zeros(size, 1), None) for size in sizes])
         question = Prediction(Wanted(raw=True), results, None, lambda: feed.skipped_samples)
         try:
             for batch in feed.epoch(results.batches):

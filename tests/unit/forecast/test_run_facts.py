@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.forecast.run_facts import RunFacts, peeked
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import Committed, Message, Ready
@@ -28,7 +28,7 @@ class StrangeReport(Message, frozen=True):
 
 @pytest.fixture
 def run() -> RunFacts:
-    plan = TrainingPlan(Feed(loader()), None, 1)
+    plan = TrainingPlan(LoaderFeed(loader()), None, 1)
     replica_set = build_ensemble("run-1", spec(), (), None, None)
     return RunFacts(replica_set, plan, spec(), 2, str, peeked(plan.feed, 1))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.link.adaptive_compression import CHANNELS, MIN_BYTES, Frame, Payoff, Squeezer, offered
+from guava_nb.link.adaptive_compression import CHANNELS, MIN_BYTES, AdaptiveCompression, Frame, Payoff, offered
 from guava_nb.link.rate import Delivery, RateMeter
 from guava_nb.protocol.messages import Channel
 
@@ -54,17 +54,17 @@ def test_it_pays_only_if_it_arrives_sooner(raw: int, packed: int, seconds: float
 
 
 def test_only_large_payloads_of_some_channels() -> None:
-    squeezer = Squeezer("on")
+    squeezer = AdaptiveCompression("on")
     for channel in Channel:
         assert squeezer.wants(channel, MIB, None) == (channel in CHANNELS)
         assert not squeezer.wants(channel, MIN_BYTES - 1, 1e6)
-    assert not any(Squeezer("off").wants(channel, MIB, 1e6) for channel in Channel)
+    assert not any(AdaptiveCompression("off").wants(channel, MIB, 1e6) for channel in Channel)
     assert offered("off") == () and offered("on") == offered("auto") == ("zstd",)
 
 
 def test_a_chunk_that_grows_goes_as_it_is() -> None:
     head, noise = b"h" * 40, os.urandom(MIB)
-    assert list(Squeezer("on").squeeze(Frame(Channel.BATCH, [head, noise]), None)) == [head, noise]
+    assert list(AdaptiveCompression("on").squeeze(Frame(Channel.BATCH, [head, noise]), None)) == [head, noise]
 
 
 def test_the_rate_is_that_of_the_busy_windows() -> None:

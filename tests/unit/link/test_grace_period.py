@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guava_nb.link.grace_period import TOGETHER_S, Patience
+from guava_nb.link.grace_period import TOGETHER_S, GracePeriod
 
 GRACE_S, OUTAGE_S = 30.0, 300.0
 
 
 def test_one_that_breaks_alone_has_the_grace() -> None:
-    patience = Patience(GRACE_S, OUTAGE_S)
+    patience = GracePeriod(GRACE_S, OUTAGE_S)
     patience.look(100.0, [100.0, None])
     assert patience.kept_until(100.0) == 130.0
     patience.look(100.0, [100.0])
@@ -19,7 +19,7 @@ def test_one_that_breaks_alone_has_the_grace() -> None:
 
 
 def test_while_the_tunnel_is_down_all_are_kept_and_then_have_the_grace() -> None:
-    patience = Patience(GRACE_S, OUTAGE_S)
+    patience = GracePeriod(GRACE_S, OUTAGE_S)
     patience.look(100.0, [100.0, None])
     patience.went_down(101.0)
     assert patience.kept_until(100.0) == 401.0
@@ -29,7 +29,7 @@ def test_while_the_tunnel_is_down_all_are_kept_and_then_have_the_grace() -> None
 
 
 def test_a_new_address_gives_a_person_time_to_hand_it_on() -> None:
-    patience = Patience(GRACE_S, OUTAGE_S)
+    patience = GracePeriod(GRACE_S, OUTAGE_S)
     patience.went_down(100.0)
     patience.came_up(150.0, moved=True)
     assert patience.kept_until(99.0) == patience.kept_until(160.0) == 450.0
@@ -40,15 +40,15 @@ def test_a_new_address_gives_a_person_time_to_hand_it_on() -> None:
 
 
 def test_all_together_mean_the_tunnel_even_if_it_says_it_stands() -> None:
-    patience = Patience(GRACE_S, OUTAGE_S)
+    patience = GracePeriod(GRACE_S, OUTAGE_S)
     patience.look(101.0, [100.0, 100.0 + TOGETHER_S])
     assert patience.kept_until(100.0) == 400.0
     patience.look(120.0, [100.0, None])
     assert patience.kept_until(100.0) == 150.0, "one is back: the other one has the grace from then on"
-    apart = Patience(GRACE_S, OUTAGE_S)
+    apart = GracePeriod(GRACE_S, OUTAGE_S)
     apart.look(120.0, [100.0, 101.0 + TOGETHER_S])
     assert apart.kept_until(100.0) == 130.0, "one after the other is no outage"
-    bare = Patience(GRACE_S)
+    bare = GracePeriod(GRACE_S)
     bare.look(101.0, [100.0, 101.0])
     assert bare.kept_until(100.0) == 130.0, "without a tunnel nothing is different"
 
@@ -70,7 +70,7 @@ EVENTS = st.lists(
 def test_nobody_has_less_than_the_grace_nor_more_than_an_outage_after_the_last_event(
     events: list, back_s: float
 ) -> None:
-    patience, now = Patience(GRACE_S, OUTAGE_S), 1000.0
+    patience, now = GracePeriod(GRACE_S, OUTAGE_S), 1000.0
     last_event, under_way = now, False
     for after_s, event in events:
         now += after_s

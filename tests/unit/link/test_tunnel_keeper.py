@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from guava_nb import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.link import tunnel_keeper as tunnelling
-from guava_nb.link.grace_period import Patience
+from guava_nb.link.grace_period import GracePeriod
 from guava_nb.link.tunnel_keeper import LONGEST_PAUSE_S, Move, TunnelKeeper, Upkeep, bind_for, fits
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.tunnels import Address, DirectTunnel, LocalTunnel, Tunnel
@@ -59,7 +59,7 @@ class ScriptedListener:
 
     def __init__(self) -> None:
         self.port, self.host = 4242, "127.0.0.1"
-        self.patience = Patience(30.0)
+        self.patience = GracePeriod(30.0)
         self.secret = bytes(range(16))
 
     def join_code(self) -> JoinCode:

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from guava_nb.link.unauthenticated import Guests
+from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.transport.memory import memory_pair
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def test_the_longest_seated_guest_leaves_first() -> None:
-    guests = Guests(2)
+    guests = Unauthenticated(2)
     seats = [guests.sit(1), guests.sit(1)]
     pairs = [memory_pair() for _ in seats]
     for seat, pair in zip(seats, pairs, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.sync.batch_feeder import Feeder
+from guava_nb.sync.batch_feeder import BatchFeeder
 from tests.support.processes import eventually
 
 
@@ -19,13 +19,13 @@ def batches(count: int, log: list[int] | None = None) -> Iterator[LoadedBatch]:
         yield LoadedBatch(k, None, (k,), 1)
 
 
-def is_waiting(feeder: Feeder) -> bool:
+def is_waiting(feeder: BatchFeeder) -> bool:
     """Whether the feeder's thread waits for room."""
     waiters: Any = getattr(feeder._changed, "_waiters")  # noqa: B009 - private to threading
     return len(waiters) > 0
 
 
-def take_all(feeder: Feeder, woken: threading.Semaphore) -> list[list[int]]:
+def take_all(feeder: BatchFeeder, woken: threading.Semaphore) -> list[list[int]]:
     out = []
     while True:
         assert woken.acquire(timeout=10)
@@ -37,7 +37,7 @@ def take_all(feeder: Feeder, woken: threading.Semaphore) -> list[list[int]]:
 
 def test_groups_with_a_smaller_tail_then_the_end() -> None:
     woken = threading.Semaphore(0)
-    feeder = Feeder(batches(7), 3, 2, woken.release)
+    feeder = BatchFeeder(batches(7), 3, 2, woken.release)
     assert take_all(feeder, woken) == [[0, 1, 2], [3, 4, 5], [6]]
     feeder.close()
 
@@ -45,7 +45,7 @@ def test_groups_with_a_smaller_tail_then_the_end() -> None:
 def test_never_runs_further_ahead_than_its_depth() -> None:
     woken = threading.Semaphore(0)
     log: list[int] = []
-    feeder = Feeder(batches(100, log), 1, 2, woken.release)
+    feeder = BatchFeeder(batches(100, log), 1, 2, woken.release)
     assert woken.acquire(timeout=10) and woken.acquire(timeout=10)
     assert len(log) <= 3  # two held, one in hand
     feeder.close()
@@ -58,7 +58,7 @@ def test_what_the_data_set_raises_is_raised_to_the_taker() -> None:
         raise OSError("file 17 is damaged")
 
     woken = threading.Semaphore(0)
-    feeder = Feeder(bad(), 1, 2, woken.release)
+    feeder = BatchFeeder(bad(), 1, 2, woken.release)
     assert woken.acquire(timeout=10) and feeder.take() is not None
     assert woken.acquire(timeout=10)
     with pytest.raises(OSError, match="17"):
@@ -74,7 +74,7 @@ def test_holds_no_more_bytes_than_its_budget_and_one_batch_that_is_larger() -> N
 
     woken = threading.Semaphore(0)
     log: list[int] = []
-    feeder = Feeder(sized(400, 50, log), 1, 32, woken.release, budget_bytes=1000)
+    feeder = BatchFeeder(sized(400, 50, log), 1, 32, woken.release, budget_bytes=1000)
     assert woken.acquire(timeout=10) and woken.acquire(timeout=10)
     assert eventually(lambda: is_waiting(feeder), 10, "the feeder waits")
     assert feeder.held() == (2, 800) and len(log) == 2  # the third is not even loaded
@@ -84,7 +84,7 @@ def test_holds_no_more_bytes_than_its_budget_and_one_batch_that_is_larger() -> N
     feeder.close()
 
     log.clear()
-    feeder = Feeder(sized(5000, 50, log), 1, 32, woken.release, budget_bytes=1000)
+    feeder = BatchFeeder(sized(5000, 50, log), 1, 32, woken.release, budget_bytes=1000)
     assert woken.acquire(timeout=10)
     assert eventually(lambda: is_waiting(feeder), 10, "the feeder waits")
     assert feeder.held() == (1, 5000) and len(log) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.sync.send_credit import HORIZON_S, Credit
+from guava_nb.sync.send_credit import HORIZON_S, SendCredit
 
 MB = 1_000_000
 
@@ -22,7 +22,7 @@ MB = 1_000_000
 def test_the_bounds_hold_whatever_happens(
     budget: int, least: int, most: int, events: list[tuple[str, int, int]]
 ) -> None:
-    credit = Credit(budget, least, most)
+    credit = SendCredit(budget, least, most)
     open_shards: dict[tuple[int, int], tuple[int, int]] = {}
     step = 0
     for what, which, size in events:
@@ -61,7 +61,7 @@ def test_the_bounds_hold_whatever_happens(
 
 
 def test_fifty_megabytes_a_batch_are_two_in_flight() -> None:
-    credit = Credit(64 << 20)
+    credit = SendCredit(64 << 20)
     for step in range(2):
         assert not credit.must_work(step, {0: 50 * MB})
         credit.sent(step, 0, 0, 50 * MB)
@@ -71,7 +71,7 @@ def test_fifty_megabytes_a_batch_are_two_in_flight() -> None:
 
 
 def test_without_bytes_the_count_alone_decides() -> None:
-    credit = Credit(0, least_steps=1)
+    credit = SendCredit(0, least_steps=1)
     credit.sent(0, 0, 0, 0)
     assert not credit.must_work(1, {0: 0})
     credit.sent(1, 0, 0, 0)
@@ -79,14 +79,14 @@ def test_without_bytes_the_count_alone_decides() -> None:
 
 
 def test_while_somebody_is_away_no_step_more_than_the_count_goes() -> None:
-    credit = Credit(64 << 20)
+    credit = SendCredit(64 << 20)
     assert not credit.must_work(2, {0: 10}) and credit.must_work(2, {0: 10}, cautious=True)
     assert not credit.must_work(1, {0: 10}, cautious=True)
 
 
 def line(rate_bytes_s: float, round_trip_s: float, batch_bytes: int, work_s: float, steps: int) -> tuple[float, int]:
     """Play a link and a worker against the machine; returns the share of the link in use and the most bytes held."""
-    credit, now, free_at, worker_free = Credit(64 << 20), 0.0, 0.0, 0.0
+    credit, now, free_at, worker_free = SendCredit(64 << 20), 0.0, 0.0, 0.0
     ends: list[tuple[float, int]] = []  # when the orchestrator hears of a step's end
     most = 0
     for step in range(steps):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.config import DistributedConfig
-from guava_nb.data.loader_feed import Feed, LoadedBatch
+from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.forecast.batch_bytes import writer_for
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_not_there_is_looked_for_where_made_ones_go(
 
 @pytest.mark.parametrize(("batches", "epochs"), [(3, 10), (3, 30), (2, 10), (0, 30)])
 def test_an_epoch_that_lacks_only_its_end_is_told_at_the_resume(batches: int, epochs: int) -> None:
-    plan = TrainingPlan(Feed([1, 2, 3]), None, epochs, start=Position(9, batches))
+    plan = TrainingPlan(LoaderFeed([1, 2, 3]), None, epochs, start=Position(9, batches))
     told = origin._only_its_end(Path("a.pt"), plan)
     assert bool(told) == (batches == 3)
     if told:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from guava_nb.config import DistributedConfig
-from guava_nb.data.loader_feed import Feed
+from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
 from guava_nb.spec.training_options import TrainingOptions
@@ -36,4 +36,4 @@ def test_what_would_fail_in_the_middle_is_refused(changes: dict[str, Any], told:
 def test_a_worker_may_have_no_share() -> None:
     config = DistributedConfig()
     options = TrainingOptions(shares=(1, 0)).settled(config)
-    assert TrainingPlan.of(options, config, (Feed([1]), None), Validation).shares == (1, 0)
+    assert TrainingPlan.of(options, config, (LoaderFeed([1]), None), Validation).shares == (1, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
-from guava_nb.spec import cells as source
+from guava_nb.spec.cells import build_module, resolve
 from guava_nb.worker.user_traceback import user_traceback
 
 TEXT = "def loss(outputs):\n    return outputs.nothing\n"
@@ -14,7 +14,7 @@ TEXT = "def loss(outputs):\n    return outputs.nothing\n"
 
 def test_the_users_lines_stay_and_ours_go() -> None:
     with pytest.raises(SourceError) as caught:
-        source.build_module([Cell("model", TEXT + "loss(3)\n")])
+        build_module([Cell("model", TEXT + "loss(3)\n")])
     text = user_traceback(caught.value)
     assert "<cell 'model'>" in text and "return outputs.nothing" in text
     assert text.index("AttributeError") < text.index("CellError")
@@ -23,5 +23,5 @@ def test_the_users_lines_stay_and_ours_go() -> None:
 
 def test_an_error_of_ours_keeps_its_frames() -> None:
     with pytest.raises(SourceError) as caught:
-        source.resolve("Net", None)
+        resolve("Net", None)
     assert "cells.py" in user_traceback(caught.value)

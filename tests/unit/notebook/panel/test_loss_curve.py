@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from guava_nb.notebook.panel import loss_curve as picture
-from guava_nb.notebook.panel.loss_curve import Picture
+from guava_nb.notebook.panel.loss_curve import LossCurve
 from guava_nb.notebook.panel.plots import HEIGHT_PX, WIDTH_PX, curve_png
 from guava_nb.render import Curve
 from tests.support.sensors import Clock
@@ -46,7 +46,7 @@ def curve(steps: int) -> Curve:
 
 def test_at_most_one_picture_a_second(page: Handle) -> None:
     clock = Clock()
-    drawn = Picture(widget=False, clock=clock)
+    drawn = LossCurve(widget=False, clock=clock)
     drawn.draw(None)
     for step in range(2, 100):
         drawn.draw(curve(step))
@@ -64,7 +64,7 @@ def test_a_widget_lives_and_is_closed(page: Handle) -> None:
     living = widget._instances if hasattr(widget, "_instances") else widget.Widget.widgets  # ipywidgets 8, 7
     before = set(living)
     clock = Clock()
-    drawn = Picture(widget=True, clock=clock)
+    drawn = LossCurve(widget=True, clock=clock)
     drawn.draw(curve(3))
     clock.wait(2)
     drawn.draw(curve(4))
@@ -78,7 +78,7 @@ def test_a_widget_lives_and_is_closed(page: Handle) -> None:
 
 def test_without_widgets_the_output_itself_changes(page: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    drawn = Picture(widget=True, clock=Clock())
+    drawn = LossCurve(widget=True, clock=Clock())
     drawn.draw(curve(3))
     assert set(page.shown[0]) == {"image/png", "text/plain"}
 

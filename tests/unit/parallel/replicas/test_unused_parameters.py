@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.nested import leaves
-from guava_nb.parallel.replicas.unused_parameters import Touch
+from guava_nb.parallel.replicas.unused_parameters import UnusedParameters
 
 Pair = namedtuple("Pair", "first second")
 
@@ -42,7 +42,7 @@ def test_no_output_with_a_gradient_is_a_view(form: str) -> None:
     plain = Handing(FORMS[form])
     watched = Handing(FORMS[form])
     watched.load_state_dict(plain.state_dict())
-    Touch().watch(watched, {"inner.weight": "inner.weight", "inner.bias": "inner.bias"})
+    UnusedParameters().watch(watched, {"inner.weight": "inner.weight", "inner.bias": "inner.bias"})
     x = torch.randn(2, 5, 3)
     theirs, ours = plain(x), watched(x)
     assert type(ours) is type(theirs)
@@ -56,7 +56,7 @@ def test_what_is_no_view_is_not_copied() -> None:
     module = nn.Linear(3, 4)
     handed: list[Tensor] = []
     module.register_forward_hook(lambda m, args, output: handed.append(output))
-    Touch().watch(module, {"weight": "weight", "bias": "bias"})
+    UnusedParameters().watch(module, {"weight": "weight", "bias": "bias"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert module(torch.ones(2, 3)) is handed[0]

@@ -13,7 +13,7 @@ from torch import nn
 from guava_nb.errors import CheckpointError
 from guava_nb.parallel.state.full_state import (
     FullOrder,
-    Piece,
+    StatePiece,
     assemble,
     assemble_optimizer,
     optimizer_pieces,
@@ -65,7 +65,7 @@ def test_a_copy_counts_once() -> None:
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:
-    half = Piece("w", torch.ones(2, 3), (4, 3), (0, 0))
+    half = StatePiece("w", torch.ones(2, 3), (4, 3), (0, 0))
     with pytest.raises(CheckpointError, match=r"12 elements, its 1 pieces hold 6"):
         assemble([[half]])
     with pytest.raises(CheckpointError, match=r"shape \(4, 3\) on one worker and \(5, 3\)"):

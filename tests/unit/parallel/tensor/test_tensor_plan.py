@@ -12,9 +12,9 @@ from torch.nn import functional
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import matching, repeated_blocks
 from guava_nb.parallel.checkpointing import checkpoint_activations
-from guava_nb.parallel.tensor.module_fingerprint import sameness
+from guava_nb.parallel.tensor.module_fingerprint import module_fingerprint
 from guava_nb.parallel.tensor.plan_search import make_plan
-from guava_nb.parallel.tensor.tensor_plan import prove_plan, split_modules
+from guava_nb.parallel.tensor.tensor_plan import split_modules, try_plan
 from tests.support.spread import Attention, FusedAttention, Gated, Language
 
 
@@ -170,8 +170,8 @@ class Act(nn.Module):
 )
 def test_a_proof_counts_for_modules_that_do_the_same_only(good: object, bad: object) -> None:
     first, second = between(Act(good))["a"], between(Act(bad))["a"]
-    assert sameness(first) != sameness(second)
-    assert sameness(first) == sameness(between(Act(good))["a"])
+    assert module_fingerprint(first) != module_fingerprint(second)
+    assert module_fingerprint(first) == module_fingerprint(between(Act(good))["a"])
     assert kinds(nn.ModuleDict({"a": first, "b": second})) == SPLIT
     # Also where the difference lies deeper than the module that holds the layers.
     assert kinds(nn.ModuleDict({"b": nn.Sequential(second), "a": first})) == SPLIT
@@ -209,7 +209,7 @@ def test_proof_leaves_the_module_alone() -> None:
     module = Gated()
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     plan = make_plan(nn.ModuleDict({"a": module}), {}, 3)
-    assert prove_plan(module, 8, 3, plan.under("x")).equal  # nothing of it is named so: nothing is split
+    assert try_plan(module, 8, 3, plan.under("x")).equal  # nothing of it is named so: nothing is split
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in module.named_parameters())
 
 
