@@ -16,8 +16,8 @@ from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
-from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
 from guava_nb.parallel.state.full_state import StatePiece
+from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
 from guava_nb.parallel.state.local_tensors import LocalTensors
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.tensor.vocab_loss import whole_logits

@@ -17,7 +17,7 @@ from guava_nb.data.split import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Cell, DataSpec, Evaluate, Predict, Shard
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.spec.cells import digest
+from guava_nb.spec.cells import digest, resolve
 from guava_nb.spec.factories import build, find
 
 __all__ = ["OwnData", "SampleFailed"]

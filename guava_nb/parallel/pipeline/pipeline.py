@@ -25,7 +25,6 @@ from guava_nb.parallel.pipeline.schedule_cache import ScheduleCache
 from guava_nb.parallel.pipeline.stages import Split, split_model
 from guava_nb.parallel.pipeline.tied_parameters import TiedParameters
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
-from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
 from guava_nb.parallel.state.full_state import (
     FullOrder,
     StatePiece,
@@ -34,6 +33,7 @@ from guava_nb.parallel.state.full_state import (
     optimizer_pieces,
     pieces_of,
 )
+from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 

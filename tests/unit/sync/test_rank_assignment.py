@@ -15,8 +15,8 @@ def roster(*hosts: str) -> Roster:
     made = Roster()
     for number, host in enumerate(hosts):
         hello = Hello(
-            name=f"w{number}", program="spawned", versions={}, hostname=host, pid=1, device="cpu", device_name="a CPU",
-            device_uuid="", device_memory_bytes=None, cores=1, memory_bytes=None, host_id=host,
+            name=f"w{number}", program="spawned", versions={}, hostname=host, device="cpu", device_name="a CPU",
+            device_uuid="", host_id=host,
         )  # fmt: skip
         made.join(hello)
     return made
