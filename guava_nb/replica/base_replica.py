@@ -30,10 +30,10 @@ from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["BaseReplica", "Means", "explained"]
+__all__ = ["BaseReplica", "Buckets", "explained"]
 
 #: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
-Means = Mapping[int, tuple[bytes, Tensor]]
+Buckets = Mapping[int, tuple[bytes, Tensor]]
 
 
 class BaseReplica(ABC):
@@ -126,11 +126,11 @@ class BaseReplica(ABC):
             raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
         return loss_sum, count, math.isfinite(loss_sum) and math.isfinite(count)
 
-    def apply(self, means: Means | None, commit: Commit) -> None:
+    def apply(self, sums: Buckets | None, commit: Commit) -> None:
         """Apply the step.
 
         Args:
-            means: the sum over all shards of every bucket in `layout.numbers`, flat, `[numel]`, in the wire dtype. The
+            sums: the sum over all shards of every bucket in `layout.numbers`, flat, `[numel]`, in the wire dtype. The
                 memory is given to the replica: it is scaled in place, and on the CPU gradients are views of it until the
                 step is over. None: the gradients are in the parameters already, of a lone worker or summed by a group.
             commit: `scale` is the factor to the true mean, `clip` that of clipping where a group knows the norm. With
@@ -143,14 +143,14 @@ class BaseReplica(ABC):
         if commit.skip:
             self.restore()
         else:
-            self._step(means, commit.scale * commit.clip / self.loss_scale)
+            self._step(sums, commit.scale * commit.clip / self.loss_scale)
         if self._scaler:
             self._scaler.update(skipped=commit.skip)
         if self._schedule and not commit.skip:
             self._schedule.on_step()
 
     @abstractmethod
-    def _step(self, means: Means | None, factor: float) -> None:
+    def _step(self, sums: Buckets | None, factor: float) -> None:
         """Multiply the gradients with `factor`, step the optimizer, and drop the gradients."""
 
     @abstractmethod

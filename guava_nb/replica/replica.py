@@ -23,7 +23,7 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, Tr
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.replica.base_replica import BaseReplica, Means, explained
+from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import build_model, place_model
@@ -166,17 +166,17 @@ class Replica(BaseReplica):
 
     # -------------------------------------------------------------------------------------------------- commit or abort
 
-    def _step(self, means: Means | None, factor: float) -> None:
-        if means is None:
+    def _step(self, sums: Buckets | None, factor: float) -> None:
+        if sums is None:
             self._scale_own(factor)
         else:
-            self._take_means(means, factor)
+            self._take_sums(sums, factor)
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
-        self._finish_step(means)
+        self._finish_step(sums)
 
-    def take_parameters(self, buckets: Means) -> None:
+    def take_parameters(self, buckets: Buckets) -> None:
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
 
         Args:
@@ -208,22 +208,22 @@ class Replica(BaseReplica):
         self._drop_gradients()
         self._buffers.restore()
 
-    def _finish_step(self, means: Means | None) -> None:
+    def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
         self._exchange.recycle()
-        if means is None:
+        if sums is None:
             self._buffers.commit()
         elif self.layout.buffers is not None:
-            self._buffers.adopt(*_pick(means, BUFFERS))
+            self._buffers.adopt(*_pick(sums, BUFFERS))
 
     def _scale_own(self, factor: float) -> None:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
-    def _take_means(self, means: Means, factor: float) -> None:
+    def _take_sums(self, sums: Buckets, factor: float) -> None:
         for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
-            present, flat = _pick(means, bucket.index)
+            present, flat = _pick(sums, bucket.index)
             flat = flat.to(self.device, non_blocking=True)
             if factor != 1.0:
                 flat.mul_(factor)
@@ -303,7 +303,7 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
-def _pick(means: Means, number: int) -> tuple[bytes, Tensor]:
-    if number not in means:
-        raise LocalProtocolError(f"bucket {number} is missing; {sorted(means)} came")
-    return means[number]
+def _pick(sums: Buckets, number: int) -> tuple[bytes, Tensor]:
+    if number not in sums:
+        raise LocalProtocolError(f"bucket {number} is missing; {sorted(sums)} came")
+    return sums[number]

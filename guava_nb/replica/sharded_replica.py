@@ -23,7 +23,7 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.replica.base_replica import BaseReplica, Means
+from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import OnBucket
@@ -187,7 +187,7 @@ class ShardedReplica(BaseReplica):
             "" if finite else part.culprit(), square, self._preprocessing.total(counts),
         )  # fmt: skip
 
-    def _step(self, means: Means | None, factor: float) -> None:
+    def _step(self, sums: Buckets | None, factor: float) -> None:
         part = self._standing
         if factor != 1.0:
             part.scale_gradients(factor)

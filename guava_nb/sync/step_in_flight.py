@@ -33,7 +33,7 @@ class StepInFlight:
     """One step that has been issued and not yet committed.
 
     Attributes:
-        members: ranks that take part: they get the means whether or not they have a shard.
+        members: ranks that take part: they get the sums whether or not they have a shard.
         shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
     """

@@ -166,7 +166,9 @@ class TrainingJob(Job):
         self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        self._boundary.calls.refuse(ClusterError("the run has ended meanwhile; do it again"))
+        self._boundary.calls.refuse(
+            ClusterError("the run ended before this could be done between two of its steps: call it again now")
+        )
 
     def _execute(self) -> tuple[str, str]:
         """Returns how the run ended, and a sentence on it."""
@@ -248,7 +250,7 @@ class TrainingJob(Job):
         self._boundary.tick("epoch", self.run.validations[-1]["loss"] if self.run.validations else record["loss"])
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
-        # What one member holds, or a part of it, no other does.
+        # With one worker, or a model in parts, the state exists only once.
         alone = len(self.accounting.team) == 1 or not self.replica_set.elastic
         if self.plan.snapshot_every_steps is None and alone and epoch + 1 < self.plan.num_epochs:
             self._boundary.due.add("snapshot")

@@ -103,7 +103,7 @@ class WorkerLoop:
         self._reader = RowReader(send)
         self._run: PreparedRun | None = None
         self._leaving = ""
-        self._goes_by: float | None = None  # a leave was said; until then the orchestrator may ask for the state
+        self._leave_deadline: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self.name = ""
 
     # ---------------------------------------------------------------------------------------------------- from outside
@@ -141,13 +141,13 @@ class WorkerLoop:
             while not self._may_go():
                 self._take()
                 self._advance()
-                if self._leaving and self._goes_by is None and not self._steps.mid_step:
+                if self._leaving and self._leave_deadline is None and not self._steps.mid_step:
                     # From here on it begins nothing: what it holds stays that of its last committed step.
-                    self._goes_by = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
+                    self._leave_deadline = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
                     self._send(Leave(self._leaving), ())
             return True
         except _End:
-            return self._goes_by is not None
+            return self._leave_deadline is not None
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
             self._steps.close()
@@ -156,7 +156,7 @@ class WorkerLoop:
 
     def _may_go(self) -> bool:
         """Whether the orchestrator has had its time to release a worker that leaves, which it does by ending the session."""
-        return self._goes_by is not None and time.monotonic() >= self._goes_by
+        return self._leave_deadline is not None and time.monotonic() >= self._leave_deadline
 
     def _take(self) -> None:
         """Handle what has come; wait only when there is nothing to compute."""
@@ -185,12 +185,12 @@ class WorkerLoop:
             self._on_state(state, self._steps.committed)
 
     def _has_work(self) -> bool:
-        if self._goes_by is not None:
+        if self._leave_deadline is not None:
             return False
         return (bool(self._leaving) and not self._steps.mid_step) or self._steps.has_work
 
     def _advance(self) -> None:
-        error = self._steps.advance(leaving=self._goes_by is not None)
+        error = self._steps.advance(leaving=self._leave_deadline is not None)
         if error is not None:
             self._give_up_run(error)
 
@@ -205,10 +205,11 @@ class WorkerLoop:
                 self._show("preparing")
                 self._send(self._preparation.data_facts(message), ())
                 self._show("ready")
-            case Refused(code=code, reason=reason):
+            case Refused(code=code, reason=reason, next_step=next_step):
                 if code == _ENDED:
                     raise _End
-                raise PreparationError(f"the orchestrator refused this worker: {reason}")
+                advice = f"; {next_step}" if next_step else ""
+                raise PreparationError(f"the orchestrator refused this worker: {reason}{advice}")
             case _ if self._run is not None and getattr(message, "run_id", None) == self._run.run_id:
                 try:
                     self._handle_of_run(self._run, message, payload)
@@ -239,13 +240,13 @@ class WorkerLoop:
                 steps.load_state(run.replica, message, payload)
             case FetchState():
                 steps.send_state(run.replica, message)
-                if self._goes_by is not None:
-                    self._goes_by = time.monotonic() + TRANSFER_S
+                if self._leave_deadline is not None:
+                    self._leave_deadline = time.monotonic() + TRANSFER_S
             case Tick(metric=metric):
                 run.replica.tick(metric)
             case Evaluate() | Predict():
                 self._on_evaluate(run, message, self._read(message, payload))
-                steps.rest()
+                steps.restart_wait_clock()
             case ListRows():
                 self._reader.list_rows(message.run_id)
             case EndRun():

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class LocalStep(Generic[T]):
     """One step.
 
-    `todo` are shards with what gives their parts, `done` those computed here, `means` the sums that came, by bucket
+    `todo` are shards with what gives their parts, `done` those computed here, `buckets` the sums that came, by number
     (`has_parameters`: they are new parameter values), `ready` is a report not sent yet.
     """
 
@@ -30,7 +30,7 @@ class LocalStep(Generic[T]):
     announced: bool = False
     todo: list[tuple[Shard, Callable[[], Any]]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
-    means: dict[int, T] = field(default_factory=dict)
+    buckets: dict[int, T] = field(default_factory=dict)
     has_parameters: bool = False
     commit: Commit | None = None
     ready: Ready | None = None

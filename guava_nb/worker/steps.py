@@ -126,8 +126,8 @@ class StepRunner:
         step = self._pending.current()
         return step is not None and (bool(step.todo) or self._can_apply(step))
 
-    def rest(self) -> None:
-        """What was done until now is no waiting for the next shard."""
+    def restart_wait_clock(self) -> None:
+        """Count the waiting for the next shard from now on."""
         self._idle_since = time.monotonic()
 
     # -------------------------------------------------------------------------------------------------------- messages
@@ -147,7 +147,7 @@ class StepRunner:
         step = self._pending.find(message.step, message.generation)
         if step is not None:
             tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-            step.means[message.bucket] = (message.present, tensor)
+            step.buckets[message.bucket] = (message.present, tensor)
             step.has_parameters = isinstance(message, ParameterBucket)
             step.commit = message.commit or step.commit
 
@@ -171,7 +171,7 @@ class StepRunner:
         replica.load_state(unpack(message.state, payload))
         self._pending.reset(message.step)
         self._generation = message.generation
-        self.rest()  # what came before was preparing, no waiting for data
+        self.restart_wait_clock()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
         self._send(StateLoaded(message.run_id, message.step, digest, kind), ())
@@ -208,7 +208,7 @@ class StepRunner:
     def _can_apply(self, step: LocalStep[_Sum]) -> bool:
         if step.commit is None or not step.announced or self._run is None:
             return False
-        return len(step.means) == len(self._run.replica.layout.numbers) or not step.means
+        return len(step.buckets) == len(self._run.replica.layout.numbers) or not step.buckets
 
     def _work(self, run: PreparedRun, step: LocalStep[_Sum], message: Shard, load: Load) -> None:
         started = time.monotonic()
@@ -234,7 +234,7 @@ class StepRunner:
             step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
         else:
             self._send(ready, ())
-        self.rest()
+        self.restart_wait_clock()
 
     def _look_ahead(self) -> None:
         """Let the next shard, if it is here, come to the device while this one computes."""
@@ -280,10 +280,10 @@ class StepRunner:
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
         if isinstance(replica, Replica) and step.has_parameters and not commit.skip:
-            replica.take_parameters(step.means)
+            replica.take_parameters(step.buckets)
         else:
             with contextlib.nullcontext() if self._seat is None else self._seat.applying():
-                replica.apply(step.means or None, commit)
+                replica.apply(step.buckets or None, commit)
         self._pending.advance()
         self._generation = step.generation
         self._send(
@@ -295,7 +295,7 @@ class StepRunner:
             ),
             (),
         )  # fmt: skip
-        self.rest()
+        self.restart_wait_clock()
         self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit(self._generation, self.committed)
 

@@ -73,7 +73,7 @@ class State(Message, frozen=True):
 class Shard(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): the instruction STEP with its data.
 
-    A step is done by every worker: those with no shard of it still get its means and commit.
+    A step is done by every worker: those with no shard of it still get its sums and commit.
 
     Attributes:
         generation: the membership in which this attempt of the step was first issued; shards that are issued again
@@ -207,7 +207,7 @@ class ParameterBucket(Message, frozen=True, kw_only=True):
 
 
 class CommitStep(Message, frozen=True):
-    """Orchestrator to worker (GRADIENT): commit where there is no last mean to carry it (a model without gradients)."""
+    """Orchestrator to worker (GRADIENT): commit of a step whose last sum does not carry it: every step of a group."""
 
     NUMBER: ClassVar[int] = 29
     CHANNEL: ClassVar[Channel] = Channel.GRADIENT
