@@ -96,7 +96,7 @@ class Recovery:
     def go_back(self) -> None:
         """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
         snapshot = self.accounting.snapshot
-        self.run.move("preparing", f"a worker came; the run goes on from step {snapshot.step + 1}")
+        self.run.move("preparing", f"the run goes on from the state after step {snapshot.step + 1}")
         self.accounting.go_back()
         self.boundary.due.clear()
         self.membership.go_back(snapshot)
