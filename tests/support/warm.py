@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -142,6 +143,7 @@ def _become(order: dict[str, Any]) -> None:
     """Be what `python -m MODULE ARGUMENTS` would be."""
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # what was preloaded has asked for it, in the environment of that time
     os.chdir(order["folder"])
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")
