@@ -53,3 +53,8 @@ def test_a_record_has_its_bytes(kind: int, record: type[Message]):
 
 def test_every_record_has_a_line():
     assert list(GOLDEN) == sorted(MESSAGE_KINDS)
+
+
+def test_no_two_records_have_one_number():
+    numbered = [record for record in Message.__subclasses__() if "NUMBER" in vars(record)]
+    assert sorted(record.NUMBER for record in numbered) == sorted(MESSAGE_KINDS)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from guava_nb import Orchestrator
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.commands import TRAIN, run_options
 from guava_nb.notebook.train import training_arguments
+from guava_nb.protocol.messages import RunSpec
 from guava_nb.spec.training_options import OptionInfo, TrainingOptions, option, option_infos, takes_options
+from guava_nb.training.plan import TrainingPlan
 
 CALLS = ("start_training", "forecast")
 #: A word of the line and the value that it stands for, for every kind that a line can say.
@@ -181,6 +184,20 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
     entry = run_options(More)[-1]
     assert entry.flags == ("--patience",) and len(run_options(More)) == len(run_options()) + 1
     assert entry.settings["help"] == "epochs without a better loss, 100%% of them"
+
+
+#: Options that become no field of a record, and what they do instead.
+USED_AT_ONCE = {
+    "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
+    "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
+    "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
+}  # fmt: skip
+
+
+def test_every_option_is_a_field_of_a_record_or_is_used_at_once() -> None:
+    """`same_named` copies what a record has a field for: an option without one would do nothing, and say nothing."""
+    recorded = {field.name for field in (*structs.fields(RunSpec), *fields(TrainingPlan))}
+    assert {field.name for field in fields(TrainingOptions)} - recorded == set(USED_AT_ONCE)
 
 
 def test_the_record_is_read_without_torch() -> None:
