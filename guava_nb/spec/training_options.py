@@ -188,7 +188,7 @@ class TrainingOptions:
                 raise ConfigError(f"{one.name} is {shown}; {rule}")
         if (self.criterion is None) == (self.step is None):
             raise ConfigError(
-                "give exactly one of criterion (loss of outputs and targets) and step (of model and batch)"
+                "give either a criterion (loss of outputs and targets) or a step (of model and batch), exactly one"
             )
 
     @classmethod

@@ -60,8 +60,8 @@ def test_messages_of_a_step_may_come_in_any_order(order: list[str]) -> None:
             if what == "commit":
                 step.commit = COMMIT
             else:
-                step.means[int(what[-1])] = what
+                step.buckets[int(what[-1])] = what
     step = steps.current()
     assert step is not None and step.announced and step.want_hash
-    assert step.means == {0: "mean0", 1: "mean1"} and step.commit == COMMIT
+    assert step.buckets == {0: "mean0", 1: "mean1"} and step.commit == COMMIT
     assert steps.advance() is step and steps.committed == 0
