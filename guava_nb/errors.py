@@ -18,7 +18,6 @@
     ├── ClusterError
     │   ├── JoinRefused                   the other side said no, with its reason
     │   ├── WorkerLost                    a worker is gone and the run cannot go on without it
-    │   ├── StaleGeneration               something belongs to a membership that no longer exists
     │   └── RendezvousTimeout (TimeoutError)  too few workers came in time
     ├── TrainingError
     │   ├── NotFinite                     NaN or Inf in loss or gradients; the step was not applied
@@ -61,7 +60,6 @@ __all__ = [
     "RendezvousTimeout",
     "SamplesKill",
     "SourceError",
-    "StaleGeneration",
     "TrainingError",
     "VersionMismatch",
     "WorkerLost",
@@ -151,10 +149,6 @@ class JoinRefused(ClusterError):
 
 class WorkerLost(ClusterError):
     """A worker is gone and the run cannot go on without it."""
-
-
-class StaleGeneration(ClusterError):
-    """Something belongs to a membership that no longer exists."""
 
 
 class RendezvousTimeout(ClusterError, TimeoutError):

@@ -1,7 +1,8 @@
 """Who takes part, as a pure machine: no sessions, no clocks.
 
 A member has a seat (its rank) from its join until it is lost or leaves. A suspect member's connections are broken; it keeps
-the seat while its session may still come back. The generation grows with every change of who is active.
+the seat while its session may still come back. The generation grows with every change of who is active, with every abort, and
+whenever a process group is formed.
 """
 
 from __future__ import annotations

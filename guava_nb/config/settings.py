@@ -68,8 +68,8 @@ class DistributedConfig:
         first worker with some samples of the loader.
         checkpoint_activations (""): names or patterns of modules, with commas, whose activations are computed again in
         backward instead of kept; "*" takes every block that repeats.
-        path ("auto"): how workers reach each other in all modes but data: through the orchestrator ("relay"), or
-        "direct"; "auto" takes the direct path where all reach each other.
+        path ("auto"): how workers reach each other: through the orchestrator ("relay"), or "direct"; "auto" takes the direct
+        path where all reach each other, in data mode only with CUDA workers.
 
     Waiting:
         connect_timeout_s (10): for one attempt to connect.
@@ -80,14 +80,15 @@ class DistributedConfig:
 
     Wire:
         socket_buffer_mb (16): kernel buffer per socket; the system may clamp it. window_mb (256): bytes under way per
-        connection. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients, parameters
-        and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
+        channel of a session. bucket_mb (4): aimed size of a gradient bucket. compression ("auto"): of batches, gradients,
+        parameters and checkpoints, lossless (zstd): "on", "off", or "auto" where measuring shows that they arrive sooner.
         budget_bytes (0): most bytes that a run may send and receive here, both together; 0 sets no limit. A text has a unit:
         GUAVA_BUDGET_BYTES=900MB.
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
-        snapshot_every_steps (None): steps between snapshots to go back to; None takes them when they are needed.
+        snapshot_every_steps (None): steps between snapshots to go back to; None takes one at the end of
+        each epoch where the state is on one worker only, or in parts.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
 
     Accepted and checked, without effect (older programs set them; a session says so where one differs from its default):
@@ -370,10 +371,10 @@ class DistributedConfig:
             ConfigError: with the arithmetic, and where the values came from.
         """
         strategy, mesh = self.get_parallelism_strategy(), self.mesh(num_workers)
-        if self.silence_s <= self.heartbeat_s:
+        if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"silence_s {self.silence_s:g} (from {self.origin('silence_s')}) must be longer than heartbeat_s "
-                f"{self.heartbeat_s:g} (from {self.origin('heartbeat_s')}), or every quiet connection counts as dead"
+                f"silence_s {self.silence_s:g} (from {self.origin('silence_s')}) must be at least twice heartbeat_s "
+                f"{self.heartbeat_s:g} (from {self.origin('heartbeat_s')}), or one late heartbeat breaks a connection"
             )
         if self.use_amp and self.precision == "fp64":
             raise ConfigError('use_amp with precision "fp64" contradict each other; leave one of them out')

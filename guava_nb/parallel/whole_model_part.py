@@ -33,7 +33,7 @@ def _whole(observer: Observer) -> Observer:
 
 
 class WholeModelPart:
-    """A `Part` (see interface.py) that runs the whole model's forward.
+    """A `ModelPart` (see interface.py) that runs the whole model's forward.
 
     Attributes:
         takes_inputs: always.

@@ -6,7 +6,8 @@
             host length (1)  host (UTF-8)  checksum (4)
 
 `length` counts the whole body, so that a code that was cut off is told from one that was damaged. The checksum is the
-beginning of SHA-256 over all before it. Whoever holds the line may join: it is shown once and never put in a message.
+beginning of SHA-256 over all before it. Who has the line may join: it stands in the
+cell to paste alone, never in a log or an error.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class TrainingPlan:
         shares: relative share of each worker in order of rank; None shares equally.
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
-        snapshot_every_steps: 0 takes none; None takes one at the end of each epoch while only one worker trains.
+        snapshot_every_steps: 0 takes none; None takes one at the end of each epoch where the
+            state is on one worker only, or in parts on several.
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps: 0 saves no checkpoint by itself.
         start: where the data begins; from a checkpoint.

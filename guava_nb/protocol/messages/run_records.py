@@ -85,7 +85,8 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         stages_per_rank: stages held by each rank, more than one with "interleaved".
         split: full names of the modules that begin a new stage; empty balances by itself.
         balance: "parameters" or "time": what is balanced.
-        tensor_plan: pattern of module names to "colwise", "rowwise", "vocab" or "replicate"; empty finds a plan by itself.
+        tensor_plan: pattern of module names to "colwise", "rowwise", "vocab", "partial" or "replicate"; empty finds a plan
+            by itself.
         checkpoint_activations: patterns of module names whose activations are computed again in backward; "*" is every
             block that repeats.
         path: "auto", "relay" or "direct": how the members of the process group reach each other.

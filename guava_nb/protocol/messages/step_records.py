@@ -44,7 +44,7 @@ class StateLoaded(Message, frozen=True):
     run_id: str
     step: int
     parameter_hash: str
-    device_kind: str  # device type and torch version; hashes must be equal within one
+    device_kind: str  # device type, torch version and the part of the model held; hashes must be equal within one
 
 
 class FetchState(Message, frozen=True):
@@ -71,7 +71,7 @@ class State(Message, frozen=True):
 
 
 class Shard(Message, frozen=True, kw_only=True):
-    """Orchestrator to worker (BATCH): the instruction STEP with its data.
+    """Orchestrator to worker (BATCH): do this part of a step; here is its data.
 
     A step is done by every worker: those with no shard of it still get its sums and commit.
 
@@ -80,7 +80,7 @@ class Shard(Message, frozen=True, kw_only=True):
             after a loss keep it, an aborted step gets a new one.
         step: optimizer step, counted from 0 over the whole run.
         shard: index in summation order.
-        rows: samples in this shard, over all parts of its batch.
+        rows: samples in this shard, over all parts of its batch; `group`: 0 on ranks that do not report the loss.
         global_rows: samples in the whole step; the loss is divided by it before backward.
         solo: the receiver is the only worker and may commit by itself.
         want_hash: report a hash of the parameters after this step.
@@ -108,7 +108,7 @@ class Shard(Message, frozen=True, kw_only=True):
 
 
 class StepInfo(Message, frozen=True):
-    """Orchestrator to worker without a shard in this step: it exists, wait for its means and commit."""
+    """Orchestrator to worker without a shard in this step: it exists, wait for its sums and commit."""
 
     NUMBER: ClassVar[int] = 25
     CHANNEL: ClassVar[Channel] = Channel.BATCH
@@ -160,7 +160,7 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
-    """Apply the step: every mean is multiplied by `scale`; with `skip` only the scaler learns of it.
+    """Apply the step: every sum is multiplied by `scale`; with `skip` only the scaler learns of it.
 
     `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike.
     """

@@ -226,7 +226,7 @@ def test_adapt_to_gpus() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"silence_s": 1.0}, "silence_s 1 .from argument. must be longer than heartbeat_s 2 .from default"),
+        ({"silence_s": 1.0}, "silence_s 1 .from argument. must be at least twice heartbeat_s 2 .from default"),
         ({"use_amp": True, "precision": "fp64"}, "contradict"),
         (
             {"pipeline_parallel": True, "num_workers": 2, "batch_size": 3},
