@@ -77,7 +77,7 @@ def _bring_up(job: Job, replica_set: ReplicaSet, lost: GroupLost | None = None) 
     while True:
         if lost is not None:
             job.cluster.notice(f"{lost}; a new group is formed")
-            replica_set.wake(job, list(replica_set.at), str(lost))
+            replica_set.abort(job, list(replica_set.at), str(lost))
             replica_set.rescue(job)
             replica_set.disband()
         try:

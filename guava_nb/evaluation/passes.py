@@ -24,8 +24,8 @@ from guava_nb.evaluation.batch_orders import Answer, BatchOrders, Order, Questio
 from guava_nb.protocol.messages import Evaluated, Predicted
 from guava_nb.row_cache.writer import RowSlice
 from guava_nb.sync.batch_feeder import BatchFeeder
+from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
-from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 
 __all__ = ["Pass", "Progress", "pass_over"]
 
@@ -272,7 +272,7 @@ class GroupPass(Pass):
     """
 
     def __init__(
-        self, job: Job, replica_set: ShardedReplicaSet, form_again: Callable[[GroupLost], None] | None = None
+        self, job: Job, replica_set: GroupReplicaSet, form_again: Callable[[GroupLost], None] | None = None
     ) -> None:
         """Register for the workers' answers."""
         super().__init__(job, replica_set)
@@ -294,7 +294,7 @@ class GroupPass(Pass):
                 return
         except (StopRequested, NobodyLeft) as hurry:  # a second interrupt, or no worker to wait for
             log.info("the batch in work is not waited for: %s", type(hurry).__name__)
-        self._group.wake(self._job, list(self._group.at), "the pass over the data was given up")
+        self._group.abort(self._job, list(self._group.at), "the pass over the data was given up")
         self._group.retire()
 
     def _take(self, asked: Asked, rank: int, answer: Answer) -> None:
@@ -335,6 +335,6 @@ class GroupPass(Pass):
 
 def pass_over(job: Job, replicas: ReplicaSet, form_again: Callable[[GroupLost], None] | None = None) -> Pass:
     """Return what walks a loader on these replicas; `form_again` as for `GroupPass`."""
-    if isinstance(replicas, ShardedReplicaSet):
+    if isinstance(replicas, GroupReplicaSet):
         return GroupPass(job, replicas, form_again)
     return StarPass(job, replicas)

@@ -56,11 +56,11 @@ def parts_of(run: RunFacts) -> Parts:
 def _star_step(run: RunFacts) -> Traffic:
     """Return what a step takes beside its batches."""
     report = run.typical(messages.Ready) if run.solo else None
-    done = run.back(messages.Committed, learning_rate=1.5, ready=report) + run.hashes
+    done = run.back(messages.StepApplied, learning_rate=1.5, ready=report) + run.hashes
     if run.solo:
         return done + run.acks(1, 1)
     busy = sum(weight > 0 for weight in run.plan.weights(range(run.workers)))
-    total = run.back(messages.Ready) * busy + run.out(messages.StepInfo) * (run.workers - busy)
+    total = run.back(messages.Ready) * busy + run.out(messages.StepWithoutShard) * (run.workers - busy)
     total = total + (done + run.acks(2, 2)) * run.workers
     layout = run.replica_set.master.layout
     buckets = [(bucket, bucket.numel) for bucket in layout.buckets]

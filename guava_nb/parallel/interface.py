@@ -73,7 +73,7 @@ class ModelPart(Protocol):
     def drop_gradients(self) -> None:
         """Forget all gradients, complete or not."""
 
-    def culprit(self) -> str:
+    def nonfinite(self) -> str:
         """Return the first full name whose local gradient is not finite, or ""."""
 
     def apply(self) -> None:

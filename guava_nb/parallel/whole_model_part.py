@@ -17,7 +17,7 @@ from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.buffer_sync import kept_buffers
 from guava_nb.parallel.replicas.data_axis import DataAxis
 from guava_nb.parallel.state.full_state import StatePiece
-from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
+from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
 from guava_nb.parallel.state.local_tensors import LocalTensors
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
@@ -167,9 +167,9 @@ class WholeModelPart:
         for parameter in self.named.values():
             parameter.grad = None
 
-    def culprit(self) -> str:
+    def nonfinite(self) -> str:
         """Return the first full name whose local gradient is not finite, or ""."""
-        return culprit(self.named)
+        return nonfinite(self.named)
 
     def apply(self) -> None:
         """Step the optimizer; with ZeRO 1 the owners send their parameters at its end."""

@@ -146,14 +146,14 @@ class Replica(BaseReplica):
         # Read only now: on a GPU every value waits for the device.
         measured = [Measured(float(loss.value) * loss.weight, loss.count, None, rows) for loss, rows in losses]
         loss_sum, count, finite = self._sums(work, measured)
-        culprit = self._culprit() if solo and finite else ""
+        nonfinite = self._nonfinite() if solo and finite else ""
         forward_s, backward_s = clock.read()
         tokens = self._preprocessing.total(counts)
         return ShardResult(
-            loss_sum, count, work.rows, finite and not culprit, forward_s, backward_s, culprit, tokens=tokens
+            loss_sum, count, work.rows, finite and not nonfinite, forward_s, backward_s, nonfinite, tokens=tokens
         )
 
-    def _culprit(self) -> str:
+    def _nonfinite(self) -> str:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
         if any(gradient.layout is not torch.strided for gradient in gradients):
             gradients = [_values(gradient) for gradient in gradients]

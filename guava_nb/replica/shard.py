@@ -47,7 +47,7 @@ class ShardResult:
         finite: the loss is finite; for a lone worker, whose gradients are checked nowhere else, they and the buffers too.
         forward_s: seconds of forward.
         backward_s: seconds of backward, with handing over.
-        culprit: for a lone worker or a group, the first parameter or buffer that is not finite.
+        nonfinite: for a lone worker or a group, the first parameter or buffer that is not finite.
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
         tokens: as the user's function counted them; None where it is not asked.
     """
@@ -58,7 +58,7 @@ class ShardResult:
     finite: bool
     forward_s: float
     backward_s: float
-    culprit: str = ""
+    nonfinite: str = ""
     gradient_square: float | None = None
     tokens: float | None = None
 

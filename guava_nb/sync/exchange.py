@@ -12,7 +12,7 @@ from guava_nb.cluster.report_checks import without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import NotFinite
-from guava_nb.protocol.messages import Commit, CommitStep, Committed, Ready, RunSpec, StepInfo
+from guava_nb.protocol.messages import Commit, CommitStep, Ready, RunSpec, StepApplied, StepWithoutShard
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.sync.send_credit import SendCredit
@@ -22,7 +22,7 @@ from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine
 __all__ = ["OnApplied", "OnCommit", "Replicas", "StepExchange"]
 
 OnCommit = Callable[[StepInFlight, Commit, float, float], None]
-OnApplied = Callable[[int, Committed], None]
+OnApplied = Callable[[int, StepApplied], None]
 
 
 class Replicas(Protocol):
@@ -64,32 +64,32 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
         job.on(Ready, self._on_ready)
-        job.on(Committed, self._on_committed)
+        job.on(StepApplied, self._on_committed)
 
     # ------------------------------------------------------------------------------------------------------- steps out
 
     def issue(
         self,
         epoch: int,
-        group: Sequence[LoadedBatch],
+        batches: Sequence[LoadedBatch],
         team: tuple[int, ...],
         weights: Sequence[float],
         splitter: RowSplitter,
     ) -> StepInFlight:
         """Share the batches of an optimizer step among the team, by these weights, and send the shards."""
-        machine, shards = self._plan(group, team, weights, splitter)
-        in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(group))
+        machine, shards = self._plan(batches, team, weights, splitter)
+        in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(batches))
         self.next_step += 1
         for task in machine.tasks:
             self._send_shard(in_flight, task.index, task.owner)
         first, idle = shards[0][0], set(team) - {task.owner for task in machine.tasks}
-        info = StepInfo(first.run_id, machine.generation, machine.step, first.want_hash)
+        info = StepWithoutShard(first.run_id, machine.generation, machine.step, first.want_hash)
         self._job.cluster.send_all(idle, info)
         return in_flight
 
     @abstractmethod
     def _plan(
-        self, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
+        self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
         """Return the next step's machine and shards."""
 
@@ -144,7 +144,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                raise self._not_finite(in_flight, instruction, message.culprit)
+                raise self._not_finite(in_flight, instruction, message.nonfinite)
         self._carry_out(in_flight, instructions)
 
     def _sound(self, rank: int, message: Ready) -> Ready:
@@ -158,7 +158,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Return how many samples a report accounts to its worker; None: the report accounts nothing."""
         return message.rows
 
-    def _on_committed(self, rank: int, message: Committed, payload: memoryview) -> None:
+    def _on_committed(self, rank: int, message: StepApplied, payload: memoryview) -> None:
         if message.run_id != self._replicas.run_id:
             return
         if message.ready is not None:
@@ -184,12 +184,12 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._credit.committed(time.monotonic())
         self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)
 
-    def _not_finite(self, in_flight: StepInFlight, halt: Halt, culprit: str) -> NotFinite:
-        """Return the error on a NaN or Inf from a worker; `culprit` is a parameter or a buffer, "" for the loss."""
+    def _not_finite(self, in_flight: StepInFlight, halt: Halt, nonfinite: str) -> NotFinite:
+        """Return the error on a NaN or Inf from a worker; `nonfinite` is a parameter or a buffer, "" for the loss."""
         ids, rows = self._samples_of(in_flight, halt.shard)
         buffers = self._replicas.master.layout.buffers
-        kind = "buffer" if buffers is not None and culprit in buffers.names else "the gradient of"
-        where = f"{kind} {culprit}" if culprit else "the loss"
+        kind = "buffer" if buffers is not None and nonfinite in buffers.names else "the gradient of"
+        where = f"{kind} {nonfinite}" if nonfinite else "the loss"
         span = f"samples {ids[0]} to {ids[-1]}" if ids else "its samples"
         return NotFinite(
             f"NaN or Inf in {where} on {self._job.cluster.name(halt.rank)} at step {in_flight.machine.step + 1} ({span}, "

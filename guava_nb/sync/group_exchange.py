@@ -24,7 +24,7 @@ __all__ = ["GroupExchange", "parts_for", "shares_of", "tasks_of"]
 
 
 class Group(Replicas, Protocol):
-    """As much of the parts of one model as their exchange needs; see `ShardedReplicaSet`."""
+    """As much of the parts of one model as their exchange needs; see `GroupReplicaSet`."""
 
     team: tuple[int, ...]
     generation: int
@@ -40,11 +40,11 @@ class GroupExchange(StepExchange[Group]):
     _looked = False  # at how many rows a pipeline gets
 
     def _plan(
-        self, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
+        self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
         members, mesh, spec = self._replicas.team, self._replicas.mesh, self._replicas.spec
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
-        shares = shares_of(group, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
+        shares = shares_of(batches, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
         head = self._head(self._replicas.generation)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
@@ -80,23 +80,25 @@ class GroupExchange(StepExchange[Group]):
 # ----------------------------------------------------------------------------------------------------------- who gets what
 
 
-def shares_of(group: Sequence[LoadedBatch], mesh: Mesh, weights: Sequence[float], splitter: RowSplitter) -> list[Share]:
+def shares_of(
+    batches: Sequence[LoadedBatch], mesh: Mesh, weights: Sequence[float], splitter: RowSplitter
+) -> list[Share]:
     """Share loader batches among the replicas of a mesh.
 
     A replica whose share rounds to no sample gets one row as a stand-in, marked with 0 rows: it has to take part in the
     group's operations all the same.
 
     Raises:
-        ConfigError: a batch cannot be shared out, or the whole group has no samples.
+        ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
     shares = [Share() for _ in range(mesh.data)]
-    for batch in (batch for batch in group if batch.rows):
+    for batch in (batch for batch in batches if batch.rows):
         ranges = share_ranges(batch.rows, weights)
         taken = [r if r[1] > r[0] else (0, 1) for r in ranges]
         parts = splitter.split(batch.batch, taken, batch.rows)
         add_to_shares(shares, batch, [(k, part, range(*ranges[k])) for k, part in enumerate(parts)])
     if not any(sum(share.rows) for share in shares):
-        raise no_samples(group)
+        raise no_samples(batches)
     return shares
 
 

@@ -1,7 +1,7 @@
 """The replicas of one run: which workers prepared it, at which step each stands, and how the state is sent and fetched.
 
 A replica set outlives the job that made it, so that validation, checkpoints and a further run find the workers as they are.
-`ReplicaSet` holds what whole replicas (`whole_replica_set`) and the parts of one model (`sharded_replica_set`) have in common.
+`ReplicaSet` holds what whole replicas (`whole_replica_set`) and the parts of one model (`group_replica_set`) have in common.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from guava_nb.errors import PreparationError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
     Abort,
     Cell,
-    Committed,
     FetchState,
     LoadState,
     Prepare,
@@ -27,6 +26,7 @@ from guava_nb.protocol.messages import (
     RunSpec,
     State,
     StateLoaded,
+    StepApplied,
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
@@ -119,7 +119,7 @@ class ReplicaSet(ABC):
         if message.run_id == self.run_id and message.request_id in self._awaited:
             self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
 
-    def note_commit(self, rank: int, message: Committed) -> str | None:
+    def note_commit(self, rank: int, message: StepApplied) -> str | None:
         """Note that a worker applied a step.
 
         Returns:
@@ -230,7 +230,7 @@ class ReplicaSet(ABC):
     def retire(self) -> None:  # noqa: B027 - whole replicas need nothing
         """Note that the members were told to give up: they keep the state, and their group is over."""
 
-    def wake(self, job: Job, ranks: Iterable[int], reason: str) -> None:
+    def abort(self, job: Job, ranks: Iterable[int], reason: str) -> None:
         """Have workers give up what is not committed; those that are blocked in a group wake up."""
         roster = job.cluster.roster
         roster.generation += 1

@@ -36,11 +36,11 @@ class StarExchange(StepExchange[Replicas]):
         job.on(GradientBucket, self._on_bucket)
 
     def _plan(
-        self, group: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
+        self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
         solo = len(team) == 1 and not self._at_orchestrator
         head = self._head(self._job.cluster.roster.generation, solo)
-        tasks, shards = plan_step(head, group, team, weights, splitter, self._writer)
+        tasks, shards = plan_step(head, batches, team, weights, splitter, self._writer)
         buckets = () if solo else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
         return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
@@ -55,7 +55,7 @@ class StarExchange(StepExchange[Replicas]):
         for in_flight in list(self.in_flight.values()):
             survivors = [rank for rank in available if rank in in_flight.members]
             for owner in sorted({task.owner for task in in_flight.machine.tasks} - set(available)):
-                self._carry_out(in_flight, in_flight.machine.on_lost(owner, survivors))
+                self._carry_out(in_flight, in_flight.machine.on_away(owner, survivors))
 
     # -------------------------------------------------------------------------------------------------------- messages
 

@@ -108,41 +108,41 @@ def add_to_shares(
 
 def plan_step(
     head: StepHead,
-    group: Sequence[LoadedBatch],
+    batches: Sequence[LoadedBatch],
     team: Sequence[int],
     weights: Sequence[float],
     splitter: RowSplitter,
     writer: RowWriter,
 ) -> tuple[list[ShardTask], PlannedShards]:
-    """Share a group of batches among the team: the tasks, and each one's record with what it holds.
+    """Share batches among the team: the tasks, and each one's record with what it holds.
 
     Workers whose share rounds to no sample get no shard: an empty shard would add nothing but a broken mean. Where workers
     keep rows, a share is still of the same size, but made of rows that its worker holds as far as possible.
 
     Raises:
-        ConfigError: a batch cannot be shared out, or the whole group has no samples.
+        ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
     shares = [Share() for _ in team]
-    for batch in group:
+    for batch in batches:
         add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer))
     busy = [place for place, share in enumerate(shares) if share.pieces]
     if not busy:  # a step without shards would never be reported
-        raise no_samples(group)
+        raise no_samples(batches)
     global_rows = sum(sum(share.rows) for share in shares)
     tasks: list[ShardTask] = []
     shards: PlannedShards = []
     for index, place in enumerate(busy):
         share = shares[place]
         tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
-        shard = head.shard(tasks[-1], global_rows, group[0].source)
+        shard = head.shard(tasks[-1], global_rows, batches[0].source)
         shards.append((shard, OutgoingBatch(share.pieces)))
     return tasks, shards
 
 
-def no_samples(group: Sequence[LoadedBatch]) -> ConfigError:
+def no_samples(batches: Sequence[LoadedBatch]) -> ConfigError:
     """Return the error on batches of an optimizer step that have no sample."""
     return ConfigError(
-        f"batch {group[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
+        f"batch {batches[0].index} of the loader has no samples, so it has no mean to train on: leave such batches out"
     )
 
 

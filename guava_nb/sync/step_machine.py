@@ -156,7 +156,7 @@ class StepMachine:
         self._skip = skipped
         return self._finish()
 
-    def on_lost(self, rank: int, survivors: Iterable[int]) -> list[Instruction]:
+    def on_away(self, rank: int, survivors: Iterable[int]) -> list[Instruction]:
         """An owner is gone: hand its unfinished shards to the survivors, those with least to do first."""
         load = dict.fromkeys(sorted(survivors), 0)
         if self.decided or not load:

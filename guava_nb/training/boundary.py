@@ -10,7 +10,7 @@ from pathlib import Path
 
 from guava_nb.errors import GuavaError
 from guava_nb.evaluation.passes import Pass
-from guava_nb.protocol.messages import Tick
+from guava_nb.protocol.messages import SchedulerStep
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
@@ -141,7 +141,7 @@ class Boundary:
         replica_set = self.membership.replica_set
         if replica_set.spec.scheduler is None or replica_set.spec.scheduler_interval != interval:
             return
-        self.membership.cluster.send_all(self.membership.current(), Tick(replica_set.run_id, metric))
+        self.membership.cluster.send_all(self.membership.current(), SchedulerStep(replica_set.run_id, metric))
         if replica_set.spec.optimizer_site == "orchestrator":
             replica_set.master.tick(metric)
         else:

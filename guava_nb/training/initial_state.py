@@ -15,9 +15,9 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
+from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
@@ -47,7 +47,7 @@ def build_ensemble(
         master.load_state({"model": weights.state_dict()})
     if spec.parallel is None:
         return WholeReplicaSet(run_id, spec, cells, master)
-    return ShardedReplicaSet(run_id, spec, cells, master)
+    return GroupReplicaSet(run_id, spec, cells, master)
 
 
 def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:

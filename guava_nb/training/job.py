@@ -226,19 +226,19 @@ class TrainingJob(Job):
                 if coming is not None:
                     self._boundary.reach()
                     self.window.wait_for_room(coming)
-                group = feeder.take()
-                if group is None:
+                batches = feeder.take()
+                if batches is None:
                     return
-                cost = self.budget_gate.afford_step(group)
-                self.budget_gate.issued(self._issue(epoch, group), cost)
+                cost = self.budget_gate.afford_step(batches)
+                self.budget_gate.issued(self._issue(epoch, batches), cost)
 
-    def _issue(self, epoch: int, group: Sequence[LoadedBatch]) -> int:
+    def _issue(self, epoch: int, batches: Sequence[LoadedBatch]) -> int:
         team = tuple(self.membership.available())
         # A suspect member that misses this step needs the state when it is back.
         self.membership.behind.update(rank for rank in self.membership.current() if rank not in team)
         self.accounting.note_team(team)
-        self.accounting.draw(epoch, group)
-        step = self.window.issue(epoch, group, team)
+        self.accounting.draw(epoch, batches)
+        step = self.window.issue(epoch, batches, team)
         self._boundary.mark_due(step + 1 - self.accounting.first_step)
         return step
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.protocol.messages import Commit, Committed
+from guava_nb.protocol.messages import Commit, StepApplied
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.training.membership import Membership
@@ -95,7 +95,7 @@ class StepAccounting:
                 "is not ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
             )
 
-    def on_applied(self, rank: int, message: Committed) -> None:
+    def on_applied(self, rank: int, message: StepApplied) -> None:
         """Note that a member applied a step; one whose parameters differ is behind."""
         difference = self._replica_set.note_commit(rank, message)
         if difference is not None:

@@ -85,12 +85,12 @@ class StepWindow:
         self._blocking = busy or self._blocking
         return not busy
 
-    def issue(self, epoch: int, group: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
+    def issue(self, epoch: int, batches: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
         """Send a step to these members; returns its number."""
         weights = self._plan.weights(team)
         for rank, weight in zip(team, weights, strict=True):
             self._membership.cluster.roster.members[rank].share = weight / sum(weights)
-        return self.exchange.issue(epoch, group, team, weights, self._splitter).machine.step
+        return self.exchange.issue(epoch, batches, team, weights, self._splitter).machine.step
 
     # ------------------------------------------------------------------------------------------------------ what is there
 

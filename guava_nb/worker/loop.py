@@ -33,10 +33,10 @@ from guava_nb.protocol.messages import (
     Predict,
     Prepare,
     Refused,
+    SchedulerStep,
     Shard,
-    StepInfo,
+    StepWithoutShard,
     SumBucket,
-    Tick,
 )
 from guava_nb.replica.resident import ResidentParts
 from guava_nb.row_cache.reader import Load, RowReader
@@ -224,7 +224,7 @@ class WorkerLoop:
             case Shard():
                 self._refuse_training()
                 steps.add(message, self._read(message, payload))
-            case StepInfo():
+            case StepWithoutShard():
                 steps.announce(message)
             case SumBucket() | ParameterBucket():
                 steps.add_sum(message, payload)
@@ -242,7 +242,7 @@ class WorkerLoop:
                 steps.send_state(run.replica, message)
                 if self._leave_deadline is not None:
                     self._leave_deadline = time.monotonic() + TRANSFER_S
-            case Tick(metric=metric):
+            case SchedulerStep(metric=metric):
                 run.replica.tick(metric)
             case Evaluate() | Predict():
                 self._on_evaluate(run, message, self._read(message, payload))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from guava_nb.protocol.messages import Abort, Committed, EndRun, Energy, Message, Prepare, Ready, Shard
+from guava_nb.protocol.messages import Abort, EndRun, Energy, Message, Prepare, Ready, Shard, StepApplied
 from guava_nb.status import OwnFigures
 from guava_nb.telemetry.device_figures import device_now
 from guava_nb.telemetry.waits import Waits
@@ -57,7 +57,7 @@ class OwnWork:
 
     def sent(self, message: Message, now_s: float) -> None:
         """Take note of a message of this worker's."""
-        if not isinstance(message, Ready | Committed | Energy):
+        if not isinstance(message, Ready | StepApplied | Energy):
             return
         with self._lock:
             if message.run_id != self._run_id:
@@ -65,7 +65,7 @@ class OwnWork:
             match message:
                 case Ready():
                     self._worked(message, now_s)
-                case Committed(step=step, ready=ready):
+                case StepApplied(step=step, ready=ready):
                     if ready is not None:
                         self._worked(ready, now_s)
                     self._committed(step)

@@ -108,9 +108,9 @@ class Preparation:
                 "%guava_worker or guava worker to take part in other modes"
             )
         # Loading torch's parallel libraries costs a second, and the star needs none of them.
-        from guava_nb.replica.sharded_replica import ShardedReplica
+        from guava_nb.replica.group_replica import GroupReplica
 
-        return ShardedReplica(spec, resolve, self._device)
+        return GroupReplica(spec, resolve, self._device)
 
     def _resolve(self, name: str, module: ModuleType | None) -> object:
         """Return what a run's record names: shared, importable, or with @ what lives in this process."""
@@ -151,10 +151,10 @@ class Preparation:
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
         """Join the process group, and build this rank's part of the model over it."""
-        from guava_nb.replica.sharded_replica import ShardedReplica
+        from guava_nb.replica.group_replica import GroupReplica
 
         seat, replica = self._seat, run.replica
-        assert seat is not None and isinstance(replica, ShardedReplica)
+        assert seat is not None and isinstance(replica, GroupReplica)
         run_id, generation = message.run_id, message.generation
         try:
             resolve = class_resolver(run.module)

@@ -18,7 +18,6 @@ from guava_nb.protocol.messages import (
     Abort,
     Commit,
     CommitStep,
-    Committed,
     Failure,
     FailureKind,
     FetchState,
@@ -30,7 +29,8 @@ from guava_nb.protocol.messages import (
     Shard,
     State,
     StateLoaded,
-    StepInfo,
+    StepApplied,
+    StepWithoutShard,
     SumBucket,
 )
 from guava_nb.replica.base_replica import BaseReplica
@@ -138,7 +138,7 @@ class StepRunner:
         if step is not None and message.shard not in step.done and load is not None:
             step.todo.append((message, load))
 
-    def announce(self, message: StepInfo) -> None:
+    def announce(self, message: StepWithoutShard) -> None:
         """A step has begun in which this worker may have no shard."""
         self._pending.announce(message.step, message.generation, message.want_hash)
 
@@ -164,7 +164,7 @@ class StepRunner:
         """
         self._generation = max(self._generation, message.generation)
         self._pending.abort(message.last_committed, message.generation)
-        self._send(Committed(run_id=message.run_id, generation=message.generation, step=self.committed), ())
+        self._send(StepApplied(run_id=message.run_id, generation=message.generation, step=self.committed), ())
 
     def load_state(self, replica: BaseReplica, message: LoadState, payload: memoryview) -> None:
         """Become the state that came, and say that it is loaded; errors as in `BaseReplica.load_state`."""
@@ -287,7 +287,7 @@ class StepRunner:
         self._pending.advance()
         self._generation = step.generation
         self._send(
-            Committed(
+            StepApplied(
                 run_id=run.run_id, generation=step.generation, step=self.committed,
                 parameter_hash=replica.parameter_hash() if step.want_hash else "",
                 learning_rate=replica.learning_rate, skipped=commit.skip,
@@ -322,6 +322,6 @@ def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
     return Ready(
         run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
         loss_sum=result.loss_sum, count=result.count, finite=result.finite, rows=message.rows,
-        forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, culprit=result.culprit,
+        forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, nonfinite=result.nonfinite,
         gradient_square=result.gradient_square, tokens=result.tokens,
     )  # fmt: skip

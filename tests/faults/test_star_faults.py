@@ -22,7 +22,7 @@ from guava_nb.errors import (
     TrainingError,
     WorkerLost,
 )
-from guava_nb.protocol.messages import Committed, Factory, GradientBucket, Message, Ready, State, StateLoaded
+from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, State, StateLoaded, StepApplied
 from guava_nb.sync.handover import take_over
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster, once_after
@@ -58,7 +58,7 @@ def assert_undisturbed(run: Run, epochs: int = 2) -> None:
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, Committed])
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_worker_lost_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message], count: int) -> None:
     hook = once_after(count, kind, lambda worker: worker.die())
@@ -71,7 +71,7 @@ def test_a_worker_lost_in_mid_step_changes_nothing(cluster: Cluster, kind: type[
     assert job.run.generations == 2
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, Committed])
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
 def test_a_cut_connection_resumed_in_mid_step_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
     def cut(worker: DirectWorker) -> None:
         worker.go_away()
@@ -148,7 +148,7 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(
         worker.die()
         DirectWorker(cluster, "spare").start()
 
-    hook = once_after(6, Committed, replace)  # in the second epoch of four steps
+    hook = once_after(6, StepApplied, replace)  # in the second epoch of four steps
     start(cluster, [hook])
     job = job_for(cluster, spec(optimizer_site=site), plan_for(loader(), 3, snapshot_every_steps=every))
     job.start()
@@ -158,7 +158,7 @@ def test_the_last_worker_lost_goes_back_to_the_snapshot_when_another_comes(
 
 
 def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapshot(cluster: Cluster) -> None:
-    start(cluster, [once_after(6, Committed, lambda worker: worker.die())])
+    start(cluster, [once_after(6, StepApplied, lambda worker: worker.die())])
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
     eventually(lambda: job.run.state == "waiting", 20, "the run waits for another one")
@@ -173,7 +173,7 @@ def test_a_run_that_is_stopped_while_it_waits_for_workers_is_that_of_its_snapsho
 def test_a_lone_worker_that_leaves_hands_over_and_no_step_is_done_twice(
     cluster: Cluster, count: int, site: str
 ) -> None:
-    hook = once_after(count, Committed, lambda worker: worker.loop.leave("asked to leave"))  # four steps an epoch
+    hook = once_after(count, StepApplied, lambda worker: worker.loop.leave("asked to leave"))  # four steps an epoch
     first = start(cluster, [hook])[0]
     job = job_for(cluster, spec(optimizer_site=site), plan_for(loader(), 3))
     job.start()
@@ -190,7 +190,7 @@ def test_a_lone_worker_that_leaves_hands_over_and_no_step_is_done_twice(
 
 
 def test_a_worker_lost_while_it_hands_over_costs_the_epoch_and_no_more(cluster: Cluster) -> None:
-    leave = once_after(6, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    leave = once_after(6, StepApplied, lambda worker: worker.loop.leave("asked to leave"))
     die = once_after(2, State, lambda worker: worker.die())  # the first is the snapshot after an epoch of four steps
 
     def hook(worker: DirectWorker, message: Message) -> None:
@@ -208,7 +208,7 @@ def test_a_worker_lost_while_it_hands_over_costs_the_epoch_and_no_more(cluster: 
 
 
 def test_of_two_workers_one_leaves_at_once(cluster: Cluster) -> None:
-    hook = once_after(3, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    hook = once_after(3, StepApplied, lambda worker: worker.loop.leave("asked to leave"))
     leaver = start(cluster, [hook, None])[0]
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
@@ -226,7 +226,7 @@ def test_workers_that_leave_together_hand_over_once(cluster: Cluster) -> None:
         for worker in workers:
             worker.loop.leave("asked to leave")
 
-    workers += start(cluster, [once_after(3, Committed, leave_all), None])
+    workers += start(cluster, [once_after(3, StepApplied, leave_all), None])
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
     for worker in workers:
@@ -273,7 +273,7 @@ def test_a_run_that_is_stopped_waits_for_the_state_of_who_leaves(cluster: Cluste
         if isinstance(message, State) and message.step > 3:
             never.wait(0.5)  # longer than the grace of an interrupt
 
-    leave = once_after(5, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    leave = once_after(5, StepApplied, lambda worker: worker.loop.leave("asked to leave"))
     leaver = start(cluster, [hook])[0]
     job = job_for(cluster, spec(), plan_for(loader(), 3, callbacks=[Stop()], interrupt_grace_s=0.1))
     job.start()
@@ -339,7 +339,7 @@ def test_a_worker_leaves_by_itself_when_nobody_takes_its_state(
 ) -> None:
     monkeypatch.setattr("guava_nb.worker.loop.HANDOVER_S", 0.3)
     monkeypatch.setattr("guava_nb.worker.loop.TRANSFER_S", 0.3)
-    leaver = start(cluster, [once_after(2, Committed, lambda worker: worker.loop.leave("asked to leave"))])[0]
+    leaver = start(cluster, [once_after(2, StepApplied, lambda worker: worker.loop.leave("asked to leave"))])[0]
     monkeypatch.setattr(cluster, "release", lambda rank: None)  # an orchestrator that hangs
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
@@ -360,7 +360,7 @@ def test_a_worker_lost_while_it_gets_the_snapshot_is_waited_for_again(cluster: C
         worker.die()
         DirectWorker(cluster, "third").start()
 
-    start(cluster, [once_after(6, Committed, replace)])
+    start(cluster, [once_after(6, StepApplied, replace)])
     job = job_for(cluster, spec(), plan_for(loader(), 3))
     job.start()
     finish(job.run)
@@ -400,7 +400,7 @@ def test_a_step_that_counts_nothing_is_told_once(cluster: Cluster, monkeypatch: 
 
 
 def test_all_workers_lost_for_good_is_said(cluster: Cluster) -> None:
-    start(cluster, [once_after(2, Committed, lambda worker: worker.die())])
+    start(cluster, [once_after(2, StepApplied, lambda worker: worker.die())])
     job = job_for(cluster, spec(), plan_for(loader(), rejoin_timeout_s=0.3))
     job.start()
     assert job.run.wait(30)
@@ -463,7 +463,7 @@ def test_a_data_set_that_raises_reaches_the_run_and_workers_stay(cluster: Cluste
 
 
 def test_a_worker_without_a_share_takes_over_when_the_others_are_gone(cluster: Cluster) -> None:
-    hook = once_after(3, Committed, lambda worker: worker.die())
+    hook = once_after(3, StepApplied, lambda worker: worker.die())
     start(cluster, [hook, None])
     job = job_for(cluster, spec(), plan_for(loader(), shares=(1, 0)))
     job.start()
@@ -575,8 +575,8 @@ def test_a_buffer_that_is_not_finite_is_called_a_buffer(
 def test_reports_that_come_after_the_answer_to_an_abort_do_not_undo_it(cluster: Cluster) -> None:
     """A worker answers an abort at once, and applies a step that was committed before it only then."""
     replica_set = job_for(cluster, spec(), plan_for(loader())).replica_set
-    replica_set.note_commit(0, Committed(run_id="run-1", generation=2, step=3))
-    replica_set.note_commit(0, Committed(run_id="run-1", generation=1, step=4))
+    replica_set.note_commit(0, StepApplied(run_id="run-1", generation=2, step=3))
+    replica_set.note_commit(0, StepApplied(run_id="run-1", generation=1, step=4))
     assert replica_set.generation_of[0] == 2 and replica_set.at[0] == 4
 
 
@@ -589,7 +589,7 @@ def test_a_run_goes_on_at_once_from_one_that_failed_at_a_commit(cluster: Cluster
                 raise KeyError("callback")
 
     def slow(worker: DirectWorker, message: Message) -> None:
-        if isinstance(message, Committed) and message.step == 3:
+        if isinstance(message, StepApplied) and message.step == 3:
             threading.Event().wait(0.3)
 
     start(cluster, [slow, slow])
@@ -648,7 +648,7 @@ def test_interrupts_stop_at_a_commit_and_the_next_run_goes_on(cluster: Cluster, 
     assert_undisturbed(again.run)
 
 
-@pytest.mark.parametrize("kind", [GradientBucket, Ready, Committed])
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
 def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind: type[Message]) -> None:
     """26 steps an epoch, 8 and more sent ahead: all of a lost member's shards go to the others, in every step."""
     in_flight: list[int] = []
@@ -700,7 +700,7 @@ def test_a_second_interrupt_ends_at_once(cluster: Cluster) -> None:
     started = threading.Event()
 
     def hold(worker: DirectWorker, message: Message) -> None:
-        if isinstance(message, Committed):
+        if isinstance(message, StepApplied):
             started.set()
             held.wait(20)
 

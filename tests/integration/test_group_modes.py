@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from guava_nb.errors import ConfigError, NotFinite, PreparationError, RemoteError, WorkerLost
+from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import GroupLost
-from guava_nb.sync.sharded_replica_set import ShardedReplicaSet
 from guava_nb.training.run import Run
 from tests.support.processes import CELL, ROOT, PlainTraining, Session, Worker, data, difference, eventually, loader
 
@@ -239,15 +239,15 @@ def test_a_rank_lost_while_the_next_group_forms_costs_one_more_group(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second group breaks before it has the snapshot: data and history go back all the same."""
-    forms, calls = ShardedReplicaSet._try_to_form, []
+    forms, calls = GroupReplicaSet._try_to_form, []
 
-    def breaks_once(replica_set: ShardedReplicaSet, job: Any, members: Any) -> Any:
+    def breaks_once(replica_set: GroupReplicaSet, job: Any, members: Any) -> Any:
         calls.append(members)
         if len(calls) == 2:
             raise GroupLost("a member was lost while the group formed")
         return forms(replica_set, job, members)
 
-    monkeypatch.setattr(ShardedReplicaSet, "_try_to_form", breaks_once)
+    monkeypatch.setattr(GroupReplicaSet, "_try_to_form", breaks_once)
     victim = session.ensure(2)[1]
     victim.trap("forward", 7)
     run = train(session, "zero", loader(), epochs=3, detach=True, settings={"zero_stage": 2})

@@ -18,7 +18,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of
-from guava_nb.protocol.messages import CacheSpec, Committed, Factory, GradientBucket, Message, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Factory, GradientBucket, Message, RunSpec, StepApplied
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit
@@ -247,7 +247,7 @@ def test_a_budget_holds_when_a_worker_is_lost_in_the_middle(cluster: Cluster, tm
 
 
 def test_what_a_budget_keeps_for_the_last_state_is_for_that_of_who_leaves(cluster: Cluster, tmp_path: Path) -> None:
-    hook = once_after(9, Committed, lambda worker: worker.loop.leave("asked to leave"))
+    hook = once_after(9, StepApplied, lambda worker: worker.loop.leave("asked to leave"))
     session, run_spec = Session(cluster, 1, hook), spec(model=WIDE)
     state_bytes = 8 * 3 * sum(p.numel() for p in replica(run_spec).model.parameters())  # with Adam's two means
     limit = int(2.2 * state_bytes) + 200_000  # there and back once

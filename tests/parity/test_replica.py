@@ -408,7 +408,7 @@ def test_a_lone_fp16_worker_finds_its_own_overflow() -> None:
     made.model.spike = True
     x, y = batches(1)[0]
     result = made.run_shard(ShardWork(0, 0, [(x, y)], 13, 13))
-    assert not result.finite and result.culprit
+    assert not result.finite and result.nonfinite
     before = made.parameter_hash()
     made.apply(None, Commit(1.0, skip=True))
     assert made.parameter_hash() == before and made.loss_scale == 32768.0

@@ -386,7 +386,7 @@ def train_pipeline(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
         if case.clip is not None:
             part.scale_gradients(min(1.0, case.clip / square**0.5))
         without.append([name for name, p in part.named.items() if p.grad is None])
-        assert part.culprit() == ""
+        assert part.nonfinite() == ""
         part.apply()
         part.drop_gradients()
         losses.append((float(found.loss_sum), None if found.count is None else float(found.count)))

@@ -272,7 +272,7 @@ def _step(case: Scenario, part: Any, axes: MeshAxes, step: int) -> tuple[float, 
     )
     dist.all_reduce(sums)
     loss_sum, count, square = sums.tolist()
-    assert part.culprit() == ""
+    assert part.nonfinite() == ""
     scale = global_rows / count
     norm = square**0.5 * scale
     clip = min(1.0, case.max_norm / (norm + 1e-6)) if case.max_norm is not None else 1.0

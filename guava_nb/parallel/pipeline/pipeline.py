@@ -33,7 +33,7 @@ from guava_nb.parallel.state.full_state import (
     optimizer_pieces,
     pieces_of,
 )
-from guava_nb.parallel.state.gradient_norm import culprit, gradient_square, scale_gradients
+from guava_nb.parallel.state.gradient_norm import gradient_square, nonfinite, scale_gradients
 from guava_nb.parallel.tensor.vocab_loss import whole_logits
 from guava_nb.protocol.messages import ParallelSpec
 
@@ -249,9 +249,9 @@ class PipelinePart(ModelPart):
         self._rows = 0
         self._hooks.dropped()
 
-    def culprit(self) -> str:
+    def nonfinite(self) -> str:
         """Return the full name of the first parameter whose gradient is not finite here, "" when all are."""
-        return culprit(self.named)
+        return nonfinite(self.named)
 
     def apply(self) -> None:
         """Take the optimizer's step."""

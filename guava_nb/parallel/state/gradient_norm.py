@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.parallel.state.shard_layout import Layout
 
-__all__ = ["culprit", "gradient_square", "scale_gradients"]
+__all__ = ["nonfinite", "gradient_square", "scale_gradients"]
 
 
 def gradient_square(
@@ -43,7 +43,7 @@ def scale_gradients(named: Mapping[str, nn.Parameter], factor: float) -> None:
                 local_part(parameter.grad).mul_(factor)
 
 
-def culprit(named: Mapping[str, nn.Parameter]) -> str:
+def nonfinite(named: Mapping[str, nn.Parameter]) -> str:
     """Return the first full name whose local gradient is not finite, "" when all are."""
     for name, parameter in named.items():
         if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):

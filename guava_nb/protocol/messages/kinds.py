@@ -14,7 +14,7 @@ from guava_nb.protocol.messages import (
     step_records,
 )
 from guava_nb.protocol.messages.pass_records import Evaluate, Predict
-from guava_nb.protocol.messages.step_records import Shard, StepInfo, Tick
+from guava_nb.protocol.messages.step_records import SchedulerStep, Shard, StepWithoutShard
 from guava_nb.protocol.messages.wire_types import Channel, Message
 
 __all__ = ["KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as"]
@@ -43,7 +43,7 @@ def counted_as(message: Message, payload_bytes: int) -> Channel:
     channel = channel_of(message)
     if channel is not Channel.BATCH:
         return channel
-    if isinstance(message, StepInfo | Tick):
+    if isinstance(message, StepWithoutShard | SchedulerStep):
         return Channel.CONTROL
     if not isinstance(message, Shard | Evaluate | Predict):
         return channel

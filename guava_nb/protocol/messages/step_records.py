@@ -13,14 +13,14 @@ __all__ = [
     "Abort",
     "Commit",
     "CommitStep",
-    "Committed",
+    "StepApplied",
     "FetchState",
     "GradientBucket",
     "LoadState",
     "ParameterBucket",
     "Ready",
 ]
-__all__ += ["Shard", "State", "StateLoaded", "StepInfo", "SumBucket", "Tick"]
+__all__ += ["Shard", "State", "StateLoaded", "StepWithoutShard", "SumBucket", "SchedulerStep"]
 
 
 class LoadState(Message, frozen=True):
@@ -107,7 +107,7 @@ class Shard(Message, frozen=True, kw_only=True):
     source: int = 0
 
 
-class StepInfo(Message, frozen=True):
+class StepWithoutShard(Message, frozen=True):
     """Orchestrator to worker without a shard in this step: it exists, wait for its sums and commit."""
 
     NUMBER: ClassVar[int] = 25
@@ -154,7 +154,7 @@ class Ready(Message, frozen=True, kw_only=True):
     forward_s: float
     backward_s: float
     wait_s: float  # time without work since the last commit
-    culprit: str = ""  # with no buckets: the first parameter or buffer that is not finite
+    nonfinite: str = ""  # with no buckets: the first parameter or buffer that is not finite
     gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
 
@@ -218,7 +218,7 @@ class CommitStep(Message, frozen=True):
     commit: Commit
 
 
-class Committed(Message, frozen=True, kw_only=True):
+class StepApplied(Message, frozen=True, kw_only=True):
     """Worker to orchestrator: the step is applied here."""
 
     NUMBER: ClassVar[int] = 30
@@ -243,7 +243,7 @@ class Abort(Message, frozen=True):
     reason: str
 
 
-class Tick(Message, frozen=True):
+class SchedulerStep(Message, frozen=True):
     """Orchestrator to worker (BATCH, so that it stands in order with the shards): advance the scheduler once."""
 
     NUMBER: ClassVar[int] = 32

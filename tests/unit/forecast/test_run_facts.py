@@ -7,7 +7,7 @@ import pytest
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.forecast.run_facts import RunFacts, peeked
 from guava_nb.protocol.framing import message_bytes
-from guava_nb.protocol.messages import Committed, Message, Ready
+from guava_nb.protocol.messages import Message, Ready, StepApplied
 from guava_nb.training.initial_state import build_ensemble
 from guava_nb.training.plan import TrainingPlan
 from tests.support.training import loader, spec
@@ -39,11 +39,11 @@ def test_a_record_weighs_what_the_one_that_is_sent_weighs(run: RunFacts) -> None
         backward_s=1.0, wait_s=0.25,
     )  # fmt: skip
     assert run.back(Ready).in_bytes == pytest.approx(message_bytes(sent, 0), abs=4)
-    assert run.back(Committed, ready=run.typical(Ready)).in_bytes > run.back(Ready).in_bytes
+    assert run.back(StepApplied, ready=run.typical(Ready)).in_bytes > run.back(Ready).in_bytes
 
 
 def test_a_field_that_the_protocol_adds_is_weighed_and_one_of_a_strange_type_is_refused(run: RunFacts) -> None:
-    assert run.typical(LongerReport, culprit="first.weight").culprit == "first.weight"
+    assert run.typical(LongerReport, nonfinite="first.weight").nonfinite == "first.weight"
     assert run.typical(LongerReport).waited_s > 0
     with pytest.raises(KeyError, match="complex"):
         run.typical(StrangeReport)

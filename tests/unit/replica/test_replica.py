@@ -420,10 +420,10 @@ def test_a_lone_worker_checks_its_own_gradients() -> None:
             return super().forward(x) + torch.sqrt((self.first.bias * 0).clamp(min=0)).sum()
 
     result = replica(Root, spec()).run_shard(work(batch()))
-    assert result.culprit == "first.bias" and not result.finite
+    assert result.nonfinite == "first.bias" and not result.finite
     huge = replica(Net, spec(criterion=Factory("f")), f=lambda o, t: o.sum() * 1e30)
     result = huge.run_shard(work(batch()))
-    assert result.finite and result.culprit == ""  # squares overflow, values do not
+    assert result.finite and result.nonfinite == ""  # squares overflow, values do not
 
 
 def test_a_missing_or_foreign_mean_is_our_bug_and_says_so() -> None:

@@ -83,8 +83,8 @@ def test_frames_of_an_older_generation_and_unknown_numbers_are_dropped() -> None
 
 def test_a_lost_owner_s_open_shards_go_to_those_with_least_to_do() -> None:
     m = StepMachine(0, 0, [ShardTask(0, 8, 0), ShardTask(1, 2, 1), ShardTask(2, 4, 2)], (0,))
-    assert m.on_lost(2, [0, 1]) == [Reissue(2, 1)]
-    assert m.on_lost(1, [0]) == [Reissue(1, 0), Reissue(2, 0)]
+    assert m.on_away(2, [0, 1]) == [Reissue(2, 1)]
+    assert m.on_away(1, [0]) == [Reissue(1, 0), Reissue(2, 0)]
     assert {task.owner for task in m.tasks if m.owed_by(task.owner)} == {0}
 
 
@@ -92,7 +92,7 @@ def test_a_finished_shard_is_not_issued_again() -> None:
     m = machine(2, buckets=(0,))
     m.on_bucket(1, 0, 1, 0, True)
     m.on_ready(1, ready(1))
-    assert m.on_lost(1, [0]) == []
+    assert m.on_away(1, [0]) == []
 
 
 def test_solo_commits_when_the_worker_says_so() -> None:
@@ -137,7 +137,7 @@ def test_any_order_with_losses_sums_each_shard_once_and_commits_once(
             lost = losses.pop()
             alive.discard(lost)
             pending = [p for p in pending if p[0] != lost]
-            note(m.on_lost(lost, alive))  # type: ignore[arg-type]
+            note(m.on_away(lost, alive))  # type: ignore[arg-type]
             continue
         rank, shard, what = pending.pop(rng.randrange(len(pending)))
         for _ in range(1 + duplicates):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from guava_nb.protocol.messages import (
     Abort,
     BoardEnergy,
-    Committed,
     EndRun,
     Energy,
     Factory,
@@ -19,6 +18,7 @@ from guava_nb.protocol.messages import (
     Ready,
     RunSpec,
     Shard,
+    StepApplied,
     Tree,
 )
 from guava_nb.status import OwnFigures
@@ -74,11 +74,11 @@ def test_each_committed_row_counts_once_also_when_steps_are_aborted_and_done_aga
                 work.arrived(Abort("r", 2, step - 1, "somebody was lost"))
                 aborted = False
         if solo:
-            work.sent(Committed(run_id="r", generation=1, step=step, ready=ready(step, rows)), step)
+            work.sent(StepApplied(run_id="r", generation=1, step=step, ready=ready(step, rows)), step)
         else:
             work.sent(ready(step, rows), step)
             assert work.figures().samples == counted, "not before the commit"
-            work.sent(Committed(run_id="r", generation=1, step=step), step)
+            work.sent(StepApplied(run_id="r", generation=1, step=step), step)
         counted += rows
         now = work.figures()
         assert (now.samples, now.share) == (counted, rows / (rows + others))
@@ -90,7 +90,7 @@ def test_of_a_group_only_true_rows_count() -> None:
     new_run(work)
     work.arrived(shard(0, 4, 8, part_rows=(3, 0)))
     work.sent(ready(0, 4), 0.0)
-    work.sent(Committed(run_id="r", generation=1, step=0), 0.0)
+    work.sent(StepApplied(run_id="r", generation=1, step=0), 0.0)
     assert work.figures().samples == 3
 
 
@@ -100,7 +100,7 @@ def test_a_new_run_starts_at_nothing_and_words_of_the_old_one_are_not_taken_for_
     new_run(work)
     late: list[Message] = [
         ready(0, 5, run_id="old"),
-        Committed(run_id="old", generation=1, step=0),
+        StepApplied(run_id="old", generation=1, step=0),
         Energy(run_id="old", mark=0, seconds=1.0, power_w=9.0),
     ]
     for message in late:

@@ -36,10 +36,10 @@ from guava_nb.replica.shard import ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, parameter_hash
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["ShardedReplica"]
+__all__ = ["GroupReplica"]
 
 
-class ShardedReplica(BaseReplica):
+class GroupReplica(BaseReplica):
     """A rank's part of the model with all it needs to train.
 
     Attributes:
@@ -184,7 +184,7 @@ class ShardedReplica(BaseReplica):
         finite = finite and math.isfinite(square)
         return ShardResult(
             loss_sum, count, work.rows, finite, time.monotonic() - started, 0.0,
-            "" if finite else part.culprit(), square, self._preprocessing.total(counts),
+            "" if finite else part.nonfinite(), square, self._preprocessing.total(counts),
         )  # fmt: skip
 
     def _step(self, sums: Buckets | None, factor: float) -> None:

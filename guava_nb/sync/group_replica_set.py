@@ -24,10 +24,10 @@ from guava_nb.sync.group_exchange import GroupExchange
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 
-__all__ = ["ShardedReplicaSet"]
+__all__ = ["GroupReplicaSet"]
 
 #: How long a member may be away before its group is given up: the others are blocked meanwhile.
-SUSPECT_S = 8.0
+AWAY_LIMIT_S = 8.0
 #: Direct groups that broke while all members stayed, after which a run keeps to the relay.
 MOST_DIRECT_BREAKS = 2
 #: Groups in a row that broke without a step between them while all members stayed: then it is not the weather.
@@ -43,7 +43,7 @@ def _piece(name: str) -> type:
     return StatePiece
 
 
-class ShardedReplicaSet(ReplicaSet):
+class GroupReplicaSet(ReplicaSet):
     """All parts of one run.
 
     Attributes:
@@ -144,10 +144,10 @@ class ShardedReplicaSet(ReplicaSet):
             elif rank not in job.suspects:
                 self._broken = ""  # that is why others report a break
                 raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
-            elif now - self._away.setdefault(rank, now) > SUSPECT_S:
+            elif now - self._away.setdefault(rank, now) > AWAY_LIMIT_S:
                 self._broken = ""
-                raise GroupLost(f"{job.cluster.name(rank)} is away for more than {SUSPECT_S:g} s")
-        if self._broken and now > self._broken_at + SUSPECT_S:
+                raise GroupLost(f"{job.cluster.name(rank)} is away for more than {AWAY_LIMIT_S:g} s")
+        if self._broken and now > self._broken_at + AWAY_LIMIT_S:
             raise GroupLost(self._broken)
 
     def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
@@ -270,7 +270,7 @@ class ShardedReplicaSet(ReplicaSet):
         job.cluster.findings.forget(members)
         self._relay_only = f"the direct group could not be formed ({job.cluster.name(rank)}: {answer.problem})"
         job.cluster.notice(f"{self._relay_only}; this run goes through the orchestrator")
-        self.wake(job, members, "the direct group is given up")
+        self.abort(job, members, "the direct group is given up")
         job.cluster.relay.forget(self.group_name)
         self.route = Route("relay", "guava", self._relay_only)
 
@@ -331,7 +331,7 @@ class ShardedReplicaSet(ReplicaSet):
             return False
         team, self.team = self.team, tuple(here)
         try:
-            return self._fetch_from(job, here[0], SUSPECT_S) is not None
+            return self._fetch_from(job, here[0], AWAY_LIMIT_S) is not None
         except WorkerLost:
             return False
         finally:
