@@ -69,7 +69,7 @@ class StarExchange(StepExchange[Replicas]):
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor)
+                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor, message.present)
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
             if isinstance(instruction, Add):
                 if message.bucket == BUFFERS:  # averaged by rows, where gradients are summed
