@@ -30,7 +30,7 @@ from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["BaseReplica", "Buckets", "explained"]
+__all__ = ["BaseReplica", "Buckets", "explained", "load_scheduler"]
 
 #: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
 Buckets = Mapping[int, tuple[bytes, Tensor]]
@@ -43,6 +43,7 @@ class BaseReplica(ABC):
         layout: buckets of the whole model.
         optimizer: torch's optimizer of the parameters; None while there are none.
         device: where the model lives.
+        resolve: finds what the run's record names.
     """
 
     layout: BucketLayout
@@ -58,7 +59,7 @@ class BaseReplica(ABC):
         """
         check_spec(spec)
         self.device = device
-        self._spec, self._resolve = spec, resolve
+        self._spec, self.resolve = spec, resolve
         self._objective = build_objective(spec, resolve, device)
         self._preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
@@ -70,7 +71,7 @@ class BaseReplica(ABC):
         spec, self.optimizer = self._spec, optimizer
         self._schedule = None
         if optimizer is not None:
-            self._schedule = build_scheduler(spec.scheduler, optimizer, self._resolve, spec.scheduler_interval)
+            self._schedule = build_scheduler(spec.scheduler, optimizer, self.resolve, spec.scheduler_interval)
         self._scaler = LossScale() if spec.precision == "fp16" else None
 
     @property
@@ -257,8 +258,7 @@ class BaseReplica(ABC):
         self.restore()
         self._load(state)
         if state.get("scheduler") is not None and self.scheduler:
-            with explained("scheduler"):
-                self.scheduler.load_state_dict(like(self.scheduler.state_dict(), copied(state["scheduler"])))
+            load_scheduler(self.scheduler, state["scheduler"])
         if state.get("scaler") and self._scaler:
             self._scaler.load(state["scaler"])
 
@@ -273,6 +273,16 @@ class BaseReplica(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what training needed."""
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Give a scheduler the state, as plain data, of another one.
+
+    Raises:
+        CheckpointError: it belongs to another scheduler.
+    """
+    with explained("scheduler"):
+        scheduler.load_state_dict(like(scheduler.state_dict(), copied(state)))
 
 
 @contextlib.contextmanager

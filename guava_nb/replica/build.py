@@ -71,7 +71,8 @@ def place_module(module: nn.Module, device: torch.device, double: bool) -> nn.Mo
     module.to(device)
     if not double:
         return module
-    return module.double()._apply(lambda value: value.to(torch.complex128) if value.is_complex() else value)
+    module.double()._apply(lambda value: value.to(torch.complex128) if value.is_complex() else value)  # type: ignore[no-untyped-call]
+    return module
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:

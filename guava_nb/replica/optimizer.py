@@ -19,7 +19,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["INTERVALS", "LossScale", "Schedule", "build_optimizer", "build_scheduler"]
+__all__ = ["INTERVALS", "LossScale", "Schedule", "build_optimizer", "build_scheduler", "follows_metric"]
 
 INTERVALS = ("step", "epoch", "validation")
 
@@ -111,12 +111,22 @@ class Schedule:
         """
         if self.interval == "step":
             return
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+        if not follows_metric(self.scheduler):
             self.scheduler.step()
             return
         if metric is None:
-            raise ConfigError("ReduceLROnPlateau follows the validation loss, and there is none; give val_loader=")
-        self.scheduler.step(metric)
+            raise ConfigError(
+                f"{type(self.scheduler).__name__} follows the validation loss, and there is none; give val_loader="
+            )
+        self.scheduler.step(metric)  # type: ignore[arg-type]
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether a scheduler's step needs a figure to follow, as that of ReduceLROnPlateau does."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    return first is not None and first.default is first.empty and first.kind is first.POSITIONAL_OR_KEYWORD
 
 
 def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Resolve, interval: str) -> Schedule | None:
@@ -139,8 +149,8 @@ def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Reso
         raise ConfigError(
             f"scheduler {name!r} returned a {type(made).__name__}; it must return a torch learning-rate scheduler"
         )
-    if isinstance(made, ReduceLROnPlateau) and interval == "step":
-        raise ConfigError('ReduceLROnPlateau follows a metric: use scheduler_interval="validation"')
+    if follows_metric(made) and interval == "step":
+        raise ConfigError(f'{type(made).__name__} follows a metric: use scheduler_interval="validation"')
     return Schedule(made, interval)
 
 

@@ -86,7 +86,7 @@ class ShardedReplica(BaseReplica):
         mesh = Mesh(world_size // (shape.pp * shape.tp), shape.pp, shape.tp)
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
-        model = place_model(build_model(self._spec, self._resolve), self._spec, self.device)
+        model = place_model(build_model(self._spec, self.resolve), self._spec, self.device)
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),
@@ -100,7 +100,7 @@ class ShardedReplica(BaseReplica):
         return pair_of(self._preprocessing.for_evaluation(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(self._spec.optimizer, list(named.items()), self._resolve)
+        return build_optimizer(self._spec.optimizer, list(named.items()), self.resolve)
 
     def close(self) -> None:
         """Forget the part; the group it was spread over is gone."""

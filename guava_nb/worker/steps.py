@@ -94,7 +94,7 @@ class StepRunner:
 
     def begin(self, run: PreparedRun) -> None:
         """Work on this run from now on, from its first step or the one that `load_state` tells."""
-        self._run, self._pending = run, PendingSteps()
+        self._run, self._pending, self._pieces = run, PendingSteps(), 1
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
