@@ -128,11 +128,8 @@ def test_an_optimizer_of_torch_is_what_plain_pytorch_makes_of_the_same_words(nam
 
 def test_the_defaults_that_are_told_are_torchs() -> None:
     [text] = [info.text for info in option_infos() if info.name == "optimizer_args"]
-    rates = {
-        name: lr
-        for lr, names in re.findall(r"([\d.]+) \(([\w, ]+)\)[,;]", text.partition("; weight_decay")[0] + ";")
-        for name in names.split(", ")
-    }
+    told = re.findall(r"([\d.]+) \(([\w, ]+)\)[,;]", text.partition("; weight_decay")[0] + ";")
+    rates = {name: rate for rate, names in told for name in names.split(", ")}
     [optimizers] = [info.known for info in option_infos() if info.name == "optimizer"]
     assert sorted(rates) == sorted(optimizers)
     for name, rate in rates.items():
