@@ -20,10 +20,11 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout
+from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import autocast_dtype, check_spec
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.objective import build_objective
-from guava_nb.replica.optimizer import LossScale, Schedule, build_scheduler
+from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler
 from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
@@ -48,6 +49,7 @@ class BaseReplica(ABC):
 
     layout: BucketLayout
     optimizer: Optimizer | None
+    _buffers: BufferBook
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
         """Find what the run's record names; the subclass builds the model.
@@ -65,6 +67,7 @@ class BaseReplica(ABC):
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self._schedule: Schedule | None = None
         self._scaler: LossScale | None = None
+        self._undo: StepUndo | None = None
 
     def _use_optimizer(self, optimizer: Optimizer | None) -> None:
         """Step with this optimizer from now on; schedule and loss scale begin anew."""
@@ -73,6 +76,7 @@ class BaseReplica(ABC):
         if optimizer is not None:
             self._schedule = build_scheduler(spec.scheduler, optimizer, self.resolve, spec.scheduler_interval)
         self._scaler = LossScale() if spec.precision == "fp16" else None
+        self._undo = None if optimizer is None else StepUndo(optimizer, (self.scheduler, self._scaler))
 
     @property
     @abstractmethod
@@ -140,15 +144,39 @@ class BaseReplica(ABC):
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
             GroupBroken: a member was lost while parameters were exchanged (ZeRO 1); the part holds no step any more.
+            ApplyFailed: the user's optimizer or schedule raised, and what is held is a whole state. Any other error of theirs
+                leaves it torn.
         """
         if commit.skip:
             self.restore()
         else:
-            self._step(sums, commit.scale * commit.clip / self.loss_scale)
+            self._step_or_undo(sums, commit.scale * commit.clip / self.loss_scale)
         if self._scaler:
             self._scaler.update(skipped=commit.skip)
         if self._schedule and not commit.skip:
-            self._schedule.on_step()
+            try:
+                self._schedule.on_step()
+            except (Exception, SystemExit) as error:
+                raise ApplyFailed(applied=True) from error
+
+    def _step_or_undo(self, sums: Buckets | None, factor: float) -> None:
+        if self._undo is not None:
+            self._undo.begin(self._buffers.committed().values())
+        try:
+            self._step(sums, factor)
+        except (Exception, SystemExit) as error:
+            if self._undo is None or not self._undo.undo():
+                raise
+            self.restore()
+            raise ApplyFailed(applied=False) from error
+
+    def undo_step(self) -> bool:
+        """Go back to before the step that was applied last; returns whether that can be done."""
+        if self._undo is None or not self._undo.undo():
+            return False
+        self._buffers.write_committed()
+        self.restore()
+        return True
 
     @abstractmethod
     def _step(self, sums: Buckets | None, factor: float) -> None:

@@ -184,6 +184,7 @@ class TrainingJob(Job):
             return "stopped", self._stop_at_budget()
         except BaseException:
             self.window.abort("the run failed", hear_all=True)
+            self._recovery.keep_whole_state()
             raise
 
     def _begin(self) -> None:
