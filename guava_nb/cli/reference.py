@@ -99,6 +99,8 @@ def measure_parity(
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return the largest absolute difference between two state dicts of the same names, judged in float64."""
+    """Return the largest absolute difference between two state dicts of the same names, judged in double precision."""
     assert ours.keys() == theirs.keys(), "both models come from the same factory"
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+    return max(
+        float((ours[name].to(torch.complex128) - theirs[name].to(torch.complex128)).abs().max()) for name in ours
+    )

@@ -43,6 +43,7 @@ class Job:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
         run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its replica set.
+        failed: members whose code of the user's raised; they hold the last state that is whole there.
         about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """
@@ -55,6 +56,7 @@ class Job:
         self.ready: set[int] = set()
         self.suspects: set[int] = set()
         self.interrupts = 0
+        self.failed: set[int] = set()
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
         self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
@@ -172,6 +174,8 @@ class Job:
             self.forget(rank)
             if not self.trains:
                 return
+        else:
+            self.failed.add(rank)
         about = self.about_request(message.request_id) if message.request_id else ""
         if about is None:
             return  # of a pass that is over: its other batches may have failed in the same way

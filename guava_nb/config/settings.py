@@ -29,7 +29,8 @@ class DistributedConfig:
 
     Training:
         num_epochs (1): passes over the data. batch_size (8): samples of the global batch.
-        learning_rate (3e-4), weight_decay (0.01): for the optimizer where its own arguments do not say otherwise.
+        learning_rate, weight_decay (None): for the optimizer where its own arguments do not say otherwise; None leaves
+        torch's own default.
         max_grad_norm (None): global L2 norm to clip gradients to; None and 0 do not clip, like a plain PyTorch loop.
         accumulation_steps (1): loader batches per optimizer step.
         precision ("fp32"): "fp32", "fp64", or autocast to "bf16" or "fp16" (with a global loss scaler).
@@ -104,8 +105,8 @@ class DistributedConfig:
 
     num_epochs: int = setting(1, low=1)
     batch_size: int = setting(8, low=1, env=("BATCH_SIZE",))
-    learning_rate: float = setting(3e-4, low=0)
-    weight_decay: float = setting(0.01, low=0)
+    learning_rate: float | None = setting(None, low=0)
+    weight_decay: float | None = setting(None, low=0)
     max_grad_norm: float | None = setting(None, low=0)
     accumulation_steps: int = setting(1, low=1)
     precision: str = setting("fp32", choices=("fp32", "bf16", "fp16", "fp64"))

@@ -193,6 +193,7 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "norm": lambda flag_name, text, info: option(flag_name, metavar="X", type=number, help=text),
     "size": lambda flag_name, text, info: option(flag_name, metavar="SIZE", type=byte_size, help=text),
     "weights": lambda flag_name, text, info: option(flag_name, metavar="A,B,...", type=shares, help=text),
+    "text": lambda flag_name, text, info: option(flag_name, metavar="NAME", help=text),
     "switch": lambda flag_name, text, info: flag(flag_name, help=text),
     "file": lambda flag_name, text, info: _file(flag_name, text),
 }
@@ -216,8 +217,13 @@ TRAIN = Command(
         _expression("--data", "DataLoader of the notebook, or WorkerData for what the workers have", required=True),
         _expression("--val", "DataLoader to validate on"),
         *run_options(),
-        option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args"),
-        option("--weight-decay", metavar="X", type=number, help="weight decay, short for --optimizer-args"),
+        option("--lr", metavar="X", type=number, help="learning rate, short for --optimizer-args (default: see there)"),
+        option(
+            "--weight-decay",
+            metavar="X",
+            type=number,
+            help="weight decay, short for --optimizer-args (default: see there)",
+        ),
         flag("--dry-run", help="only show what the run would send and receive, and what would make it less"),
         option("-o", "--out", metavar="NAME", help="also store the run in this variable; with --dry-run the forecast"),
     ),

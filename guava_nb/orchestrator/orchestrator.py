@@ -66,6 +66,7 @@ class Orchestrator(SessionHost):
         """Check the settings; nothing is started before `open`."""
         super().__init__(config, **overrides)
         self._given = self.config  # what a mode falls back to
+        self._set_by_mode: set[str] = set()
         if ignored := self.config.without_effect():
             self._notices.add(f"accepted, without effect here: {', '.join(ignored)}; see help(DistributedConfig)")
         self.run: Run | None = None
@@ -134,7 +135,7 @@ class Orchestrator(SessionHost):
         self,
         train_loader: Any,
         val_loader: Any = None,
-        num_epochs: int = 1,
+        num_epochs: int | None = None,
         val_interval: int | None = None,
         detach: bool = False,
         **options: Any,
@@ -155,7 +156,7 @@ class Orchestrator(SessionHost):
             GuavaError: something is wrong, found before any work starts; or the run failed.
         """
         given = {"num_epochs": num_epochs, "val_interval": val_interval, "detach": detach, **options}
-        chosen = TrainingOptions.of("start_training", **given).settled(self.config)
+        chosen = TrainingOptions.of("start_training", val_loader is not None, **given).settled(self.config)
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
         with interrupts_remembered() as interrupts:
@@ -188,7 +189,7 @@ class Orchestrator(SessionHost):
         self,
         train_loader: Any,
         val_loader: Any = None,
-        num_epochs: int = 1,
+        num_epochs: int | None = None,
         val_interval: int | None = None,
         *,
         model: Reference | None = None,
@@ -218,7 +219,7 @@ class Orchestrator(SessionHost):
                 "forecast() needs the loader of the training: there is nothing to reckon with without data"
             )
         given = {"num_epochs": num_epochs, "val_interval": val_interval, **options}
-        chosen = TrainingOptions.of("forecast", **given).settled(self.config)
+        chosen = TrainingOptions.of("forecast", val_loader is not None, **given).settled(self.config)
         with unchanged_randomness():
             if model is None:
                 factory = self._models.needed(self._replica_sets.loaded)
@@ -269,8 +270,9 @@ class Orchestrator(SessionHost):
         """
         check_plan(tensor_plan or {})
         # What an earlier choice set does not linger; what the configuration was made with does.
-        given = {name: getattr(self._given, name) for name in MODE_DEFAULTS}
+        given = {name: getattr(self._given, name) for name in (*MODE_DEFAULTS, *self._set_by_mode)}
         self.config = self.config.replace(**mode_settings(mode, **{**given, **settings}))
+        self._set_by_mode |= settings.keys() - {"dp", "pp", "tp", "zero_stage"}
         self._tensor_plan = dict(tensor_plan or {})
 
     def stop(self) -> None:

@@ -25,6 +25,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.schedule_check import check_schedule
 
 __all__ = ["ReplicaSets"]
 
@@ -135,6 +136,7 @@ class ReplicaSets:
         if start is not None:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
+        check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
@@ -185,9 +187,11 @@ class ReplicaSets:
         replica_set = self._build(composed)
         if start is not None:
             from_checkpoint(replica_set, plan, *start, rewind=False)
-            return replica_set, True
-        last = None if options.fresh else self.trained
-        return replica_set, last is not None and goes_on(replica_set, last)
+        last = None if options.fresh or start is not None else self.trained
+        trained = start is not None or (last is not None and goes_on(replica_set, last))
+        if start is not None or not trained:  # where the last run's schedule stands, its workers know
+            check_schedule(replica_set, plan, lambda sentence: None)
+        return replica_set, trained
 
     # --------------------------------------------------------------------------------------------------------- to ask
 

@@ -20,17 +20,18 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout
+from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import autocast_dtype, check_spec
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.objective import build_objective
-from guava_nb.replica.optimizer import LossScale, Schedule, build_scheduler
+from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler
 from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["BaseReplica", "Buckets", "explained"]
+__all__ = ["BaseReplica", "Buckets", "explained", "load_scheduler"]
 
 #: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
 Buckets = Mapping[int, tuple[bytes, Tensor]]
@@ -43,10 +44,12 @@ class BaseReplica(ABC):
         layout: buckets of the whole model.
         optimizer: torch's optimizer of the parameters; None while there are none.
         device: where the model lives.
+        resolve: finds what the run's record names.
     """
 
     layout: BucketLayout
     optimizer: Optimizer | None
+    _buffers: BufferBook
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
         """Find what the run's record names; the subclass builds the model.
@@ -58,20 +61,22 @@ class BaseReplica(ABC):
         """
         check_spec(spec)
         self.device = device
-        self._spec, self._resolve = spec, resolve
+        self._spec, self.resolve = spec, resolve
         self._objective = build_objective(spec, resolve, device)
         self._preprocessing = Preprocessing(spec, resolve, device)
         self._autocast_dtype = autocast_dtype(spec.precision, device)
         self._schedule: Schedule | None = None
         self._scaler: LossScale | None = None
+        self._undo: StepUndo | None = None
 
     def _use_optimizer(self, optimizer: Optimizer | None) -> None:
         """Step with this optimizer from now on; schedule and loss scale begin anew."""
         spec, self.optimizer = self._spec, optimizer
         self._schedule = None
         if optimizer is not None:
-            self._schedule = build_scheduler(spec.scheduler, optimizer, self._resolve, spec.scheduler_interval)
+            self._schedule = build_scheduler(spec.scheduler, optimizer, self.resolve, spec.scheduler_interval)
         self._scaler = LossScale() if spec.precision == "fp16" else None
+        self._undo = None if optimizer is None else StepUndo(optimizer, (self.scheduler, self._scaler))
 
     @property
     @abstractmethod
@@ -139,15 +144,39 @@ class BaseReplica(ABC):
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
             GroupBroken: a member was lost while parameters were exchanged (ZeRO 1); the part holds no step any more.
+            ApplyFailed: the user's optimizer or schedule raised, and what is held is a whole state. Any other error of theirs
+                leaves it torn.
         """
         if commit.skip:
             self.restore()
         else:
-            self._step(sums, commit.scale * commit.clip / self.loss_scale)
+            self._step_or_undo(sums, commit.scale * commit.clip / self.loss_scale)
         if self._scaler:
             self._scaler.update(skipped=commit.skip)
         if self._schedule and not commit.skip:
-            self._schedule.on_step()
+            try:
+                self._schedule.on_step()
+            except (Exception, SystemExit) as error:
+                raise ApplyFailed(applied=True) from error
+
+    def _step_or_undo(self, sums: Buckets | None, factor: float) -> None:
+        if self._undo is not None:
+            self._undo.begin(self._buffers.committed().values())
+        try:
+            self._step(sums, factor)
+        except (Exception, SystemExit) as error:
+            if self._undo is None or not self._undo.undo():
+                raise
+            self.restore()
+            raise ApplyFailed(applied=False) from error
+
+    def undo_step(self) -> bool:
+        """Go back to before the step that was applied last; returns whether that can be done."""
+        if self._undo is None or not self._undo.undo():
+            return False
+        self._buffers.write_committed()
+        self.restore()
+        return True
 
     @abstractmethod
     def _step(self, sums: Buckets | None, factor: float) -> None:
@@ -257,8 +286,7 @@ class BaseReplica(ABC):
         self.restore()
         self._load(state)
         if state.get("scheduler") is not None and self.scheduler:
-            with explained("scheduler"):
-                self.scheduler.load_state_dict(like(self.scheduler.state_dict(), copied(state["scheduler"])))
+            load_scheduler(self.scheduler, state["scheduler"])
         if state.get("scaler") and self._scaler:
             self._scaler.load(state["scaler"])
 
@@ -273,6 +301,16 @@ class BaseReplica(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what training needed."""
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Give a scheduler the state, as plain data, of another one.
+
+    Raises:
+        CheckpointError: it belongs to another scheduler.
+    """
+    with explained("scheduler"):
+        scheduler.load_state_dict(like(scheduler.state_dict(), copied(state)))
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Bucket:
     Attributes:
         index: its number; 0 is complete first, `BUFFERS` carries buffers.
         names: full names, in the order in which they lie in the flat tensor.
-        shapes: their shapes.
+        shapes: their shapes; a complex buffer's with its real and imaginary parts as a last axis of 2.
         dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where some buffer is.
     """
 
@@ -89,10 +89,12 @@ class Bucket:
         parts = flat.reshape(-1).split(self.sizes)  # type: ignore[no-untyped-call]
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
-    def not_finite(self, flat: Tensor) -> list[str]:
-        """Return the names whose values contain NaN or Inf."""
-        pairs = zip(self.names, self.views(flat), strict=True)
-        return [name for name, view in pairs if not bool(torch.isfinite(view).all())]
+    def not_finite(self, flat: Tensor, present: bytes) -> list[str]:
+        """Return the names whose values contain NaN or Inf; of buffers only those that are `present` lie in `flat`."""
+        bits = present_at(present, len(self.names)) if self.index == BUFFERS else [True] * len(self.names)
+        chosen = [i for i, bit in enumerate(bits) if bit]
+        parts = flat.split([self.sizes[i] for i in chosen])  # type: ignore[no-untyped-call]
+        return [self.names[i] for i, part in zip(chosen, parts, strict=True) if not bool(torch.isfinite(part).all())]
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _buffer_bucket(model: nn.Module) -> Bucket | None:
         return None
     double = any(b.dtype in (torch.float64, torch.complex128) for _, b in named)
     dtype = torch.float64 if double else torch.float32
-    return Bucket(BUFFERS, tuple(name for name, _ in named), _shapes(named), dtype)
+    shapes = tuple((*b.shape, 2) if b.is_complex() else tuple(b.shape) for _, b in named)
+    return Bucket(BUFFERS, tuple(name for name, _ in named), shapes, dtype)
 
 
 def _facts(model: nn.Module) -> Iterable[str]:

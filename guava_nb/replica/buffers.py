@@ -69,6 +69,11 @@ class BufferBook:
             self._write(self._moved(), self._saved)
             self._touched = False
 
+    def write_committed(self) -> None:
+        """Make the live buffers the committed ones, whatever happened to either."""
+        self._write(range(len(self._owners)), self._saved)
+        self._touched = False
+
     def save_all(self) -> None:
         """Take all live values as committed, as after loading a state."""
         self._saved = [self._live(i).detach().clone() for i in range(len(self._owners))]

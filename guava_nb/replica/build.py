@@ -15,7 +15,7 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.rng import seeded
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["autocast_dtype", "build_model", "check_spec", "place_model"]
+__all__ = ["autocast_dtype", "build_model", "check_spec", "place_model", "place_module"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -62,8 +62,17 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
 
 
 def place_model(model: nn.Module, spec: RunSpec, device: torch.device) -> nn.Module:
-    """Move a model to its device, and to float64 where the run asks for it, keeping tied parameters tied."""
-    return model.to(device=device, dtype=torch.float64) if spec.precision == "fp64" else model.to(device)
+    """Move a model to its device, and to double precision where the run asks for it, keeping tied parameters tied."""
+    return place_module(model, device, spec.precision == "fp64")
+
+
+def place_module(module: nn.Module, device: torch.device, double: bool) -> nn.Module:
+    """Move a module; `double` makes float64 of its floats and complex128 of its complex values, which `double()` leaves."""
+    module.to(device)
+    if not double:
+        return module
+    module.double()._apply(lambda value: value.to(torch.complex128) if value.is_complex() else value)  # type: ignore[no-untyped-call]
+    return module
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:

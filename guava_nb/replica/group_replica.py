@@ -25,6 +25,7 @@ from guava_nb.parallel.state.full_state import local_part
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import build_layout
+from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.objective import build_criterion, counting_correct
@@ -86,13 +87,14 @@ class GroupReplica(BaseReplica):
         mesh = Mesh(world_size // (shape.pp * shape.tp), shape.pp, shape.tp)
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
-        model = place_model(build_model(self._spec, self._resolve), self._spec, self.device)
+        model = place_model(build_model(self._spec, self.resolve), self._spec, self.device)
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),
             sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
         )  # fmt: skip
         self._use_optimizer(self.part.optimizer)
+        self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
 
     def _inputs_of(self, example: Any) -> Any:
         if self._spec.preprocess is None or example is None:
@@ -100,7 +102,7 @@ class GroupReplica(BaseReplica):
         return pair_of(self._preprocessing.for_evaluation(example))[0]
 
     def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(self._spec.optimizer, list(named.items()), self._resolve)
+        return build_optimizer(self._spec.optimizer, list(named.items()), self.resolve)
 
     def close(self) -> None:
         """Forget the part; the group it was spread over is gone."""
@@ -146,6 +148,7 @@ class GroupReplica(BaseReplica):
         assert axes is not None
         started = time.monotonic()
         self._train_mode()
+        self._buffers.begin_shard()
         factor = self.loss_scale / work.global_rows
         seat = axes.dp * axes.sizes.stages + axes.pp  # ranks that share layers draw the same numbers
         counts: list[Any] = []
@@ -193,11 +196,13 @@ class GroupReplica(BaseReplica):
             part.scale_gradients(factor)
         part.apply()
         part.drop_gradients()
+        self._buffers.commit()
 
     def restore(self) -> None:
-        """Drop the gradients since the last commit; what a broken step did to buffers ends with the group."""
+        """Drop the gradients since the last commit, and take back what the step did to buffers."""
         if self.part is not None:
             self.part.drop_gradients()
+            self._buffers.restore()
 
     # --------------------------------------------------------------------------------------------- evaluation and state
 
@@ -221,6 +226,7 @@ class GroupReplica(BaseReplica):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._standing.load(state["model"], copied(state.get("optimizer")))
+        self._buffers.save_all()
 
     def parameter_hash(self) -> str:
         """Return SHA-256 over names and raw bytes of this rank's parameters, in order."""

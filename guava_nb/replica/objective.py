@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.build import place_module
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 
 __all__ = [
@@ -99,8 +100,7 @@ def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Cr
         ConfigError: a name is unknown, an argument does not fit, or a torch criterion needs more than outputs and targets.
     """
     assert spec.criterion is not None
-    dtype = torch.float64 if spec.precision == "fp64" else None
-    return _build_criterion(spec.criterion, resolve, device, dtype)
+    return _build_criterion(spec.criterion, resolve, device, spec.precision == "fp64")
 
 
 def counting_correct(criterion: Criterion) -> Criterion:
@@ -186,6 +186,11 @@ def user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> 
 
 def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
     """Take a mean, or (loss_sum, count), as a user's function returned it."""
+    loss = outcome[0] if isinstance(outcome, list | tuple) and outcome else outcome
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise ConfigError(
+            f"the {role} function returned a complex loss, and only a real one can be minimised: take .abs()"
+        )
     if isinstance(outcome, Tensor) and outcome.numel() == 1:
         return Loss(outcome.reshape(()), float(rows), float(rows))
     if isinstance(outcome, list | tuple) and len(outcome) == 2:
@@ -261,7 +266,7 @@ _OTHERS = {n for n in dir(nn) if n.endswith("Loss") and n not in _NAMES} | {
 }
 
 
-def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, dtype: torch.dtype | None) -> Criterion:
+def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, double: bool) -> Criterion:
     name = factory.name
     found: Any = _find_criterion(name, resolve)
     if isinstance(found, nn.Module) and factory.args:
@@ -269,10 +274,10 @@ def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, d
     found = _BY_FUNCTION.get(found, found)
     if isinstance(found, type) and issubclass(found, nn.Module):
         from_torch = found in _DENOMINATORS
-        args = _criterion_args(name, factory.args, from_torch, dtype)
+        args = _criterion_args(name, factory.args, from_torch, double)
         found = build("criterion", name, found, from_torch=from_torch, args=args)
     if isinstance(found, nn.Module):
-        return _adapt_module(name, found.to(device=device, dtype=dtype))
+        return _adapt_module(name, place_module(found, device, double))
     check_arguments("criterion", name, found, 2, factory.args)
     loss = functools.partial(found, **factory.args) if factory.args else found
     return lambda outputs, targets, rows: _read_outcome("criterion", loss(outputs, targets), rows)
@@ -290,12 +295,12 @@ def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
         ) from error
 
 
-def _criterion_args(name: str, args: dict[str, Any], from_torch: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+def _criterion_args(name: str, args: dict[str, Any], from_torch: bool, double: bool) -> dict[str, Any]:
     """Class weights travel as plain lists; torch wants tensors."""
     if from_torch and (old := {"size_average", "reduce"} & set(args)):
         raise ConfigError(f"criterion {name}: {min(old)!r} is torch's old spelling; leave it out, or use reduction=")
     tensors = {"weight", "pos_weight"} if from_torch else set()
-    dtype = dtype or torch.get_default_dtype()
+    dtype = torch.float64 if double else torch.get_default_dtype()
     return {
         key: torch.tensor(value, dtype=dtype) if key in tensors and isinstance(value, list | tuple) else value
         for key, value in args.items()

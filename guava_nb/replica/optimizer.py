@@ -1,25 +1,37 @@
-"""Optimizer, learning-rate schedule and loss scale of one replica.
+"""Optimizer, learning-rate schedule and loss scale of one replica; and how a step of theirs that fails is undone.
 
 Knows torch.optim; knows nothing of buckets or workers.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["INTERVALS", "LossScale", "Schedule", "build_optimizer", "build_scheduler"]
+__all__ = [
+    "INTERVALS",
+    "ApplyFailed",
+    "LossScale",
+    "Schedule",
+    "StepUndo",
+    "build_optimizer",
+    "build_scheduler",
+    "follows_metric",
+]
 
 INTERVALS = ("step", "epoch", "validation")
 
@@ -111,12 +123,22 @@ class Schedule:
         """
         if self.interval == "step":
             return
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+        if not follows_metric(self.scheduler):
             self.scheduler.step()
             return
         if metric is None:
-            raise ConfigError("ReduceLROnPlateau follows the validation loss, and there is none; give val_loader=")
-        self.scheduler.step(metric)
+            raise ConfigError(
+                f"{type(self.scheduler).__name__} follows the validation loss, and there is none; give val_loader="
+            )
+        self.scheduler.step(metric)  # type: ignore[arg-type]
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether a scheduler's step needs a figure to follow, as that of ReduceLROnPlateau does."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True
+    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+    return first is not None and first.default is first.empty and first.kind is first.POSITIONAL_OR_KEYWORD
 
 
 def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Resolve, interval: str) -> Schedule | None:
@@ -139,8 +161,8 @@ def build_scheduler(factory: Factory | None, optimizer: Optimizer, resolve: Reso
         raise ConfigError(
             f"scheduler {name!r} returned a {type(made).__name__}; it must return a torch learning-rate scheduler"
         )
-    if isinstance(made, ReduceLROnPlateau) and interval == "step":
-        raise ConfigError('ReduceLROnPlateau follows a metric: use scheduler_interval="validation"')
+    if follows_metric(made) and interval == "step":
+        raise ConfigError(f'{type(made).__name__} follows a metric: use scheduler_interval="validation"')
     return Schedule(made, interval)
 
 
@@ -156,7 +178,7 @@ def _with_functions(args: dict[str, Any], resolve: Resolve) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
+@dataclass
 class LossScale:
     """The factor that keeps fp16 gradients from vanishing, as plain data.
 
@@ -199,6 +221,93 @@ class LossScale:
         self.backoff_factor = float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])
         self.growth_tracker = int(state["_growth_tracker"])
+
+
+class ApplyFailed(Exception):  # noqa: N818 - the error is the cause
+    """Raised from what the user's optimizer or schedule raised, where the replica holds a whole state all the same.
+
+    Attributes:
+        applied: the step counts, and only its schedule did not follow; else the state is that before the step.
+    """
+
+    def __init__(self, applied: bool) -> None:
+        """Say which state is held."""
+        super().__init__("the schedule failed after the step" if applied else "the step failed and was undone")
+        self.applied = applied
+
+
+#: Up to this many bytes of parameters and state are copied before each step of an optimizer that is not torch's own.
+_MOST_KEPT_BYTES = 256 << 20
+
+
+class StepUndo:
+    """What an optimizer and its schedule held before the last step, so that one that fails can be undone.
+
+    torch's own optimizers check before they change anything: whether they did, the tensors' version counters tell, and
+    nothing is copied. A user's own optimizer, and one with the user's hooks, may raise anywhere: it is copied before each
+    step while it is small.
+    """
+
+    def __init__(self, optimizer: Optimizer, others: Sequence[Any]) -> None:
+        """Keep nothing yet.
+
+        Args:
+            optimizer: of one replica.
+            others: objects that move with it, such as its schedule.
+        """
+        self._optimizer, self._moving = optimizer, [optimizer, *(one for one in others if one is not None)]
+        self._kept: tuple[list[tuple[Tensor, Tensor]], list[dict[str, Any]]] | None = None
+        self._marks: list[tuple[int, int]] = []
+
+    def begin(self, further: Iterable[Tensor] = ()) -> None:
+        """Note what is there; `further` tensors are kept with the parameters."""
+        self._kept, self._marks = None, []
+        if not _may_fail_midway(self._optimizer):
+            self._marks = self._versions()
+            return
+        tensors = [*self._parameters(), *further]
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        kept_bytes = sum(one.numel() * one.itemsize for one in (*tensors, *state) if isinstance(one, Tensor))
+        if kept_bytes > _MOST_KEPT_BYTES:
+            return
+        memo: dict[int, Any] = {id(one): one for one in (*tensors, *self._moving)}
+        try:
+            values = [copy.deepcopy(vars(one), memo) for one in self._moving]
+        except Exception:  # it holds what cannot be copied: then its step cannot be undone
+            return
+        self._kept = [(one, one.detach().clone()) for one in tensors], values
+
+    @torch.no_grad()
+    def undo(self) -> bool:
+        """Go back to what `begin` noted; returns whether all is as it was."""
+        if self._kept is None:
+            return bool(self._marks) and self._marks == self._versions()
+        (tensors, values), self._kept = self._kept, None
+        for tensor, value in tensors:
+            tensor.copy_(value)
+        for one, before in zip(self._moving, values, strict=True):
+            vars(one).clear()
+            vars(one).update(before)
+        return True
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+
+    def _versions(self) -> list[tuple[int, int]]:
+        state = (value for values in self._optimizer.state.values() for value in values.values())
+        return [(id(one), one._version) for one in (*self._parameters(), *state) if isinstance(one, Tensor)]
+
+
+def _may_fail_midway(optimizer: Optimizer) -> bool:
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]  # fmt: skip
+    return any(_is_users(one) for one in (*hooks, type(optimizer)))
+
+
+def _is_users(one: Any) -> bool:
+    return not str(getattr(one, "__module__", "")).startswith(("torch.", "guava_nb."))
 
 
 _FLOAT32_MAX = math.ldexp(2.0 - 2.0**-23, 127)

@@ -69,15 +69,19 @@ def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: 
 
 
 def optimizer_arguments(
-    optimizer: Reference, given: Mapping[str, Any] | None, config: DistributedConfig
+    optimizer: Reference, given: Mapping[str, Any] | None, config: DistributedConfig, shared: ModuleType | None = None
 ) -> dict[str, Any]:
-    """Return the optimizer's arguments; without any, learning rate and weight decay come from the configuration."""
-    if given is not None:
-        return dict(given)
-    torch_class = getattr(torch.optim, optimizer, None) if isinstance(optimizer, str) else optimizer
-    accepted = inspect.signature(torch_class).parameters if callable(torch_class) else {}
-    defaults = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    return {name: value for name, value in defaults.items() if name in accepted}
+    """Return the optimizer's arguments: those given, then what the configuration sets; what neither says is torch's own.
+
+    A shared function gets what the configuration sets if it takes an argument of this name.
+    """
+    found: Any = optimizer
+    if isinstance(optimizer, str):
+        found = getattr(torch.optim, optimizer, None) or getattr(shared, optimizer, None)
+    accepted = inspect.signature(found).parameters if callable(found) else {}
+    set_here = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    chosen = {name: value for name, value in set_here.items() if value is not None and name in accepted}
+    return {**chosen, **(given or {})}
 
 
 def parallel_spec(
@@ -186,7 +190,7 @@ def _factories(
     for name in (one.name for one in option_infos(type(options)) if one.kind == "name"):
         reference, arguments = getattr(options, name), getattr(options, f"{name}_args", None)
         if name == "optimizer":
-            arguments = optimizer_arguments(reference, arguments, config)
+            arguments = optimizer_arguments(reference, arguments, config, shared)
         absent = reference is None and name != "optimizer"  # there always is one
         made[name] = None if absent else _factory(name, reference, arguments, shared)
     return made

@@ -40,7 +40,7 @@ Reference = str | Callable[..., Any] | type
 #: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
 Kind = Literal[
     "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
-    "function", "objects",
+    "function", "objects", "text",
 ]  # fmt: skip
 
 #: What most people use of torch; any other name is as good.
@@ -89,18 +89,23 @@ class TrainingOptions:
     A new option is a field, a sentence below, and the code that uses it.
 
     Attributes:
-        num_epochs: passes over the data; with a checkpoint to resume counted from the very beginning.
+        num_epochs: passes over the data; with a checkpoint to resume counted from the very beginning; by default the
+            configuration's, 1.
         val_interval: optimizer steps between validations; by default after each epoch.
         detach: return at once; %guava_status shows the run, %guava_stop (run.stop()) ends it.
         criterion: loss(outputs, targets) for batches (inputs, targets): a torch criterion or a shared function.
         criterion_args: keyword arguments of a torch criterion.
         step: instead of a criterion, for batches of any form: a shared function(model, batch) that returns the loss.
         optimizer: a torch.optim class, or a shared function of the named parameters.
-        optimizer_args: keyword arguments of the optimizer; by default learning rate and weight decay of the configuration.
+        optimizer_args: keyword arguments of the optimizer. What they leave out is the configuration's learning_rate and
+            weight_decay if it sets them, else torch's own: lr 0.001 (AdamW, Adam, SGD, RAdam), 0.002 (NAdam, Adamax), 0.01
+            (RMSprop, Adagrad), 1.0 (Adadelta); weight_decay 0.01 (AdamW), else 0.
         scheduler: a torch.optim.lr_scheduler class, or a shared function of the optimizer; by default the learning rate stays.
         scheduler_args: keyword arguments of the scheduler.
         scheduler_interval: what the scheduler counts; by default the configuration's.
-        max_grad_norm: largest global L2 norm of the gradients; by default the configuration's, None: no clipping.
+        scheduler_metric: what a scheduler such as ReduceLROnPlateau follows: "loss" of the validation (without one, of the
+            epoch), its "accuracy" (with mode "max"), or one of `metrics`; by default "loss".
+        max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, None: none.
         accumulation_steps: loader batches per optimizer step; by default the configuration's.
         precision: arithmetic of forward and backward; by default the configuration's.
         seed: root of all random numbers of the run; by default the configuration's.
@@ -132,7 +137,7 @@ class TrainingOptions:
         progress: show a bar while blocking.
     """
 
-    num_epochs: int = option(1, "count", flag="epochs")
+    num_epochs: int | None = option(None, "count", flag="epochs", setting="num_epochs")
     val_interval: int | None = option(None, "count", flag="val-interval", needs="val")
     detach: bool = option(False, "switch", flag="detach")
     criterion: Reference | None = option("CrossEntropyLoss", "name", flag="loss", known=LOSSES)
@@ -146,6 +151,7 @@ class TrainingOptions:
         None, "choice", flag="scheduler-interval", choices=("step", "epoch", "validation"), setting="scheduler_interval",
         needs="scheduler",
     )  # fmt: skip
+    scheduler_metric: str | None = option(None, "text", flag="scheduler-metric", needs="scheduler")
     max_grad_norm: float | None = option(None, "norm", flag="clip", setting="max_grad_norm")
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
     precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
@@ -192,22 +198,36 @@ class TrainingOptions:
             )
 
     @classmethod
-    def of(cls, call: str, **given: Any) -> Self:
+    def of(cls, call: str, has_val: bool = True, **given: Any) -> Self:
         """Return the options that a user's call gives; a step takes the place of the criterion.
 
         Args:
             call: its name, for the error.
+            has_val: there is a loader to validate with.
             given: options by name.
 
         Raises:
             TypeError: an unknown name; the near one is named.
-            ConfigError: a wrong value.
+            ConfigError: a wrong value, or one that another option leaves without effect.
         """
         known = [one.name for one in option_infos(cls)]
         for name in given:
             if name not in known:
                 raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{near(name, known)}")
-        return cls(**{**given, "criterion": None} if given.get("step") is not None else given)
+        set_here = {name: value for name, value in given.items() if value is not None}
+        for pair in (("step", "criterion"), ("step", "criterion_args"), ("resume", "fresh")):
+            if all(set_here.get(name) for name in pair):
+                raise ConfigError(
+                    f"{pair[0]} and {pair[1]} contradict each other: one would have no effect; leave one out"
+                )
+        for one in option_infos(cls):
+            lacks = {"val": not has_val, "scheduler": "scheduler" not in set_here}.get(one.needs, False)
+            if lacks and one.name in set_here:
+                other = {"val": "val_loader"}.get(one.needs, one.needs)
+                raise ConfigError(
+                    f"{one.name} has no effect without {other}: give {other} too, or leave {one.name} out"
+                )
+        return cls(**{**given, "criterion": None} if "step" in set_here else given)
 
     def settled(self, config: DistributedConfig) -> Self:
         """Return the options with the values of the configuration where none was given; the one place that joins them.
@@ -216,7 +236,8 @@ class TrainingOptions:
             ConfigError: a value of the configuration is none for a run.
         """
         missing = [one for one in option_infos(type(self)) if one.setting and getattr(self, one.name) is None]
-        return replace(self, **{one.name: getattr(config, one.setting) for one in missing})
+        settled = replace(self, **{one.name: getattr(config, one.setting) for one in missing})
+        return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
 
 def option_infos(options: type[TrainingOptions] = TrainingOptions) -> tuple[OptionInfo, ...]:
@@ -236,11 +257,12 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
     "count": (lambda value: type(value) is int and value >= 1, "give a whole number, at least 1"),
     "seed": (lambda value: isinstance(value, int) and 0 <= value < 2**63, "give a whole number from 0 to 2**63 - 1"),
     "norm": (
-        lambda value: isinstance(value, int | float) and value > 0, "give a number above 0, or None for no clipping"
+        lambda value: isinstance(value, int | float) and value >= 0, "give a number above 0, or 0 for no clipping"
     ),
     "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above"),
     "function": (callable, "give a function of a batch and row ranges"),
     "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
+    "text": (lambda value: isinstance(value, str), "give a name"),
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ class GPUTrainer:
                 `(sum, count)`. None means CrossEntropyLoss.
             optimizer: over the model's parameters. None makes Adam with `learning_rate` and nothing else: no weight decay,
                 no schedule, no clipping.
-            learning_rate: of that Adam; None takes that of the configuration.
+            learning_rate: of that Adam; None takes that of the configuration, or torch's own where that says none.
             preprocess: called with each batch as it arrived, on this device; returns what the model gets.
 
         Raises:
@@ -84,9 +84,8 @@ class GPUTrainer:
         model.to(self.device)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if optimizer is None and trained:
-            optimizer = torch.optim.Adam(
-                trained, lr=self.config.learning_rate if learning_rate is None else learning_rate
-            )
+            chosen = self.config.learning_rate if learning_rate is None else learning_rate
+            optimizer = torch.optim.Adam(trained) if chosen is None else torch.optim.Adam(trained, lr=chosen)
         self._parts = ResidentParts(model, criterion or nn.CrossEntropyLoss(), optimizer, preprocess)
 
     @property

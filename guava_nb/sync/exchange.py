@@ -32,6 +32,7 @@ class Replicas(Protocol):
     spec: RunSpec
     master: Replica
     step: int
+    master_step: int
     writer: RowWriter
 
 

@@ -16,6 +16,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
+from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
@@ -69,7 +70,7 @@ class StarExchange(StepExchange[Replicas]):
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor)
+                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor, message.present)
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
             if isinstance(instruction, Add):
                 if message.bucket == BUFFERS:  # averaged by rows, where gradients are summed
@@ -109,18 +110,32 @@ class StarExchange(StepExchange[Replicas]):
         self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
-        if self._at_orchestrator:
-            self._apply_here(in_flight, decided.commit)
+        failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
         super()._commit(in_flight, decided)
+        if failure is not None:
+            raise failure
 
-    def _apply_here(self, in_flight: StepInFlight, commit: Commit) -> None:
-        """optimizer_site="orchestrator": the master takes the step, its new values go out."""
-        master = self._replicas.master
+    def _apply_here(self, in_flight: StepInFlight, commit: Commit) -> BaseException | None:
+        """optimizer_site="orchestrator": the master takes the step, its new values go out.
+
+        Returns:
+            What its schedule raised after the step.
+        """
+        master, failure = self._replicas.master, None
         sums = {b: in_flight.sums[b].result(master.layout.bucket(b).present_bytes) for b in in_flight.machine.buckets}
         buffers = sums.get(BUFFERS)
         averaged = None if buffers is None else (buffers[0], buffers[1].clone())
-        master.apply(sums, commit)
+        try:
+            master.apply(sums, commit)
+        except ApplyFailed as failed:
+            failure = failed.__cause__
+            if not failed.applied and failure is not None:
+                raise failure from None
+        except BaseException:
+            self._replicas.master_step = self._replicas.step - 1  # what it holds now is the state of no step
+            raise
         values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
             self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)
+        return failure

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from guava_nb.errors import GuavaError
 from guava_nb.evaluation.passes import Pass
@@ -15,6 +16,7 @@ from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
+from guava_nb.training.schedule_check import followed
 from guava_nb.training.step_accounting import StepAccounting
 
 __all__ = ["Boundary", "BoundaryCalls"]
@@ -133,14 +135,22 @@ class Boundary:
         record = {"step": self.membership.replica_set.step + 1, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
-        self.tick("validation", result.loss)
+        self.tick("validation", record)
         self.accounting.call("on_validation", record)
 
-    def tick(self, interval: str, metric: float | None) -> None:
-        """Advance the scheduler, if the run has one of this interval: "epoch" or "validation"."""
+    def tick(self, interval: str, record: Mapping[str, Any]) -> None:
+        """Advance the scheduler, if the run has one of this interval: "epoch" or "validation".
+
+        Args:
+            record: what was measured, of which a scheduler may follow one figure.
+
+        Raises:
+            ConfigError: that figure is no number.
+        """
         replica_set = self.membership.replica_set
         if replica_set.spec.scheduler is None or replica_set.spec.scheduler_interval != interval:
             return
+        metric = followed(replica_set.master.scheduler, self.plan.scheduler_metric, record)
         self.membership.cluster.send_all(self.membership.current(), SchedulerStep(replica_set.run_id, metric))
         if replica_set.spec.optimizer_site == "orchestrator":
             replica_set.master.tick(metric)

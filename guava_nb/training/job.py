@@ -89,9 +89,7 @@ class TrainingJob(Job):
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:
-        plan, replica_set, batches = self.plan, self.replica_set, self.plan.feed.batches_per_epoch
-        per_epoch = None if batches is None else -(-batches // plan.accumulation_steps)
-        total = None if per_epoch is None else per_epoch * plan.num_epochs - (replica_set.step + 1)
+        plan, replica_set = self.plan, self.replica_set
         meter = wire_meter(self.cluster, replica_set.spec)
         if plan.budget is not None:
             plan.budget.used = lambda: total_bytes(meter())
@@ -107,7 +105,9 @@ class TrainingJob(Job):
             model=model,
             budget=plan.budget,
         )
-        return Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, total, sources)
+        return Run(
+            replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, plan.steps_left(replica_set.step), sources
+        )
 
     # ------------------------------------------------------------------------------------------------ from any thread
 
@@ -184,6 +184,7 @@ class TrainingJob(Job):
             return "stopped", self._stop_at_budget()
         except BaseException:
             self.window.abort("the run failed", hear_all=True)
+            self._recovery.keep_whole_state()
             raise
 
     def _begin(self) -> None:
@@ -247,7 +248,7 @@ class TrainingJob(Job):
         self.accounting.note_team(self.membership.available())  # a loss after the last step was sent shows only now
         self._boundary.end_epoch()
         record = self.accounting.end_epoch(epoch)
-        self._boundary.tick("epoch", self.run.validations[-1]["loss"] if self.run.validations else record["loss"])
+        self._boundary.tick("epoch", self.run.validations[-1] if self.run.validations else record)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
         # With one worker, or a model in parts, the state exists only once.

@@ -92,6 +92,7 @@ class TrainingPlan:
         save_folder: where a checkpoint goes that the user gave no path for.
         budget: most bytes that the run may take; None sets no limit.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
+        scheduler_metric: which figure of it a scheduler follows that follows one; None: the loss.
     """
 
     feed: LoaderFeed
@@ -114,6 +115,12 @@ class TrainingPlan:
     save_folder: Path = Path("checkpoints")
     budget: Budget | None = None
     validation: Callable[[], Validation] = Validation
+    scheduler_metric: str | None = None
+
+    def steps_left(self, step: int) -> int | None:
+        """Return how many optimizer steps follow the one of this number; None where the data has no length."""
+        batches = self.feed.batches_per_epoch
+        return None if batches is None else -(-batches // self.accumulation_steps) * self.num_epochs - (step + 1)
 
     @classmethod
     def of(

@@ -101,6 +101,36 @@ class Recovery:
         self.boundary.due.clear()
         self.membership.go_back(snapshot)
 
+    def keep_whole_state(self) -> None:
+        """After an error: let the last step count of which a whole state is left, with the members or here."""
+        replica_set = self._replica_set
+        at_workers = replica_set.spec.optimizer_site == "workers"
+        if replica_set.master_step == replica_set.step or (at_workers and replica_set.in_step(self.job)):
+            return
+        lost = replica_set.step + 1
+        if at_workers and self._held_before():
+            self.accounting.take_back()
+            return
+        self.go_back()
+        self.membership.cluster.notice(
+            f"the error left no whole state of step {lost} anywhere: the session holds that of step "
+            f"{self.accounting.snapshot.step + 1}, the last snapshot (snapshot_every_steps takes more of them)"
+        )
+
+    def _held_before(self) -> bool:
+        """Whether the members have the state before the last committed step, or can go back to it."""
+        replica_set, last = self._replica_set, self._replica_set.step
+        held = self._steps_held()
+        if not replica_set.elastic and held == {last - 1, last}:
+            replica_set.step = last - 1
+            self.window.abort("a step could not be applied everywhere", hear_all=True)
+            replica_set.step, held = last, self._steps_held()
+        whole = replica_set.elastic or held == {last - 1}
+        return last - 1 in held and whole and replica_set.connected(self.membership.available())
+
+    def _steps_held(self) -> set[int]:
+        return {self._replica_set.at[rank] for rank in self.membership.available()}
+
     def _take_over(self) -> None:
         """Take the state of the last committed step from members that leave with it.
 

@@ -40,7 +40,7 @@ class StepAccounting:
         self._replica_set = membership.replica_set
         start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
         self.snapshot = Snapshot(self._replica_set.step, start, self._replica_set.master.state())
-        self.position = plan.start
+        self.position = self._before = plan.start
         self.first_step = self._replica_set.step + 1
         self.team: tuple[int, ...] = ()
         self.poison = PoisonSamples()
@@ -71,7 +71,7 @@ class StepAccounting:
         if count == 0:
             self._tell_empty(step)
         self._ledger.commit(step.epoch, ids)
-        at = self.position
+        at = self._before = self.position
         self.position = Position(at.epoch, at.batches + step.batches, at.samples + len(ids))
         self._feed_batches = self.position.batches
         record = {
@@ -132,12 +132,20 @@ class StepAccounting:
 
     def go_back(self) -> None:
         """Forget what came after the snapshot: it will be done again."""
-        start, position = self._plan.start, self.snapshot.position
-        self.position = position
-        position.rewind(self._plan.feed)
+        self.snapshot.position.rewind(self._plan.feed)
+        self._end_at(self.snapshot.position, self.snapshot.step)
+
+    def take_back(self) -> None:
+        """Forget the last committed step: it could be applied nowhere."""
+        self._replica_set.go_back(self._replica_set.step - 1)
+        self._end_at(self._before, self._replica_set.step)
+        self._feed_batches = self.position.batches
+
+    def _end_at(self, position: Position, step: int) -> None:
+        start, self.position = self._plan.start, position
         already = start.samples if position.epoch == start.epoch else 0
         self._ledger.truncate(position.epoch, position.samples - already)
-        self._run.rewind(self.snapshot.step + 1 - self.first_step)
+        self._run.rewind(step + 1 - self.first_step)
 
     def close(self, done: bool) -> None:
         """Tell the run how many samples were lost and duplicated; not `done`: what was drawn ahead is not lost."""

@@ -121,11 +121,13 @@ class StepWindow:
         self.exchange.give_up()
 
     def _hear(self, ranks: set[int], generation: int) -> None:
-        deadline, has_settled = (
-            time.monotonic() + self._plan.interrupt_grace_s,
-            self._membership.replica_set.has_settled,
-        )
-        while not all(has_settled(r, generation) for r in (ranks & self._job.ready) - self._membership.behind):
+        deadline, replica_set = time.monotonic() + self._plan.interrupt_grace_s, self._membership.replica_set
+
+        def has_settled(rank: int) -> bool:
+            answered = rank in self._job.failed and replica_set.generation_of.get(rank, -1) >= generation
+            return answered or replica_set.has_settled(rank, generation)
+
+        while not all(has_settled(rank) for rank in (ranks & self._job.ready) - self._membership.behind):
             if self._job.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:

@@ -243,7 +243,10 @@ class WorkerLoop:
                 if self._leave_deadline is not None:
                     self._leave_deadline = time.monotonic() + TRANSFER_S
             case SchedulerStep(metric=metric):
-                run.replica.tick(metric)
+                try:
+                    run.replica.tick(metric)
+                except USER_ERRORS as error:  # the user's schedule: weights and optimizer are as they were
+                    steps.fail(error, run.run_id)
             case Evaluate() | Predict():
                 self._on_evaluate(run, message, self._read(message, payload))
                 steps.restart_wait_clock()

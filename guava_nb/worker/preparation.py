@@ -73,7 +73,7 @@ class Preparation:
     def __init__(self, device: torch.device, own: ResidentParts | None, seat: GroupSeat | None) -> None:
         """Build nothing yet."""
         self._device, self._own, self._seat = device, own, seat
-        self._default_dtype = torch.get_default_dtype()
+        self._default_dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self.datasets = OwnData()
 
     def build(self, message: Prepare) -> PreparedRun:
@@ -85,8 +85,8 @@ class Preparation:
             ImportError: a module that the user's code imports is missing here.
         """
         spec = message.spec
-        if spec.threads is not None:
-            torch.set_num_threads(spec.threads)
+        if torch.get_num_threads() != (threads := spec.threads or self._threads):  # of an earlier run
+            torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(spec.deterministic)
         torch.set_default_dtype(self._default_dtype)  # an earlier run's code may have left others
         torch.set_grad_enabled(True)

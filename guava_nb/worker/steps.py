@@ -36,6 +36,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import ShardResult, ShardWork
 from guava_nb.row_cache.reader import Load
@@ -89,21 +90,25 @@ class StepRunner:
         self._run: PreparedRun | None = None
         self._pending: PendingSteps[_Sum] = PendingSteps()
         self._generation = 0
+        self._is_halted = False  # a step could not be applied: the orchestrator says how it goes on
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
 
     def begin(self, run: PreparedRun) -> None:
         """Work on this run from now on, from its first step or the one that `load_state` tells."""
-        self._run, self._pending = run, PendingSteps()
+        self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
     def end(self) -> None:
         """The run is over: forget what has come of it."""
-        committed = self.committed
-        self._run, self._pending = None, PendingSteps()
-        self._pending.reset(committed)
+        self._run = None
+        self._forget_pending(self.committed)
         self.close()
+
+    def _forget_pending(self, committed: int) -> None:
+        self._pending = PendingSteps()
+        self._pending.reset(committed)
 
     def close(self) -> None:
         """End the prefetch; a shard that comes later begins it anew."""
@@ -124,7 +129,7 @@ class StepRunner:
     def has_work(self) -> bool:
         """Whether `advance` has something to do."""
         step = self._pending.current()
-        return step is not None and (bool(step.todo) or self._can_apply(step))
+        return not self._is_halted and step is not None and (bool(step.todo) or self._can_apply(step))
 
     def restart_wait_clock(self) -> None:
         """Count the waiting for the next shard from now on."""
@@ -160,9 +165,13 @@ class StepRunner:
     def abort(self, message: Abort) -> None:
         """Give up what is not committed, and tell how far this worker is.
 
-        A lone one may have committed a step that the orchestrator does not know of yet.
+        A lone one may have committed a step that the orchestrator does not know of yet. In a group none may: there it has
+        applied a step that failed elsewhere, and takes it back.
         """
-        self._generation = max(self._generation, message.generation)
+        self._generation, self._is_halted = max(self._generation, message.generation), False
+        ahead, run = self.committed - message.last_committed, self._run
+        if ahead == 1 and run is not None and run.spec.parallel is not None and run.replica.undo_step():
+            self._forget_pending(message.last_committed)
         self._pending.abort(message.last_committed, message.generation)
         self._send(StepApplied(run_id=message.run_id, generation=message.generation, step=self.committed), ())
 
@@ -170,7 +179,7 @@ class StepRunner:
         """Become the state that came, and say that it is loaded; errors as in `BaseReplica.load_state`."""
         replica.load_state(unpack(message.state, payload))
         self._pending.reset(message.step)
-        self._generation = message.generation
+        self._generation, self._is_halted = message.generation, False
         self.restart_wait_clock()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
@@ -187,12 +196,12 @@ class StepRunner:
         """Do one piece of work, so that messages are looked at in between; none when the worker is `leaving`.
 
         Returns:
-            What the user's optimizer or schedule raised: what the replica holds is then unknown.
+            What the user's optimizer raised where what the replica holds is unknown.
         """
         run, step = self._run, self._pending.current()
         if run is not None and self._pending.take_abandoned():
             run.replica.restore()
-        if run is None or step is None or leaving:
+        if run is None or step is None or leaving or self._is_halted:
             return None
         if self._can_apply(step):
             try:
@@ -275,15 +284,21 @@ class StepRunner:
                     torch.cuda.empty_cache()
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
-        replica, commit = run.replica, step.commit
+        replica, commit, failure = run.replica, step.commit, None
         assert commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
         if isinstance(replica, Replica) and step.has_parameters and not commit.skip:
             replica.take_parameters(step.buckets)
         else:
-            with contextlib.nullcontext() if self._seat is None else self._seat.applying():
-                replica.apply(step.buckets or None, commit)
+            try:
+                with contextlib.nullcontext() if self._seat is None else self._seat.applying():
+                    replica.apply(step.buckets or None, commit)
+            except ApplyFailed as failed:
+                failure = failed.__cause__
+                if not failed.applied:
+                    self._halt(run, failure)
+                    return
         self._pending.advance()
         self._generation = step.generation
         self._send(
@@ -298,6 +313,15 @@ class StepRunner:
         self.restart_wait_clock()
         self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit(self._generation, self.committed)
+        if failure is not None:
+            self._halt(run, failure)
+
+    def _halt(self, run: PreparedRun, failure: BaseException | None) -> None:
+        """Do nothing more by itself: the state is that of the last committed step, for those who ask."""
+        assert failure is not None
+        self._is_halted = True
+        self._forget_pending(self.committed)
+        self.fail(failure, run.run_id)
 
     def fail(self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0) -> None:
         """Tell the orchestrator what the user's code, or the group, raised.

@@ -106,6 +106,15 @@ def test_equal_to_plain_pytorch(pool: GroupPool, backend: str, name: str) -> Non
     compare(case, run(pool, backend, case), 1e-9)
 
 
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", ["data", "zero 1", "zero 2", "zero 3", "tensor", "pipeline"])
+def test_complex_parameters_are_spread_with_both_parts(pool: GroupPool, backend: str, name: str) -> None:
+    case = Scenario(spec=SPECS[name], model="spectral", steps=6)
+    limit = plain(replace(case, steps=1))[3][0] / 2
+    case = replace(case, max_norm=limit)
+    compare(case, run(pool, backend, case), 1e-9)
+
+
 FEW = ("data", "zero 1", "zero 2", "zero 3", "hybrid", "hybrid zero 3")
 BLOCKS = ("*",)
 

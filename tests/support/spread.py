@@ -178,7 +178,8 @@ class Scenario:
 
     def build(self) -> nn.Module:
         torch.manual_seed(3)
-        return MODELS[self.model](dropout=self.dropout).to(self.dtype)
+        made = MODELS[self.model](dropout=self.dropout)
+        return made.double() if self.double else made.float()
 
     def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         cls = getattr(torch.optim, self.optimizer)
@@ -317,6 +318,33 @@ class Fork(nn.Module):
         return h if bool(even.all()) else torch.where(even, h, self.odd(h))
 
 
+class Spectral(nn.Module):
+    """Mixes positions in the frequency domain: complex parameters and a complex buffer."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.mix = nn.ModuleList([Filter() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.mix:
+            h = layer(h)
+        return self.head(h)
+
+
+class Filter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(LENGTH, WIDTH, dtype=torch.complex128))
+        self.register_buffer("turn", torch.exp(1j * torch.linspace(0, 3, LENGTH)).to(torch.complex128))
+
+    def forward(self, h: Tensor) -> Tensor:
+        turned = torch.fft.fft(h, dim=1) * self.weight * self.turn[:, None]
+        return h + torch.fft.ifft(turned, dim=1).real.to(h.dtype)
+
+
 class Counting(nn.Module):
     """Batch statistics, and layers of two dtypes."""
 
@@ -450,7 +478,7 @@ class Viewing(nn.Module):
         return self.head(h)
 
 
-MODELS |= {"choosy": Choosy, "counting": Counting, "viewing": Viewing}
+MODELS |= {"choosy": Choosy, "counting": Counting, "viewing": Viewing, "spectral": Spectral}
 
 
 def buffers(case: Scenario) -> dict[str, Tensor]:

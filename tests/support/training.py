@@ -120,7 +120,7 @@ def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
     """Largest absolute difference of any parameter or buffer."""
     ours, theirs = a.state_dict(), b.state_dict()
     assert ours.keys() == theirs.keys()
-    return max(float((ours[k].double() - theirs[k].double()).abs().max()) for k in ours)
+    return max(float((ours[k].to(torch.complex128) - theirs[k].to(torch.complex128)).abs().max()) for k in ours)
 
 
 def losses_of(run: Run) -> Sequence[float]:

@@ -15,3 +15,19 @@ def test_a_mode_s_settings_do_not_linger_and_the_configuration_s_do() -> None:
     orchestrator.set_mode("pipeline")
     assert (orchestrator.config.micro_batches, orchestrator.config.pipeline_split) == (6, "")
     assert orchestrator.config.path == "relay"
+
+
+def test_nothing_that_a_mode_was_chosen_with_lingers() -> None:
+    orchestrator = Orchestrator(precision="bf16", worker_cache="memory")
+    kept = orchestrator.config.to_dict()
+    settings = {
+        "sync_batchnorm": True, "precision": "fp64", "accumulation_steps": 4, "seed": 3, "optimizer_site": "orchestrator",
+        "worker_cache": "off", "max_grad_norm": 1.0,
+    }  # fmt: skip
+    orchestrator.set_mode("data", **settings)
+    assert {name: getattr(orchestrator.config, name) for name in settings} == settings
+    orchestrator.set_mode("data")
+    assert orchestrator.config.to_dict() == {**kept, "tensor_parallel_size": None}
+    orchestrator.set_mode("hybrid", dp=2, tp=2)
+    orchestrator.set_mode("data")
+    assert orchestrator.config.to_dict() == {**kept, "tensor_parallel_size": None}

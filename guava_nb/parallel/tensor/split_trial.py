@@ -109,7 +109,7 @@ def try_split(module: nn.Module, width: int, ranks: int, split: Split) -> SplitT
     if 8 * sum(p.numel() for p in module.parameters()) * (ranks + 2) > _MAX_BYTES:
         return SplitTrial(False, False)
     try:
-        original = copy.deepcopy(module).to("cpu", torch.float64)
+        original = copy.deepcopy(module).cpu().double()
     except Exception:  # A user's attribute that cannot be copied: the module cannot be tried.
         return SplitTrial(False, False)
     generator = torch.Generator().manual_seed(0)

@@ -108,7 +108,8 @@ class _Check:
             # A forward may change what it is given in place.
             args, kwargs = map_leaves((args, kwargs), lambda tensor: tensor.detach().clone())
             output = module.forward(*args, **kwargs)
-            return [tensor for tensor in leaves(output) if tensor.is_floating_point()]
+            found = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in leaves(output)]
+            return [tensor for tensor in found if tensor.is_floating_point()]
 
     def _anywhere(self, bad: bool) -> bool:
         layer = next(iter(self._here.layers.values()))

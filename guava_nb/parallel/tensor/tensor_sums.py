@@ -76,7 +76,7 @@ class TensorSums:
         norms = [
             torch.full((), -1.0, dtype=torch.float64, device=device)
             if p.grad is None
-            else torch.linalg.vector_norm(local_part(p.grad).double())
+            else torch.linalg.vector_norm(local_part(p.grad)).double()
             for _, p in whole
         ]
         here = torch.stack(norms)

@@ -109,7 +109,7 @@ def test_round_trip_through_json() -> None:
         ("dropout", 1.0, "less than 1"),
         ("learning_rate", float("nan"), "finite"),
         ("learning_rate", float("inf"), "finite"),
-        ("learning_rate", "fast", "a number, not str"),
+        ("learning_rate", "fast", "a number or none, not str"),
         ("master_port", 70000, "at most 65535"),
         ("heartbeat_s", 0, "greater than 0"),
         ("precision", "fp23", 'one of fp32, bf16, fp16, fp64. Did you mean "fp32"'),

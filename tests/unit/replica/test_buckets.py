@@ -63,7 +63,7 @@ def test_views_share_the_flat_tensor_and_check_its_size() -> None:
     views = bucket.views(flat)
     assert [tuple(v.shape) for v in views] == [(2,), (2, 3)]
     views[1][0, 0] = float("nan")
-    assert bucket.not_finite(flat) == ["weight"]
+    assert bucket.not_finite(flat, b"") == ["weight"]
     with pytest.raises(LocalProtocolError, match="8 elements, 7 came"):
         bucket.views(flat[:7])
     with pytest.raises(LocalProtocolError, match="no bucket 3"):

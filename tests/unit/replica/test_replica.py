@@ -408,7 +408,7 @@ def test_not_finite_is_told_and_nothing_is_applied_on_skip() -> None:
     contribution = Contribution(6)
     result = made.run_shard(work(data), contribution)
     assert not result.finite and not all_finite(contribution.buckets)
-    assert "last.weight" in made.layout.buckets[0].not_finite(contribution.buckets[0][1])
+    assert "last.weight" in made.layout.buckets[0].not_finite(contribution.buckets[0][1], b"")
     made.apply(None, Commit(1.0, skip=True))
     assert made.parameter_hash() == before and made.state()["scaler"] is None
 

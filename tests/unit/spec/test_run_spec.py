@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from typing import Any
 
@@ -9,8 +11,9 @@ import torch
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Factory
+from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.spec.run_spec import build_spec, factory_name, optimizer_arguments, plain_arguments
-from guava_nb.spec.training_options import TrainingOptions
+from guava_nb.spec.training_options import TrainingOptions, option_infos
 
 
 def build(**changes: Any) -> Any:
@@ -53,7 +56,15 @@ def test_the_configuration_gives_what_is_not_said() -> None:
     config = DistributedConfig(learning_rate=0.5, weight_decay=0.25)
     assert optimizer_arguments("AdamW", None, config) == {"lr": 0.5, "weight_decay": 0.25}
     assert optimizer_arguments("LBFGS", None, config) == {"lr": 0.5}
-    assert optimizer_arguments("SGD", {"lr": 1.0}, config) == {"lr": 1.0}
+    assert optimizer_arguments("SGD", {"lr": 1.0}, config) == {"lr": 1.0, "weight_decay": 0.25}
+    assert optimizer_arguments("SGD", {"weight_decay": 0}, DistributedConfig(learning_rate=0)) == {
+        "lr": 0,
+        "weight_decay": 0,
+    }
+    assert optimizer_arguments("SGD", {"momentum": 0.9}, DistributedConfig()) == {"momentum": 0.9}
+    shared = types.ModuleType("guava_shared")
+    shared.mine = lambda named, lr: torch.optim.SGD(named, lr)  # type: ignore[attr-defined]
+    assert optimizer_arguments("mine", None, config, shared) == {"lr": 0.5}
     spec = build(precision="bf16", max_grad_norm=2.0)
     assert (spec.precision, spec.max_grad_norm, spec.optimizer_site) == ("bf16", 2.0, "workers")
 
@@ -65,12 +76,66 @@ def test_the_configuration_gives_what_is_not_said() -> None:
         ({"optimizer_site": "hub"}, "optimizer_site is 'hub'"),
         ({"scheduler_interval": "batch"}, "scheduler_interval is 'batch'"),
         ({"seed": 2**70}, "give a whole number from 0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a number above 0"),
+        ({"max_grad_norm": -0.5}, "max_grad_norm is -0.5; give a number above 0, or 0 for no clipping"),
     ],
 )
 def test_wrong_choices_name_the_right_ones(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build(**changes)
+
+
+@pytest.mark.parametrize("set_before", [None, 2.0])
+def test_no_clipping_is_said_by_zero(set_before: float | None) -> None:
+    """As the configuration's documentation says; a zero of the call wins over the configuration."""
+    config = DistributedConfig(max_grad_norm=set_before)
+    options = TrainingOptions(max_grad_norm=0).settled(config)
+    assert build_spec(config, None, Factory("Net"), options).max_grad_norm is None
+    assert TrainingOptions().settled(config).max_grad_norm == set_before
+    assert TrainingOptions().settled(DistributedConfig(max_grad_norm=0)).max_grad_norm is None
+
+
+def _optimizers() -> list[str]:
+    found = (name for name, cls in vars(torch.optim).items() if isinstance(cls, type))
+    return sorted(name for name in found if name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon"))
+
+
+@pytest.mark.parametrize("words", [{}, {"lr": 0.02}, {"weight_decay": 0.3}])
+@pytest.mark.parametrize("name", _optimizers())
+def test_an_optimizer_of_torch_is_what_plain_pytorch_makes_of_the_same_words(name: str, words: dict[str, Any]) -> None:
+    """The defaults are torch's own, and naming one of them leaves the others."""
+    if not words.keys() <= inspect.signature(getattr(torch.optim, name)).parameters.keys():
+        with pytest.raises(ConfigError, match="does not take 'weight_decay'"):
+            build_optimizer(
+                build(optimizer=name, optimizer_args=words).optimizer, torch.nn.Linear(1, 1).named_parameters(), len
+            )
+        return
+    ours, plain = torch.nn.Linear(3, 2).double(), torch.nn.Linear(3, 2).double()
+    plain.load_state_dict(ours.state_dict())
+    factory = build(optimizer=name, optimizer_args=words or None).optimizer
+    mine = build_optimizer(factory, ours.named_parameters(), lambda name: None)
+    theirs = getattr(torch.optim, name)(plain.parameters(), **words)
+    assert [{k: v for k, v in g.items() if k != "params"} for g in mine.param_groups] == [
+        {k: v for k, v in g.items() if k != "params"} for g in theirs.param_groups
+    ]
+    data = torch.randn(5, 8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for optimizer, model in ((mine, ours), (theirs, plain)):
+        for batch in data:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_defaults_that_are_told_are_torchs() -> None:
+    [text] = [info.text for info in option_infos() if info.name == "optimizer_args"]
+    told = re.findall(r"([\d.]+) \(([\w, ]+)\)[,;]", text.partition("; weight_decay")[0] + ";")
+    rates = {name: rate for rate, names in told for name in names.split(", ")}
+    [optimizers] = [info.known for info in option_infos() if info.name == "optimizer"]
+    assert sorted(rates) == sorted(optimizers)
+    for name, rate in rates.items():
+        defaults = inspect.signature(getattr(torch.optim, name)).parameters
+        assert float(defaults["lr"].default) == float(rate)
+        assert defaults["weight_decay"].default == (0.01 if name == "AdamW" else 0)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "metrics": ("top5", {"top5": "top5"}),
     "count": ("7", 7),
     "seed": ("0", 0),
+    "text": ("accuracy", "accuracy"),
     "norm": ("0.5", 0.5),
     "size": ("2MB", 2_000_000),
     "weights": ("2,1", (2.0, 1.0)),
@@ -66,8 +67,9 @@ def stop_at_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_option_reaches_both_calls(stop_at_the_record: None, call: str, info: OptionInfo) -> None:
     value = value_of(info)
     assert value != info.default
+    companions = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}}.get(info.needs, {})
     with pytest.raises(Reached) as reached:
-        getattr(Orchestrator(), call)([1], **{info.name: value})
+        getattr(Orchestrator(), call)([1], **companions, **{info.name: value})
     assert getattr(reached.value.options, info.name) == value
     with pytest.raises(Reached) as reached:
         getattr(Orchestrator(), call)([1])
@@ -88,8 +90,28 @@ def test_help_shows_every_option_with_its_meaning_and_its_default(call: str, of:
 
 def test_a_step_takes_the_place_of_the_criterion(stop_at_the_record: None) -> None:
     with pytest.raises(Reached) as reached:
-        Orchestrator().start_training([1], step="one", criterion="MSELoss")
+        Orchestrator().start_training([1], step="one")
     assert (reached.value.options.criterion, reached.value.options.step) == (None, "one")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"step": "one", "criterion": "MSELoss"}, "step and criterion contradict each other"),
+        ({"step": "one", "criterion": "CrossEntropyLoss"}, "step and criterion contradict"),
+        ({"step": "one", "criterion_args": {"a": 1}}, "step and criterion_args contradict"),
+        ({"resume": "a.pt", "fresh": True}, "resume and fresh contradict"),
+        ({"scheduler_args": {"step_size": 3}}, "scheduler_args has no effect without scheduler: give scheduler too"),
+        ({"scheduler_interval": "epoch"}, "scheduler_interval has no effect without scheduler"),
+        ({"scheduler_metric": "accuracy"}, "scheduler_metric has no effect without scheduler"),
+        ({"val_interval": 3}, "val_interval has no effect without val_loader"),
+        ({"metrics": {"f1": "f1"}}, "metrics has no effect without val_loader"),
+    ],
+)
+def test_an_option_that_another_leaves_without_effect_is_refused(call: str, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        getattr(Orchestrator(), call)([1], **given)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -123,6 +145,7 @@ def test_the_configuration_gives_what_is_left_out() -> None:
     changed = {
         "scheduler_interval": "epoch", "max_grad_norm": 2.0, "accumulation_steps": 3, "precision": "bf16", "seed": 5,
         "optimizer_site": "orchestrator", "worker_cache": "disk", "count_flops": True, "budget_bytes": 9,
+        "num_epochs": 4,
     }  # fmt: skip
     config = DistributedConfig(**changed)
     settled = TrainingOptions().settled(config)
