@@ -10,6 +10,8 @@ import torch
 
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.replica.state_dict import parameter_hash
+from guava_nb.replica.wrappers import unwrapped
 from guava_nb.spec.cells import SourceLedger, build_module, resolve
 from guava_nb.spec.run_spec import factory_name, plain_arguments
 from guava_nb.spec.training_options import Reference
@@ -27,6 +29,7 @@ class ModelRegistry:
         self._built: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
+        self._weights = ""  # hash of the instance's state when it was registered
 
     # ---------------------------------------------------------------------------------------------------------- cells
 
@@ -68,13 +71,23 @@ class ModelRegistry:
         """Take a model; errors as for `Orchestrator.register_model`.
 
         Returns:
-            Whether it is an instance, whose weights are where training starts.
+            Whether it is an instance, whose weights are where training starts; not for one that was registered before and
+            has the same weights as then.
         """
-        instance = model if isinstance(model, torch.nn.Module) else None
-        factory = self.factory_of(type(model) if isinstance(model, torch.nn.Module) else model, args)
-        if instance is not None or factory != self._factory:
-            self._factory, self._instance = factory, instance
-        return instance is not None
+        if not isinstance(model, torch.nn.Module):
+            factory = self.factory_of(model, args)
+            if factory != self._factory:
+                self._factory, self._instance = factory, None
+            return False
+        instance = unwrapped(model)
+        if reason := _cannot_be_built(instance):
+            raise SourceError(reason)
+        tensors = [item for item in instance.state_dict().items() if isinstance(item[1], torch.Tensor)]
+        factory, weights = self.factory_of(type(instance), args), parameter_hash(tensors)
+        if (instance, weights, factory) == (self._instance, self._weights, self._factory):
+            return False
+        self._factory, self._instance, self._weights = factory, instance, weights
+        return True
 
     def factory_of(self, model: Reference, args: Mapping[str, Any] | None) -> Factory:
         """Return the record that names a model.
@@ -92,6 +105,12 @@ class ModelRegistry:
     def instance_for(self, spec: RunSpec) -> torch.nn.Module | None:
         """Return the registered instance if a run trains it: its weights are where the run starts."""
         return self._instance if spec.model == self._factory else None
+
+    def frozen_in(self, model: Factory) -> tuple[str, ...] | None:
+        """Return the parameters of the registered instance that take no gradient now; None where no instance is trained."""
+        if self._instance is None or model != self._factory:
+            return None
+        return tuple(name for name, parameter in self._instance.named_parameters() if not parameter.requires_grad)
 
     def needed(self, loaded: checkpoint.Loaded | None) -> Factory:
         """Return the registered model, else the one that the loaded checkpoint names.
@@ -119,3 +138,17 @@ class ModelRegistry:
         except SourceError:
             return None
         return made if getattr(found, "__module__", "") == shared.__name__ else None
+
+
+def _cannot_be_built(instance: torch.nn.Module) -> str:
+    """Why no worker can build such an instance from the name of its class, in a sentence; "" where it may."""
+    name = type(instance).__name__
+    if isinstance(instance, torch.jit.ScriptModule):
+        return "a scripted model has no class that workers could call: register the class that torch.jit.script was called with"
+    if type(instance) in (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict):
+        return (
+            f"the class {name} alone does not say which layers this instance has, so no worker can build it. Put a class of "
+            f"your own into a %%guava_share cell: class Net(nn.{name}) whose __init__(self) calls super().__init__ with these "
+            "layers. Net() then takes this instance's weights by load_state_dict, and can be registered"
+        )
+    return ""

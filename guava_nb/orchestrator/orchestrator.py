@@ -32,6 +32,7 @@ from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
+from guava_nb.replica.wrappers import is_compiled, unwrapped
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
@@ -125,6 +126,11 @@ class Orchestrator(SessionHost):
             SourceError: it exists only here.
             ConfigError: an argument cannot travel.
         """
+        if isinstance(model, torch.nn.Module) and is_compiled(model):
+            self._notices.add(
+                f"workers build {type(unwrapped(model)).__name__} without torch.compile; to have it compiled there, register a "
+                "shared function that returns torch.compile(...) of it"
+            )
         if self._models.register(model, args):
             self._replica_sets.trained = None
 

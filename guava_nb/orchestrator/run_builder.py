@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from guava_nb.config import DistributedConfig
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
@@ -56,7 +58,7 @@ class RunBuilder:
         metrics = metric_specs(options.metrics, shared)
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
         parallel = parallel_spec(self._config, workers, self._tensor_plan, (lambda: False) if own else reach)
-        spec = build_spec(self._config, shared, model, options, parallel, metrics)
+        spec = self._with_frozen(build_spec(self._config, shared, model, options, parallel, metrics))
         if options.cache_static:
             refuse_static(spec)
         if own:
@@ -74,4 +76,9 @@ class RunBuilder:
             optimizer_args={"lr": 0.0},
         )
         parallel = parallel_spec(self._config, workers, self._tensor_plan)
-        return build_spec(self._config, self._registry.shared(), model, options.settled(self._config), parallel)
+        shared = self._registry.shared()
+        return self._with_frozen(build_spec(self._config, shared, model, options.settled(self._config), parallel))
+
+    def _with_frozen(self, spec: RunSpec) -> RunSpec:
+        assert spec.model is not None
+        return replace(spec, frozen=self._registry.frozen_in(spec.model))

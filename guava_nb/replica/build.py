@@ -13,6 +13,7 @@ from torch import nn
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.rng import seeded
+from guava_nb.replica.wrappers import unwrapped
 from guava_nb.spec.factories import Resolve, build, find
 
 __all__ = ["autocast_dtype", "build_model", "check_spec", "place_model", "place_module"]
@@ -43,6 +44,9 @@ def check_spec(spec: RunSpec) -> None:
 def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
     """Call the model factory on the CPU, its random numbers drawn as after `torch.manual_seed(spec.seed)`.
 
+    Returns:
+        The plain model, see `guava_nb.replica.wrappers`, with the run's frozen parameters.
+
     Raises:
         ConfigError: there is none, its name or arguments are wrong, or it makes no module.
         PreparationError: it raised.
@@ -58,6 +62,10 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
         raise ConfigError(
             f"model {spec.model.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module"
         )
+    model = unwrapped(model)
+    if spec.frozen is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in spec.frozen)
     return model
 
 

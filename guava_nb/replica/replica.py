@@ -34,6 +34,7 @@ from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
 from guava_nb.replica.timer import StepTimer
+from guava_nb.replica.wrappers import unwrapped
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]
@@ -56,8 +57,9 @@ class Replica(BaseReplica):
             spec: the record.
             resolve: finds shared and importable objects by name.
             device: where to compute.
-            model: the user's own object; it is moved to `device` and trained in place. None builds `spec.model` on the
-                CPU, its random numbers drawn from `spec.seed` as after `torch.manual_seed`.
+            model: the user's own object; it is moved to `device` and trained in place, unwrapped where torch.compile or
+                DataParallel wraps it or a part of it. None builds `spec.model` on the CPU, its random numbers drawn from
+                `spec.seed` as after `torch.manual_seed`.
 
         Raises:
             ConfigError: a name, an argument or a setting is wrong.
@@ -65,7 +67,7 @@ class Replica(BaseReplica):
             ImportError: a module that the user's code imports is missing here.
         """
         super().__init__(spec, resolve, device)
-        self.model = place_model(build_model(spec, resolve) if model is None else model, spec, device)
+        self.model = place_model(build_model(spec, resolve) if model is None else unwrapped(model), spec, device)
         self.layout = build_layout(self.model, spec.bucket_bytes)
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())

@@ -16,6 +16,7 @@ import torch
 
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.wrappers import plain_names
 from guava_nb.training.plan import Position
 
 __all__ = ["Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
@@ -111,18 +112,19 @@ def _held(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt"))
 
 
-def check_model(path: Path, content: Mapping[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:
+def check_model(path: Path, content: dict[str, Any], current: Mapping[str, Any], model: Factory | None) -> None:
     """Compare a checkpoint's model with the one that a call names.
 
     Args:
         path: where the checkpoint lies.
-        content: what `read` returned.
+        content: what `read` returned. Its tensors get the model's names where a wrapper's stood in them.
         current: the model's own state dict.
         model: which model that is; None where it was given as an object.
 
     Raises:
         CheckpointError: names or shapes differ; the message lists the first few, and names both models.
     """
+    content["model"] = plain_names(content["model"], current)
     if problems := differences(content["model"], current):
         made = model_text(content)
         raise CheckpointError(
@@ -141,9 +143,9 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str
     missing = [name for name in current if name not in saved]
     extra = [name for name in saved if name not in current]
     shapes = [
-        f"{name}: {tuple(saved[name].shape)} {where}, {tuple(current[name].shape)} in the model"
+        f"{name}: {_shape(saved[name])} {where}, {_shape(current[name])} in the model"
         for name in current
-        if name in saved and tuple(saved[name].shape) != tuple(current[name].shape)
+        if name in saved and _shape(saved[name]) != _shape(current[name])
     ]
     problems = [
         *([f"not {where}: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
@@ -151,6 +153,10 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str
         *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
     ]
     return ". ".join(problems)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))  # what get_extra_state() returned has none
 
 
 def made_with(content: Mapping[str, Any]) -> Factory | None:

@@ -13,7 +13,9 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
+from guava_nb.replica.build import build_model
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.structure import first_difference
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs
@@ -36,18 +38,39 @@ def build_ensemble(
         CheckpointError: the registered model is not what the factory builds.
         GuavaError: model, loss, optimizer or scheduler cannot be built.
     """
-    master = Replica(spec, lambda name: resolve(name, shared), torch.device("cpu"))
+
+    def find(name: str) -> object:
+        found: object = resolve(name, shared)
+        return found
+
+    model = build_model(spec, find)
+    for module in model.modules():  # workers compile; the model that a user gets back runs on any machine
+        module._compiled_call_impl = None
     if weights is not None:
-        problems = checkpoint.differences(weights.state_dict(), master.model.state_dict(), "in the registered one")
-        if problems:
-            raise CheckpointError(
-                f"the registered model is not what its class builds at the workers ({problems}). Give "
-                "register_model the arguments it was built with, or register a factory that builds it"
-            )
-        master.load_state({"model": weights.state_dict()})
+        _check_instance(spec, weights, model)
+    master = Replica(spec, find, torch.device("cpu"), model)
+    if weights is not None:
+        built, state = dict(master.model.named_buffers()), weights.state_dict()
+        hidden = {n: b for n, b in weights.named_buffers() if n not in state and not torch.equal(b.cpu(), built[n])}
+        master.load_state({"model": state, "buffers": hidden})
     if spec.parallel is None:
         return WholeReplicaSet(run_id, spec, cells, master)
     return GroupReplicaSet(run_id, spec, cells, master)
+
+
+def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Module) -> None:
+    problem = checkpoint.differences(instance.state_dict(), built.state_dict(), "in the registered one")
+    if not problem:
+        problem = first_difference(
+            instance, built, any_float=spec.precision == "fp64", hidden=spec.parallel is not None
+        )
+    if problem:
+        name = type(instance).__name__
+        raise CheckpointError(
+            f"the registered model is not what its class builds at the workers ({problem}). Only its weights and requires_grad "
+            f"travel, all else is built there by {name}(...): give register_model the arguments that it was built with "
+            f"(--model-args), and make other changes in {name}.__init__ or in a subclass of it, in a %%guava_share cell"
+        )
 
 
 def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:

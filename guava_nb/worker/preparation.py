@@ -128,7 +128,8 @@ class Preparation:
         """Return the answer for a run that was built; a model that the orchestrator cannot build is described."""
         described: tuple[TensorInfo, ...] = ()
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
-            described = describe_model(self._own.model)
+            assert isinstance(run.replica, Replica)
+            described = describe_model(run.replica.model)  # not the user's own object: that may be wrapped
         return Prepared(run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described)
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:

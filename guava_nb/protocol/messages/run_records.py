@@ -166,6 +166,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
         count_flops: count the floating point operations of one shard.
         tokens: function of a batch, as the model gets it, that returns its number of tokens.
+        frozen: full names of the parameters that take no gradient; None: as the factory builds them.
+        buffers: what becomes of buffers that workers change unlike: "auto", "average", "first" or "sum".
     """
 
     model: Factory | None
@@ -191,6 +193,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     data: tuple[DataSpec, ...] = ()
     count_flops: bool = False
     tokens: Factory | None = None
+    frozen: tuple[str, ...] | None = None
+    buffers: str = "auto"
 
     @property
     def wants_whole_batches(self) -> bool:

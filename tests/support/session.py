@@ -1,0 +1,25 @@
+"""A session whose workers are loops on threads: everything that a user's call does, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from guava_nb import Orchestrator
+from tests.support.direct import DirectWorker, make_cluster
+
+
+@contextmanager
+def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
+    """Give an orchestrator with so many workers, in data mode through the hub; not opened, so it listens nowhere."""
+    orchestrator = Orchestrator(path="relay", **settings)
+    cluster = make_cluster()
+    orchestrator._cluster = cluster
+    started = [DirectWorker(cluster, f"w{k}").start() for k in range(workers)]
+    cluster.wait_for(workers, 10)
+    try:
+        yield orchestrator
+    finally:
+        assert [worker.error for worker in started] == [None] * workers
+        cluster.close()
