@@ -22,6 +22,7 @@ from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas import zero1
+from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.data_axis import make_data_axis
 from guava_nb.parallel.replicas.sharded_step import check_sharded_step
 from guava_nb.parallel.state.full_state import FullOrder
@@ -48,6 +49,7 @@ def parallelize(
     *,
     example: Any = None,
     sync_batchnorm: bool = False,
+    habit: Habit | None = None,
 ) -> ModelPart:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
@@ -59,6 +61,7 @@ def parallelize(
         learning: loss and optimizer.
         example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
         sync_batchnorm: batch norms see the rows of all replicas.
+        habit: what former groups have shown of the model's calls; changed.
 
     Raises:
         ConfigError: the model cannot be spread like this.
@@ -86,7 +89,7 @@ def parallelize(
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
-    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm)
+    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit)
     holding = hold(model, names, order, mesh)
     optimizer = learning.make_optimizer(holding.named)
     if data.sharded:

@@ -104,6 +104,7 @@ class WholeModelPart:
 
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
+            self._data.begin_forward()
             with explaining_few_rows(self.model):
                 loss = self._objective(self.model, batch, rows, False)
             if not loss.value.requires_grad:
@@ -111,8 +112,9 @@ class WholeModelPart:
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
                     "from the model's outputs without detach(), item() or no_grad()"
                 )
+            value = self._data.end_forward(loss.value)
             self._data.begin(last)
-            (loss.value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
+            (value * (loss.weight * factor * self._data.factor)).backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._data.recover()
             raise
@@ -131,12 +133,10 @@ class WholeModelPart:
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), standing:
+        with torch.no_grad(), evaluating(self.model), standing, self._data.forward_only("evaluation"):
             loss = self._objective(
                 self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
             )
-        # What FSDP2 gathered for this forward would be stale after the next load.
-        self._data.release()
         return _NOTHING if stand_in else measured(loss, rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
@@ -144,9 +144,8 @@ class WholeModelPart:
         if stand_in and not self._data.runs_stand_ins:
             return []
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), standing:
+        with torch.no_grad(), evaluating(self.model), standing, self._data.forward_only("prediction"):
             outputs = whole_logits(forward(self.model, batch))  # all ranks that share the layers gather alike
-        self._data.release()
         return [] if stand_in else [(outputs, rows)]
 
     # ------------------------------------------------------------------------------------------------------- gradients

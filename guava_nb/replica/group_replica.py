@@ -21,6 +21,7 @@ from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Forward, Learning, Measured, Observer, Predicted
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
+from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
@@ -61,7 +62,7 @@ class GroupReplica(BaseReplica):
         """
         super().__init__(spec, resolve, device)
         assert spec.parallel is not None
-        self._shape = spec.parallel
+        self._shape, self._habit = spec.parallel, Habit()
         self._criterion = None if spec.criterion is None else counting_correct(build_criterion(spec, resolve, device))
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
@@ -91,7 +92,7 @@ class GroupReplica(BaseReplica):
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),
-            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
+            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example), habit=self._habit,
         )  # fmt: skip
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)

@@ -156,6 +156,69 @@ def test_more_micro_batches_than_rows_are_told_once(session: Session) -> None:
         assert notes.count(f"is {number}, but a pipeline gets 32 rows of a batch") == told
 
 
+ROUTED = """
+import torch
+from torch import nn
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(10, 12)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(12, 12)), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(12, 4)
+
+    def chosen(self, x):
+        return x[:, :3].argmax(1)
+
+    def forward(self, x):
+        h, chosen = self.first(x), self.chosen(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                h = h.index_add(0, rows, expert(h[rows]))
+        return self.last(h)
+
+
+class Again(Routed):
+    # All rows take all blocks; one with a high mark takes the first block twice.
+    def forward(self, x):
+        h = self.first(x)
+        for expert in self.experts:
+            h = h + expert(h)
+        high = x[:, :1] > 50
+        if bool(high.any()):
+            h = torch.where(high, self.experts[0](h), h)
+        return self.last(h)
+"""
+
+
+@pytest.mark.parametrize("model", ["Routed", "Again"])
+def test_replicas_may_use_unlike_blocks(session: Session, model: str) -> None:
+    """Six rows a step, three on each worker; a block that is used once more in the fifth step makes a new group."""
+    session.ensure(2)
+    namespace: dict[str, Any] = {}
+    exec(ROUTED, namespace)
+    torch.manual_seed(0)
+    plain = namespace[model]().double()
+    x, y = (tensor[:48].clone() for tensor in data().tensors)
+    x[6 * 4, 0] = 99
+    batches = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    optimizer, losses = torch.optim.AdamW(plain.parameters(), lr=0.01), []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    session.orch.set_mode("zero", path="relay", zero_stage=3)
+    run = session.train(batches, 1, ROUTED, model=model, criterion="CrossEntropyLoss", val_loader=batches)
+    assert [r["loss"] for r in run.history] == pytest.approx(losses, abs=1e-9)
+    assert difference(run.model(), plain) <= 1e-9
+    assert run.validations[-1]["samples"] == 48
+    assert run.generations == (2 if model == "Again" else 1)
+
+
 NORMED = """
 from torch import nn
 

@@ -481,6 +481,122 @@ class Viewing(nn.Module):
 MODELS |= {"choosy": Choosy, "counting": Counting, "viewing": Viewing, "spectral": Spectral}
 
 
+class Routed(nn.Module):
+    """Repeated blocks of which each row uses its own, by its first token; `route` runs them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.route(self.embed(x), x[:, 0]))
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        """Mixture of experts: a block computes the rows that chose it."""
+        for number, block in enumerate(self.blocks):
+            if len(rows := (first % 4 == number).nonzero()[:, 0]):
+                h = h.index_add(0, rows, block(h[rows]))
+        return h
+
+
+class RawExperts(Routed):
+    """Experts see what has no gradient, and their outputs are not in the loss of every row."""
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        raw, kept = h.detach(), []
+        for number, block in enumerate(self.blocks):
+            if bool((first % 4 == number).any()):
+                kept.append(torch.where((first % 4 == number)[:, None, None], block(raw), 0.0))
+        return h + kept[0] * 0 + torch.stack(kept).sum(0)
+
+
+class Exiting(Routed):
+    """A row leaves after as many blocks as its token says; batches whose rows all left run no more."""
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            here = (first % 5 > number)[:, None, None]
+            if not bool(here.any()):
+                break
+            h = torch.where(here, h + block(h), h)
+        return h
+
+
+class Turning(Routed):
+    """Odd rows take the blocks in the other order, and the first one twice more."""
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        odd = (first % 2 == 1)[:, None, None]
+        if not bool(odd.all()):
+            for block in self.blocks:
+                h = torch.where(odd, h, h + block(h))
+        if bool(odd.any()):
+            for block in [*reversed(self.blocks), self.blocks[0], self.blocks[0]]:
+                h = torch.where(odd, h + block(h), h)
+        return h
+
+
+class Frozen(Exiting):
+    """Blocks without trainable parameters on the way to one that learns."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks[1:].requires_grad_(False)
+
+
+class Towers(nn.Module):
+    """A row goes through the tower of its kind, whose inputs are whole numbers; part of a tower has another dtype."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.towers = nn.ModuleList(Tower() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, kind = self.embed(x), x[:, 0] % 3
+        for number, tower in enumerate(self.towers):
+            if bool((kind == number).any()):
+                h = h + torch.where((kind == number)[:, None, None], tower(x), 0.0)
+        return self.head(h)
+
+    def to(self, *args: Any, **kwargs: Any) -> nn.Module:
+        super().to(*args, **kwargs)
+        for tower in self.towers if torch.float64 in args else ():
+            tower.norm.to(torch.float32)
+        return self
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line, self.norm = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.line(self.table(x)).float()).to(self.line.weight.dtype)
+
+
+class Late(Routed):
+    """The first block is run once more for rows that begin with the last token."""
+
+    def route(self, h: Tensor, first: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = h + block(h)
+        if bool((first == VOCAB - 1).any()):
+            h = torch.where((first == VOCAB - 1)[:, None, None], self.blocks[0](h), h)
+        return h
+
+
+MODELS |= {
+    "experts": Routed, "raw experts": RawExperts, "exiting": Exiting, "turning": Turning, "frozen": Frozen, "late": Late,
+    "towers": Towers,
+}  # fmt: skip
+
+
 def buffers(case: Scenario) -> dict[str, Tensor]:
     """Train a little over the default group and return this rank's buffers."""
     axes = MeshAxes.build(Mesh(case.spec.dp, 1, 1), CPU)

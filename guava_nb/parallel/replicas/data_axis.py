@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas.batch_norm import SyncedNorms
 from guava_nb.parallel.replicas.buffer_sync import BufferAverage
+from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.gradient_sum import GradientSum, sum_gradients
 from guava_nb.parallel.replicas.zero23_fsdp import Sharded, shard_over_data
 
@@ -46,6 +47,26 @@ class DataAxis:
         """What a loss must be multiplied with."""
         return self.sharded.factor if self.sharded else 1.0
 
+    def begin_forward(self) -> None:
+        """A forward of training is about to start."""
+        if self.sharded:
+            self.sharded.units.begin("training")
+
+    def end_forward(self, loss: Tensor) -> Tensor:
+        """A forward of training is over; returns the loss to go backward from."""
+        return self.sharded.units.end_forward(loss) if self.sharded else loss
+
+    @contextmanager
+    def forward_only(self, kind: str) -> Iterator[None]:
+        """A forward without a backward runs in the block; `kind` tells apart those that do different things."""
+        if self.sharded is None:
+            yield
+            return
+        self.sharded.units.begin(kind)
+        yield
+        self.sharded.units.end_evaluation()
+        self.sharded.release()  # what FSDP2 gathered for this forward would be stale after the next load
+
     def begin(self, last: bool) -> None:
         """A backward is about to start."""
         if self.summing:
@@ -70,8 +91,8 @@ class DataAxis:
         """What runs in the block uses no parameters and counts nothing: it only keeps peers from waiting."""
         with contextlib.ExitStack() as stack:
             if self.sharded:
-                self.sharded.touch.counting = False
-                stack.callback(setattr, self.sharded.touch, "counting", True)
+                self.sharded.units.counting = False
+                stack.callback(setattr, self.sharded.units, "counting", True)
             if self.norms:
                 stack.enter_context(self.norms.standing_in())
             yield
@@ -81,7 +102,7 @@ class DataAxis:
         if self.summing:
             self.summing.drop()
         if self.sharded:
-            self.sharded.touch.clear()
+            self.sharded.units.used.clear()
         self.release()
 
     def release(self) -> None:
@@ -102,7 +123,12 @@ class DataAxis:
 
 
 def make_data_axis(
-    model: nn.Module, zero_stage: int, axes: MeshAxes, full_names: Mapping[str, str], sync_batchnorm: bool = False
+    model: nn.Module,
+    zero_stage: int,
+    axes: MeshAxes,
+    full_names: Mapping[str, str],
+    sync_batchnorm: bool = False,
+    habit: Habit | None = None,
 ) -> DataAxis:
     """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place.
 
@@ -112,7 +138,9 @@ def make_data_axis(
     if axes.sizes.data == 1:
         return DataAxis()
     norms = SyncedNorms(model, axes.group("dp")) if sync_batchnorm else None
-    sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names) if zero_stage >= 2 else None
+    sharded = None
+    if zero_stage >= 2:
+        sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names, habit or Habit())
     named = {full_names[name]: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     summing = GradientSum(named, axes.group("dp")) if named else None
     return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms)

@@ -1,14 +1,16 @@
 """ZeRO 2 and 3: torch's FSDP2 over the replicas, with sums instead of means and parameters that need not be used.
 
-`fully_shard` is applied to the repeated blocks and then to the rest as one. Stage 2 keeps a block's parameters between
-forward and backward, stage 3 gathers them a second time. A scalar or an empty parameter cannot be sharded along its
-rows; it stays whole, and whoever sums whole gradients sums it too.
+`fully_shard` is applied to the repeated blocks and then to the rest as one; replicas run these together, whatever each of
+them uses (`shared_units.py`). Stage 2 keeps a block's parameters between forward and backward, stage 3 gathers them a
+second time. A scalar or an empty parameter cannot be sharded along its rows; it stays whole, and whoever sums whole
+gradients sums it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import ConfigError
 from guava_nb.parallel.blocks import repeated_blocks
-from guava_nb.parallel.replicas.unused_parameters import UnusedParameters
+from guava_nb.parallel.replicas.call_order import Habit
+from guava_nb.parallel.replicas.shared_units import SharedUnits
 
 __all__ = ["Sharded", "gathered_in", "shard_over_data"]
 
@@ -32,31 +35,31 @@ class Sharded:
 
     Attributes:
         root: the sharded model.
-        touch: which parameters were used.
+        units: the modules that have a group of their own.
         names: full names of the sharded parameters, in order.
         factor: what a loss must be multiplied with, so that FSDP2's mean is a sum.
         replicas: the group of the replicas.
         groups: modules with a group of their own, the model last.
-        began: the model was run, so FSDP2 has made what it needs for that.
     """
 
     root: nn.Module
-    touch: UnusedParameters
+    units: SharedUnits
     names: list[str]
     factor: float
     replicas: dist.ProcessGroup
     groups: list[FSDPModule] = field(default_factory=list)
-    began: bool = False
 
     def drop_unused(self, named: Mapping[str, nn.Parameter]) -> None:
         """End a step: a parameter that no replica used has no gradient, as in plain PyTorch."""
         device = next(iter(named.values())).device
-        flags = torch.tensor([float(name in self.touch.used) for name in self.names], device=device)
+        mine = [float(name in self.units.used) for name in self.names]
+        flags = torch.tensor([float(self.units.strayed), *mine], device=device)
         dist.all_reduce(flags, group=self.replicas)
-        for name, count in zip(self.names, flags.tolist(), strict=True):
+        strayed, *counts = flags.tolist()
+        for name, count in zip(self.names, counts, strict=True):
             if not count:
                 named[name].grad = None
-        self.touch.clear()
+        self.units.settle(bool(strayed))
 
     def release(self) -> None:
         """Free gathered parameters."""
@@ -66,15 +69,13 @@ class Sharded:
     def recover(self) -> None:
         """Let FSDP2 forget an iteration that raised; before torch 2.12 it cannot, and a new group is needed."""
         for group in self.groups[-1:]:
-            if self.began and hasattr(group, "reset_iter_state"):
+            if self.units.began and hasattr(group, "reset_iter_state"):
                 group.reset_iter_state()
 
-    def begin(self, *_: object) -> None:
-        """The model is about to run; FSDP2's own hook, which comes first, is through."""
-        self.began = True
 
-
-def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: Mapping[str, str]) -> Sharded:
+def shard_over_data(
+    model: nn.Module, stage: int, mesh: DeviceMesh, full_names: Mapping[str, str], habit: Habit
+) -> Sharded:
     """Shard a model's parameters over the ranks of a one-dimensional mesh.
 
     Args:
@@ -82,12 +83,14 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
         stage: 2 or 3.
         mesh: the replicas.
         full_names: local parameter name to full name.
+        habit: what is known of the model's calls.
 
     Raises:
         ConfigError: one layer mixes dtypes, or this torch cannot leave a scalar parameter whole.
     """
     whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
-    sharded = Sharded(model, UnusedParameters(), [], 1.0, mesh.get_group())
+    units = SharedUnits(mesh.get_group(), next(model.parameters()).device, habit)
+    sharded = Sharded(model, units, [], 1.0, mesh.get_group())
     taken: set[str] = set()
     for target, module in _targets(model, whole):
         parameters = {n: p for n, p in module.named_parameters() if p not in whole and not isinstance(p, DTensor)}
@@ -97,15 +100,15 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
         taken |= set(local.values())
         if not own and module is not model:
             continue
-        sharded.touch.watch(module, own)
         sharded.names += own.values()
         half = next((p.dtype for n, p in module.named_parameters() if n in own and p.dtype in _HALF), None)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
         # The root is needed again at once when backward begins, so gathering it twice would free nothing.
         again = stage == 3 and module is not model
         ignored = {"ignored_params": whole} if whole else {}
+        shard = partial(fully_shard, module, mesh=mesh, reshard_after_forward=again, mp_policy=policy, **ignored)
         try:
-            fully_shard(module, mesh=mesh, reshard_after_forward=again, mp_policy=policy, **ignored)  # type: ignore[call-overload]
+            units.add(module, target, own, shard)
         except TypeError as error:
             shapes = f"{len(whole)} parameters without rows"
             raise ConfigError(
@@ -113,7 +116,6 @@ def shard_over_data(model: nn.Module, stage: int, mesh: DeviceMesh, full_names: 
             ) from error
         assert isinstance(module, FSDPModule)
         sharded.groups.append(module)
-    model.register_forward_pre_hook(sharded.begin)
     sharded.factor = _sum_not_mean(sharded.groups, mesh.size())
     return sharded
 
