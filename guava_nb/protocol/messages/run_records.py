@@ -165,6 +165,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         data: data sets that lie at the workers; `source` of a batch is a place here, from 1.
         count_flops: count the floating point operations of one shard.
         tokens: function of a batch, as the model gets it, that returns its number of tokens.
+        lockstep: a lone worker, too, waits for the commit of each step: a callback may ask for the state after it.
     """
 
     model: Factory | None
@@ -190,6 +191,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     data: tuple[DataSpec, ...] = ()
     count_flops: bool = False
     tokens: Factory | None = None
+    lockstep: bool = False
 
     @property
     def wants_whole_batches(self) -> bool:
