@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -62,6 +63,8 @@ class Job:
         self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
         self.about_request: Callable[[int], str | None] = lambda request: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+        self._set_aside: tuple[type[Message], ...] = ()
+        self._backlog: deque[JobEvent] = deque()
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
     def post(self, event: JobEvent) -> None:
@@ -100,6 +103,10 @@ class Job:
             self._return_credit()
 
     def _return_credit(self) -> None:
+        while self._backlog:
+            event = self._backlog.popleft()
+            if isinstance(event, events.FromWorker):
+                event.done()
         while not self._mailbox.empty():
             event = self._mailbox.get()
             if isinstance(event, events.FromWorker):
@@ -118,11 +125,26 @@ class Job:
 
     def take_one(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
+        if self._backlog and not self._set_aside:
+            self.handle(self._backlog.popleft())
+            return
         try:
             event = self._mailbox.get(timeout=timeout_s)
         except queue.Empty:
             return
-        self.handle(event)
+        if isinstance(event, events.FromWorker) and isinstance(event.message, self._set_aside):
+            self._backlog.append(event)
+        else:
+            self.handle(event)
+
+    @contextmanager
+    def setting_aside(self, *records: type[Message]) -> Iterator[None]:
+        """Leave messages of these types for later, in their order, while the block waits for others."""
+        before, self._set_aside = self._set_aside, records
+        try:
+            yield
+        finally:
+            self._set_aside = before
 
     def check(self) -> None:
         """Raise what must unwind the job; called before each wait."""

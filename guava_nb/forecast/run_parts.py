@@ -55,10 +55,11 @@ def parts_of(run: RunFacts) -> Parts:
 
 def _star_step(run: RunFacts) -> Traffic:
     """Return what a step takes beside its batches."""
-    report = run.typical(messages.Ready) if run.solo else None
+    commit = run.out(messages.CommitStep, commit=messages.Commit(1.5, False))
+    report = run.typical(messages.Ready) if run.solo and not run.spec.lockstep else None
     done = run.back(messages.StepApplied, learning_rate=1.5, ready=report) + run.hashes
     if run.solo:
-        return done + run.acks(1, 1)
+        return done + run.acks(1, 1) if report else done + run.back(messages.Ready) + commit + run.acks(2, 2)
     busy = sum(weight > 0 for weight in run.plan.weights(range(run.workers)))
     total = run.back(messages.Ready) * busy + run.out(messages.StepWithoutShard) * (run.workers - busy)
     total = total + (done + run.acks(2, 2)) * run.workers
@@ -71,7 +72,7 @@ def _star_step(run: RunFacts) -> Traffic:
         nbytes, known = numel * bucket.dtype.itemsize, {"bucket": bucket.index, "present": present, "tensor": tensor}
         total = total + run.back(messages.GradientBucket, nbytes, **known) * busy
         total = total + run.out(messages.SumBucket, nbytes, **known) * run.workers
-    return total if buckets else total + run.out(messages.CommitStep, commit=messages.Commit(1.5, False)) * run.workers
+    return total if buckets else total + commit * run.workers
 
 
 # ---------------------------------------------------------------------------------------------------------------- states

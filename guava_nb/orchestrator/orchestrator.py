@@ -176,7 +176,7 @@ class Orchestrator(SessionHost):
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set))
+            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:
@@ -257,6 +257,11 @@ class Orchestrator(SessionHost):
         return cluster
 
     def _check_idle(self) -> None:
+        if self._job is not None and not self._job.run.done and self._job.is_current():
+            raise ClusterError(
+                f"a callback of run {self._job.run.run_id} cannot validate, predict or train: give start_training a val_loader, "
+                "metrics and val_interval, and look at the record in on_validation; run.model() is a copy to compute with here"
+            )
         if self.run is not None and not self.run.done:
             raise ClusterError(
                 f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
@@ -381,14 +386,15 @@ class Orchestrator(SessionHost):
     def save_checkpoint(self, path: str | Path) -> Path:
         """Save the state of the last committed step; plain PyTorch reads it with `weights_only=True`.
 
-        During a run it is saved at the next boundary between steps; a callback of the run returns before that.
+        During a run it is saved at the next boundary between steps; in a callback at once, with the state of the step, or the
+        validation, that the callback was called for.
 
         Raises:
             CheckpointError: nothing was trained yet, or the file cannot be written.
             WorkerLost: the workers that hold the state are gone.
         """
         target = Path(path)
-        self._replica_sets.save(target, self._job, self.config.rejoin_timeout_s)
+        self._replica_sets.save(target, self._job)
         return target
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:

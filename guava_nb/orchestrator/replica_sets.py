@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -82,18 +83,25 @@ class ReplicaSets:
         """
         return fetch_between_runs(replica_set, self._cluster(), self._patience_s())
 
-    def model_of(self, replica_set: ReplicaSet) -> torch.nn.Module:
-        """Return the trained model; where it is here already, also after the session was closed."""
+    def model_of(self, replica_set: ReplicaSet, job: TrainingJob | None = None) -> torch.nn.Module:
+        """Return the trained model; where it is here already, also after the session was closed.
+
+        Args:
+            job: of the newest run; while that trains these replicas, a copy is returned that does not change any more.
+        """
+        if job is not None and job.replica_set is replica_set and not job.run.done:
+            copies: list[torch.nn.Module] = []
+            job.with_state(lambda: copies.append(copy.deepcopy(replica_set.master.model)))
+            return copies[0]
         if replica_set.master_step != replica_set.step:
             self.fetch(replica_set)
         return replica_set.master.model
 
-    def save(self, path: Path, job: TrainingJob | None, timeout_s: float) -> None:
+    def save(self, path: Path, job: TrainingJob | None) -> None:
         """Save the state of the last committed step; during a run at its next boundary between steps.
 
         Args:
-            job: of the newest run.
-            timeout_s: how long that boundary is waited for; the run's own thread does not wait.
+            job: of the newest run; on its own thread, in a callback, the state is that of the step it was called for.
 
         Raises:
             CheckpointError: nothing was trained yet, or the file cannot be written.
@@ -106,19 +114,11 @@ class ReplicaSets:
             checkpoint.write(path, self.fetch(trained), trained.step, job.where(), trained.spec)
             return
 
-        def write() -> None:
-            job.budget_gate.refuse_save()
-            trained.fetch(job)
-            job.save(path)
-
-        saving = job.at_boundary(write)
-        if job.is_current():
-            saving.add_done_callback(lambda done: self._tell_unsaved(path, done.exception()))
-        else:
-            saving.result(timeout=timeout_s)
-
-    def _tell_unsaved(self, path: Path, error: BaseException | None) -> None:
-        if error is not None:
+        try:
+            job.with_state(lambda: job.save(path))
+        except CheckpointError as error:  # a callback cannot wait, and the run is to go on
+            if not job.is_current():
+                raise
             self._notices.add(f"{path} was not saved: {error}")
 
     # ------------------------------------------------------------------------------------------------------- to train

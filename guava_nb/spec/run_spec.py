@@ -178,8 +178,15 @@ def build_spec(
             "threads": options.threads or config.threads_per_worker,
             "cache": _cache_spec(config, options.cache),
             "data": (),  # what lies at the workers, they tell
+            "lockstep": any(map(_looks_at_steps, options.callbacks)),
         }
     )
+
+
+def _looks_at_steps(callback: Any) -> bool:
+    """Whether a callback has an on_step of its own, not that of our base class, which does nothing."""
+    hook = getattr(callback, "on_step", None)
+    return hook is not None and getattr(hook, "__module__", None) != "guava_nb.training.plan"
 
 
 def _factories(

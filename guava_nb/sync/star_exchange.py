@@ -39,12 +39,14 @@ class StarExchange(StepExchange[Replicas]):
     def _plan(
         self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
-        solo = len(team) == 1 and not self._at_orchestrator
-        head = self._head(self._job.cluster.roster.generation, solo)
+        alone = len(team) == 1 and not self._at_orchestrator  # then gradients stay where they are
+        head = self._head(self._job.cluster.roster.generation, alone)
         tasks, shards = plan_step(head, batches, team, weights, splitter, self._writer)
-        buckets = () if solo else self._replicas.master.layout.numbers
+        buckets = () if alone else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
-        return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
+        return StepMachine(
+            head.step, head.generation, tasks, buckets, scaled, alone and not self._replicas.spec.lockstep
+        ), shards
 
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""

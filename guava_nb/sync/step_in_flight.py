@@ -65,7 +65,7 @@ class StepHead:
         generation: the membership in which this attempt begins.
         step: number of the optimizer step.
         want_hash: workers report a hash of their parameters after it.
-        solo: the only worker may commit it by itself.
+        solo: of the only worker, see `Shard`.
     """
 
     run_id: str

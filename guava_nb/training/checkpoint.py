@@ -6,6 +6,7 @@ workers), step, position (epoch, batches, samples, feed), spec (what was trained
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ def write(path: Path, state: Mapping[str, Any], step: int, position: Position, s
         torch.save(content, partial)
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)"
         ) from error

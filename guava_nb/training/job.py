@@ -23,6 +23,7 @@ from guava_nb.cluster.job_events import Interrupted, Wake
 from guava_nb.data.loader_feed import MOST_BATCHES, LoadedBatch
 from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.evaluation.passes import pass_over
+from guava_nb.protocol.messages import GradientBucket, Ready
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet, StateLate
 from guava_nb.sync.send_credit import SendCredit
@@ -116,8 +117,17 @@ class TrainingJob(Job):
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Ask for the end; called from any thread."""
-        self.post(Interrupted())
+        """Ask for the end; called from any thread. A callback's own step is then the last one."""
+        if self.is_current():
+            self._stop_here("a callback stopped the run")
+        else:
+            self.post(Interrupted())
+
+    def _stop_here(self, why: str) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            self._stop_after = self.replica_set.step
+            self.run.move("stopping", why)
 
     def is_current(self) -> bool:
         """Whether the caller is one of the run's own callbacks: it must not wait for the run."""
@@ -130,6 +140,24 @@ class TrainingJob(Job):
         if self.run.done:
             self._refuse_calls()
         return future
+
+    def with_state(self, call: Callable[[], None]) -> None:
+        """Call something when the master has the state of the last committed step; from any thread.
+
+        In a callback that is the state of the step, or the moment, it was called for: no other step is committed meanwhile.
+        Other threads get that of the next boundary, and wait for it.
+        """
+
+        def do() -> None:
+            self.budget_gate.refuse_save()
+            self.membership.fetch()
+            call()
+
+        if self.is_current():
+            with self.setting_aside(Ready, GradientBucket):
+                do()
+        else:
+            self.at_boundary(do).result(self.plan.rejoin_timeout_s)
 
     def feeding(self) -> Feeding:
         """Return what is loaded and what is on its way; from any thread."""
@@ -227,6 +255,8 @@ class TrainingJob(Job):
                 if coming is not None:
                     self._boundary.reach()
                     self.window.wait_for_room(coming)
+                else:  # the end, or a batch that cannot be loaded: those before it count
+                    self.window.drain()
                 batches = feeder.take()
                 if batches is None:
                     return
@@ -261,9 +291,7 @@ class TrainingJob(Job):
         for callback in self.plan.callbacks:
             method = getattr(callback, hook, None)
             if method is not None and method(self.run, record) and not self.interrupts:
-                self.interrupts = 1
-                self._stop_after = self.replica_set.step
-                self.run.move("stopping", f"{type(callback).__name__}.{hook} asked to stop")
+                self._stop_here(f"{type(callback).__name__}.{hook} asked to stop")
 
     # ------------------------------------------------------------------------------------------------------------- the end
 

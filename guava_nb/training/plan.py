@@ -22,7 +22,10 @@ __all__ = ["Callback", "Position", "Snapshot", "TrainingPlan"]
 class Callback:
     """Base of callbacks: override what you need; return True to stop the run after the current step.
 
-    Plain objects that have some of these methods serve as well. They run on the run's own thread, between steps.
+    Plain objects that have some of these methods serve as well. They run on the run's own thread, between steps: what
+    `save_checkpoint` saves and `run.model()` returns in one of them is the state of the step, or the moment, it was called
+    for, and after `run.stop()` no other step follows. For that a run with an `on_step` commits step by step: a lone worker
+    waits for each commit.
     """
 
     def on_step(self, run: Run, record: dict[str, Any]) -> bool | None:

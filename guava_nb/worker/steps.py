@@ -237,7 +237,7 @@ class StepRunner:
         self._phases.add(FORWARD, started, forward_ended)
         self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
         ready = _ready(message, result, wait_s)
-        if message.solo and (result.finite or run.spec.precision == "fp16"):
+        if message.solo and not run.spec.lockstep and (result.finite or run.spec.precision == "fp16"):
             # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
             step.ready, step.commit = ready, Commit(scale, skip=not result.finite)

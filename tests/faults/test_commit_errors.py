@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.errors import RemoteError
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.errors import CheckpointError, RemoteError
+from guava_nb.evaluation.metric_specs import merges_for
+from guava_nb.evaluation.validation import Validation
+from guava_nb.protocol.messages import Factory, MetricSpec, RunSpec
+from guava_nb.replica import optimizer as optimizer_module
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.training import checkpoint
 from guava_nb.training.job import TrainingJob
@@ -115,9 +119,9 @@ def failing(cluster: Cluster, workers: int, chosen: RunSpec, data: Any = None, *
     for k in range(workers):
         DirectWorker(cluster, f"w{k}").start()
     cluster.wait_for(workers, 10)
-    made = plan_for(loader(96) if data is None else data, 4, interrupt_grace_s=20.0, **plan)
-    if chosen.metrics:
-        made.val_feed = plan_for(loader(32)).feed
+    made = plan_for(loader(96) if data is None else data, 4, interrupt_grace_s=20.0)
+    for name, value in plan.items():
+        setattr(made, name, value)
     job = job_for(cluster, chosen, made)
     job.start()
     assert job.run.wait(60), job.run
@@ -172,3 +176,104 @@ def test_an_error_at_the_orchestrators_own_optimizer(cluster: Cluster, cause: st
     job = failing(cluster, 2, run_spec(**changes("all"), optimizer_site="orchestrator"))
     assert job.run.error is not None and not isinstance(job.run.error, RemoteError)
     is_whole_after(job, steps, tmp_path, 2)
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+def test_where_no_whole_state_is_left_the_last_snapshot_counts(
+    cluster: Cluster, site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own optimizer that is too large to be copied before each step, and tears the weights."""
+    monkeypatch.setattr(optimizer_module, "_MOST_KEPT_BYTES", 0)
+    changes, _ = CAUSES["optimizer midway"]
+    chosen = run_spec(**changes("all"), optimizer_site=site)
+    told: list[str] = []
+    cluster.notice = told.append
+    job = failing(cluster, 2, chosen, snapshot_every_steps=2)
+    is_whole_after(job, 4, tmp_path, 2)
+    assert any("left no whole state of step" in text and "that of step 4, the last snapshot" in text for text in told)
+
+
+class Callbacks:
+    """Raises in one of its hooks, after so many calls."""
+
+    def __init__(self, hook: str, calls: int) -> None:
+        self.left = calls
+        setattr(self, hook, self.called)
+
+    def called(self, run: Any, record: dict[str, Any]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Trouble("callback")
+
+
+class Spoiled:
+    """Batches as of `loader(96)`, until one cannot be loaded."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(loader(96)):
+            if number == 2:
+                raise Trouble("loader")
+            yield batch
+
+    def __len__(self) -> int:
+        return 3
+
+
+def bad_metric(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    raise Trouble("metric")
+
+
+def full_disk(content: Any, path: Any) -> None:
+    Path(path).write_bytes(b"some of it")
+    raise OSError(28, "No space left on device")
+
+
+def ticks(optimizer: torch.optim.Optimizer, last: int) -> LRScheduler:
+    def factor(step: int) -> float:
+        if step == last:
+            raise Trouble("tick")
+        return 1.0
+
+    return LambdaLR(optimizer, factor)
+
+
+METRIC = MetricSpec("bad", Factory(OWN + "bad_metric"))
+BETWEEN: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "on_step": ({"lockstep": True}, {"callbacks": [Callbacks("on_step", 4)]}, 4),
+    "on_epoch": ({}, {"callbacks": [Callbacks("on_epoch", 2)]}, 6),
+    "on_validation": ({"metrics": ()}, {"callbacks": [Callbacks("on_validation", 1)], "val": True}, 3),
+    "metric": ({"metrics": (METRIC,)}, {"val": True, "val_interval": 2}, 2),
+    "loader": ({}, {"data": Spoiled()}, 2),
+    "tick of an epoch": (
+        {"scheduler": Factory(OWN + "ticks", {"last": 2}), "scheduler_interval": "epoch"}, {}, 6,
+    ),
+    "tick at the orchestrator": (
+        {
+            "scheduler": Factory(OWN + "ticks", {"last": 2}), "scheduler_interval": "epoch",
+            "optimizer_site": "orchestrator",
+        }, {}, 6,
+    ),
+    "disk": ({}, {"save_every_steps": 5}, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("cause", BETWEEN)
+def test_an_error_between_steps(
+    cluster: Cluster, cause: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, plan, steps = copy.deepcopy(BETWEEN[cause])
+    if plan.pop("val", False):
+        merges = merges_for(changes["metrics"], None)
+        plan["validation"] = lambda: Validation(changes["metrics"], merges)
+        plan["val_feed"] = plan_for(loader(32)).feed
+    with monkeypatch.context() as patch:
+        if cause == "disk":
+            plan["save_path"] = tmp_path / "full.pt"
+            patch.setattr(torch, "save", full_disk)
+        job = failing(cluster, workers, run_spec(**changes), **plan)
+    assert str(job.run.error)
+    is_whole_after(job, steps, tmp_path, workers)
+    if cause == "disk":
+        assert isinstance(job.run.error, CheckpointError) and "No space left" in str(job.run.error)
+        assert not list(tmp_path.glob("full*"))  # nor half a file that takes the last of the room

@@ -168,6 +168,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         tokens: function of a batch, as the model gets it, that returns its number of tokens.
         frozen: full names of the parameters that take no gradient; None: as the factory builds them.
         buffers: what becomes of buffers that workers change unlike: "auto", "average", "first" or "sum".
+        lockstep: a lone worker, too, waits for the commit of each step: a callback may ask for the state after it.
     """
 
     model: Factory | None
@@ -195,6 +196,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tokens: Factory | None = None
     frozen: tuple[str, ...] | None = None
     buffers: str = "auto"
+    lockstep: bool = False
 
     @property
     def wants_whole_batches(self) -> bool:

@@ -82,7 +82,7 @@ class Shard(Message, frozen=True, kw_only=True):
         shard: index in summation order.
         rows: samples in this shard, over all parts of its batch; `group`: 0 on ranks that do not report the loss.
         global_rows: samples in the whole step; the loss is divided by it before backward.
-        solo: the receiver is the only worker and may commit by itself.
+        solo: the receiver is the only worker: it keeps its gradients, and commits by itself where the run has no lockstep.
         want_hash: report a hash of the parameters after this step.
         part_rows: `group`: samples of each part; 0 marks a stand-in row that only keeps the group's operations going.
         cached: one per part when the worker keeps rows; empty when all parts came whole.
