@@ -252,7 +252,8 @@ def Images():
 @pytest.mark.parametrize(
     ("mode", "settings", "cache"),
     [("data", {}, None), ("data", {}, "memory"), ("zero", {"zero_stage": 1}, None), ("zero", {"zero_stage": 2}, None),
-     ("zero", {"zero_stage": 3}, "memory"), ("tensor", {"tensor_plan": {"3": "colwise"}}, None), ("pipeline", {"micro_batches": 2}, None)],
+     ("zero", {"zero_stage": 3}, "memory"), ("tensor", {"tensor_plan": {"3": "colwise"}}, None),
+     ("pipeline", {"micro_batches": 2}, None)],
 )  # fmt: skip
 def test_models_and_batches_of_other_layouts_in_memory(
     session: Session, tmp_path: Path, mode: str, settings: dict[str, Any], cache: str | None
