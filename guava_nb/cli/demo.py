@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -72,7 +71,6 @@ class DemoOptions:
             seed=self.seed,
             precision=self.precision,
             tls=self.tls,
-            threads_per_worker=max(1, (os.cpu_count() or 1) // max(1, self.workers)),
         )
 
 
@@ -158,7 +156,8 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     with Orchestrator(config) as orchestrator:
         axes: dict[str, Any] = {"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {}
         orchestrator.set_mode(options.mode, **axes)
-        orchestrator.launch_workers(options.workers, device="cpu", threads=config.threads_per_worker)
+        orchestrator.launch_workers(options.workers)
+        print(*orchestrator.status().notes, sep="\n", flush=True)
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)
         training = orchestrator.start_training(

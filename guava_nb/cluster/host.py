@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 import time
@@ -21,6 +22,7 @@ from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
 from guava_nb.processes.launcher import WorkerHandle, close_all, launch
+from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
 
@@ -255,11 +257,14 @@ class SessionHost:
         """Return what all connected workers have in their own processes: "model", "criterion", "optimizer", ..."""
         return common_parts(self._open_cluster())
 
-    def launch_workers(self, count: int, device: str = "cpu", threads: int | None = 1) -> list[WorkerHandle]:
-        """Start worker processes on this machine; they join by themselves.
+    def launch_workers(self, count: int, device: str = "auto", threads: int | None = None) -> list[WorkerHandle]:
+        """Start worker processes on this machine; they join by themselves, and a notice says what each of them takes.
 
         Args:
-            threads: torch's threads in each.
+            count: how many.
+            device: "auto" gives each a GPU of its own while there are GPUs, then the processor; or one for all of them.
+            threads: torch's threads in each; None takes the configuration's `threads_per_worker`, else `OMP_NUM_THREADS`
+                where it is set, else shares the cores out that this process may use.
 
         Raises:
             ClusterError: the session is not open, or only dials.
@@ -268,11 +273,19 @@ class SessionHost:
             raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
         # Not through the tunnel: they are here.
         code = self._listener.join_code(LOOPBACK if self._listener.host in _ANYWHERE else None)
+        gpus = visible_gpus() if device == "auto" else []
+        running = [worker.status().device for worker in self._local if worker.alive]
+        own = os.environ.get("OMP_NUM_THREADS", "")
+        threads = threads or self.config.threads_per_worker or (int(own) if own.isdecimal() else None)
+        places = place(count, device, threads, gpus=gpus, cores=allowed_cores(), running=running)
+        names = [f"local-{len(self._local) + k + 1}" for k in range(count)]
         started = [
-            launch(code, device, f"local-{len(self._local) + k + 1}", threads, self.log_folder, self.config)
-            for k in range(count)
+            launch(code, one.device, name, one.threads, self.log_folder, self.config)
+            for name, one in zip(names, places, strict=True)
         ]
         self._local.extend(started)
+        if started:
+            self._open_cluster().notice(describe(names, places))
         return started
 
     def log(self, worker: str | None = None, n: int = 50) -> list[str]:

@@ -29,6 +29,7 @@ LONG_BYTES = 18  # index of a uint8 tensor
 BYTEARRAY = 19  # index of a uint8 tensor
 ODD_STRING = 20  # text with lone surrogates, as UTF-8 that allows them
 FAR_STRUCTURE = 21  # only at the root: index of a uint8 tensor that holds the real structure
+PERMUTED_TENSOR = 22  # index, axes from the outermost in memory to the innermost: the tensor's bytes lie in that order
 
 #: Tensors begin at multiples of this, so that a received tensor needs no copy.
 ALIGNMENT_BYTES = 16

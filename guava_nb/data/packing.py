@@ -17,7 +17,7 @@ import torch
 from guava_nb.data import node_kinds
 from guava_nb.data.classes import class_name, is_dataclass_type, is_namedtuple_type
 from guava_nb.data.refusals import Refused, hint
-from guava_nb.data.tensors import dtype_name, same_memory, tensor_bytes
+from guava_nb.data.tensors import axes_in_memory, dtype_name, same_memory, tensor_bytes
 from guava_nb.errors import ConfigError
 from guava_nb.nested import children
 from guava_nb.protocol.messages import TensorSpec, Tree
@@ -162,15 +162,18 @@ def _tensor(packer: _Packer, value: torch.Tensor) -> _Node:
         address = value.data_ptr()
     except RuntimeError:  # sparse tensors have no address
         raise Refused(value, "it has no plain memory; make it dense first") from None
+    order = axes_in_memory(value)
     known = packer.seen.get(address)
     if known is not None and same_memory(known[0], value):
-        return [node_kinds.TENSOR, known[1]]
-    try:
-        index = packer.add(dtype_name(value.dtype), tuple(value.shape), tensor_bytes(value))
-    except ConfigError as error:
-        raise Refused(value, str(error)) from None
-    packer.seen[address] = value, index
-    return [node_kinds.TENSOR, index]
+        index = known[1]
+    else:
+        try:
+            plain = value if order is None else value.permute(order)
+            index = packer.add(dtype_name(value.dtype), tuple(plain.shape), tensor_bytes(plain))
+        except ConfigError as error:
+            raise Refused(value, str(error)) from None
+        packer.seen[address] = value, index
+    return [node_kinds.TENSOR, index] if order is None else [node_kinds.PERMUTED_TENSOR, index, *order]
 
 
 def _array(packer: _Packer, value: np.ndarray[Any, Any]) -> _Node:

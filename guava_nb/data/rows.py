@@ -22,7 +22,7 @@ import torch
 from guava_nb.data.classes import Resolve
 from guava_nb.data.packing import pack
 from guava_nb.data.split import RowSplitter, rewrite_marked
-from guava_nb.data.tensors import dtype_name, same_memory, tensor_bytes, tensor_from
+from guava_nb.data.tensors import axes_in_memory, dtype_name, laid_out, same_memory, tensor_bytes, tensor_from
 from guava_nb.data.unpacking import unpack
 from guava_nb.errors import ConfigError, RemoteProtocolError
 from guava_nb.protocol.messages import Tree
@@ -109,7 +109,7 @@ class _Leaf:
     def _of_bytes(self, raw: Any, count: int) -> Any:
         shape = (count, *self.row_shape)
         if self.kind == "tensor":
-            return tensor_from(self.dtype, shape, raw)
+            return laid_out(tensor_from(self.dtype, shape, raw), axes_in_memory(self.value))
         return np.frombuffer(raw, np.dtype(self.dtype)).reshape(shape) if len(raw) else np.empty(shape, self.dtype)
 
 

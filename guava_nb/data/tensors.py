@@ -18,7 +18,9 @@ import torch
 
 from guava_nb.errors import ConfigError, RemoteProtocolError
 
-__all__ = ["DTYPES", "MAX_AXES", "dtype_name", "same_memory", "tensor_bytes", "tensor_from"]
+__all__ = [
+    "DTYPES", "MAX_AXES", "axes_in_memory", "dtype_name", "laid_out", "same_memory", "tensor_bytes", "tensor_from", "unpermuted",
+]  # fmt: skip
 
 # Going through numpy takes half the time of reinterpreting in torch; these have the same bytes in both.
 _NUMPY_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -116,6 +118,34 @@ def tensor_from(dtype: str, shape: Sequence[int], view: Any, offset: int = 0) ->
     if raw.data_ptr() % item_bytes:
         raw = raw.clone()  # vector kernels may fault on such an address; a new one is aligned
     return raw.view(DTYPES[dtype]).view(tuple(shape))
+
+
+def axes_in_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return a tensor's axes from the outermost in memory to the innermost; None where that is their own order.
+
+    Tells `channels_last` and transposed tensors, of which one without elements counts too. Gaps between elements do not.
+    """
+    if tensor.ndim < 2 or (tensor.ndim < 4 and tensor.numel() and tensor.is_contiguous()):
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda axis: -strides[axis])
+    return None if order == list(range(tensor.ndim)) or 0 in strides else tuple(order)
+
+
+def unpermuted(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return the view whose `permute(order)` is this tensor.
+
+    Raises:
+        ValueError: these are not all of its axes, each once.
+    """
+    if sorted(order) != list(range(tensor.ndim)):
+        raise ValueError(f"{list(order[:8])} is no order of {tensor.ndim} axes")
+    return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def laid_out(tensor: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
+    """Return a tensor with the same elements whose axes lie in memory in this order; None: as it is."""
+    return tensor if order is None else unpermuted(tensor.permute(tuple(order)).contiguous(), order)
 
 
 def same_memory(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from guava_nb.data import node_kinds
 from guava_nb.data.classes import Resolve, is_dataclass_type, is_namedtuple_type
-from guava_nb.data.tensors import MAX_AXES, tensor_from
+from guava_nb.data.tensors import MAX_AXES, tensor_from, unpermuted
 from guava_nb.errors import ConfigError, GuavaError, RemoteProtocolError
 from guava_nb.nested import rebuild
 from guava_nb.protocol.messages import TensorSpec, Tree
@@ -72,13 +72,14 @@ def unpack(tree: Tree, payload: Any, resolve: Resolve | None = None) -> Any:
 class _Unpacker:
     """Holds what the readers need: the tensors' places, the payload, and how to find classes."""
 
-    __slots__ = ("made", "payload", "resolve", "specs")
+    __slots__ = ("made", "payload", "permuted", "resolve", "specs")
 
     def __init__(self, specs: tuple[TensorSpec, ...], payload: memoryview, resolve: Resolve | None) -> None:
         self.specs = specs
         self.payload = payload
         self.resolve = resolve
         self.made: dict[int, torch.Tensor] = {}
+        self.permuted: dict[tuple[int, ...], torch.Tensor] = {}
 
     def root(self, structure: bytes) -> Any:
         """The decoded structure, from the payload when it lies there."""
@@ -114,6 +115,13 @@ class _Unpacker:
                 raise ValueError(f"{spec.nbytes} bytes are announced for {spec.dtype} {spec.shape}")
             self.made[index] = made
         return made
+
+    def permuted_tensor(self, index: int, *order: int) -> torch.Tensor:
+        """The tensor of this index whose axes lie in memory in this order, the same object each time."""
+        key = (index, *order)
+        if key not in self.permuted:
+            self.permuted[key] = unpermuted(self.tensor(index), order)
+        return self.permuted[key]
 
     def raw(self, index: int) -> memoryview:
         """The bytes of this index."""
@@ -205,6 +213,7 @@ def _dataclass(unpacker: _Unpacker, node: list[Any]) -> Any:
 
 _READERS: dict[int, Callable[[_Unpacker, list[Any]], Any]] = {
     node_kinds.TENSOR: lambda unpacker, node: unpacker.tensor(node[1]),
+    node_kinds.PERMUTED_TENSOR: lambda unpacker, node: unpacker.permuted_tensor(*node[1:]),
     node_kinds.LIST: _Unpacker.node_kinds,
     node_kinds.TUPLE: lambda unpacker, node: tuple(unpacker.node_kinds(node)),
     node_kinds.DICT: _dict,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from guava_nb.doctor.check import Check
 from guava_nb.doctor.memory import WORKER_BYTES, memory_here
+from guava_nb.processes.placement import allowed_cores
 
 __all__ = ["check_cores", "check_disk", "check_memory"]
 
@@ -31,7 +31,7 @@ def check_memory() -> Check:
 
 def check_cores() -> Check:
     """Cores that this process may use, which in a container are fewer than the machine has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = allowed_cores()
     if cores < 2:
         return Check(
             "cores", "warning", f"{cores}: orchestrator and workers share it", "expect slow steps on this machine"

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from guava_nb.processes.control_groups import GROUPS, OWN_GROUPS, own_groups
+
 __all__ = ["WORKER_BYTES", "Memory", "memory_here"]
 
 #: What one more worker on the CPU takes, with torch loaded and a small model: 240 to 275 MB measured, rounded up. Its own pages
 #: only: libraries are there once for all.
 WORKER_BYTES = 300_000_000
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
 #: Of a control group: what it may use, what it uses, and the name of the part of that which the kernel gives back when asked.
 _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -52,23 +52,9 @@ def memory_here(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Memory:
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each group that this process is in, innermost last; the outermost holds where its path is hidden."""
-    try:
-        lines = own.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):  # no Linux, or a text that is none
-        return
-    for line in lines:
-        if line.count(":") < 2:
-            continue
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version, folder = (1, groups / "memory") if controllers else (2, groups)
+    """Limit and use of each group that this process is in."""
+    for folder, version in own_groups("memory", groups, own):
         yield from _limit(folder, version)
-        for name in path.split("/"):
-            if name and name != "..":
-                folder = folder / name
-                yield from _limit(folder, version)
 
 
 def _limit(folder: Path, version: int) -> Iterator[tuple[int, int]]:

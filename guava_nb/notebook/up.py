@@ -119,7 +119,7 @@ class LocalWorkers:
         self._most = max(self._most, wanted)
         if (missing := wanted - len(self)) > 0:
             tell(f"Starting {missing} worker{'' if missing == 1 else 's'} here; this takes some seconds.")
-            self._handles += self._orchestrator.launch_workers(missing)
+            self._handles += self._orchestrator.launch_workers(missing)  # its notice says what they take
         deadline = time.monotonic() + LOCAL_JOIN_S
         # Workers from elsewhere may be here, and more of them may come meanwhile: they are not those waited for.
         while wanted and len(self._ready()) < (count := len(self._others()) + wanted):

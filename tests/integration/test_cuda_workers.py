@@ -53,3 +53,21 @@ def test_a_task_has_the_device_s_time_and_the_code_in_it_does_not_wait() -> None
     (task,) = meter.window.tasks
     assert task.seconds == pytest.approx(device_s, rel=0.05) and host_s < device_s / 2
     assert task.joules is None or 0 < task.joules <= (meter.window.joules or 0) * 1.05
+
+
+@pytest.mark.timeout(180)
+def test_workers_take_a_gpu_each_and_then_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `launch_workers(n)`, %guava_up --local n and `guava demo` do by default."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    gpus = torch.cuda.device_count()
+    with Orchestrator(num_workers=gpus + 1, precision="fp64", bucket_mb=1) as orchestrator:
+        orchestrator.launch_workers(gpus + 1)
+        orchestrator.wait_for_workers(timeout=120)
+        orchestrator.register_model("tests.support.training:SmallNet")
+        run = orchestrator.start_training(loader(), num_epochs=2, optimizer_args={"lr": 0.01}, progress=False)
+        model, _ = plain(spec(), loader(), 2)
+        assert difference(run.model(), model) <= 1e-9
+        status = orchestrator.status()
+        assert sorted(w.device for w in status.workers) == ["cpu", *(f"cuda:{k}" for k in range(gpus))]
+        assert "local-1 takes cuda:0" in "\n".join(status.notes)
+        assert f"local-{gpus + 1} takes the processor" in "\n".join(status.notes)

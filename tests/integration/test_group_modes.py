@@ -219,6 +219,71 @@ def test_replicas_may_use_unlike_blocks(session: Session, model: str) -> None:
     assert run.generations == (2 if model == "Again" else 1)
 
 
+LAID_OUT = """
+import torch
+from torch import nn
+
+
+class Front(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            raise ValueError(f"the batch came with strides {x.stride()}")
+        return self.conv(x).relu()
+
+
+class Tilted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x):
+        return x.mean((2, 3)) @ self.weight
+
+
+def Images():
+    return nn.Sequential(Front(), nn.Conv2d(4, 4, 3), Tilted(), nn.Linear(5, 4)).to(memory_format=torch.channels_last)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "cache"),
+    [("data", {}, None), ("data", {}, "memory"), ("zero", {"zero_stage": 1}, None), ("zero", {"zero_stage": 2}, None),
+     ("zero", {"zero_stage": 3}, "memory"), ("tensor", {"tensor_plan": {"3": "colwise"}}, None),
+     ("pipeline", {"micro_batches": 2}, None)],
+)  # fmt: skip
+def test_models_and_batches_of_other_layouts_in_memory(
+    session: Session, tmp_path: Path, mode: str, settings: dict[str, Any], cache: str | None
+) -> None:
+    """Weights in channels_last, a transposed one, and batches in channels_last arrive and end as in plain PyTorch."""
+    session.ensure(2)
+    namespace: dict[str, Any] = {}
+    exec(LAID_OUT, namespace)
+    torch.manual_seed(0)
+    plain = namespace["Images"]().double()
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(30, 3, 7, 7, generator=generator, dtype=torch.float64).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 4, (30,), generator=generator)
+    batches = list(zip(images.split(8), labels.split(8), strict=True))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for x, y in batches * 2:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    session.orch.set_mode(mode, path="relay", **settings)
+    run = session.train(batches, 2, LAID_OUT, model="Images", criterion="CrossEntropyLoss", cache=cache)
+    assert difference(run.model(), plain) <= 1e-9
+    for ours, theirs in zip(run.model().parameters(), plain.parameters(), strict=True):
+        assert ours.stride() == theirs.stride()
+    saved = torch.load(session.orch.save_checkpoint(tmp_path / "laid-out.pt"), weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    plain.load_state_dict(saved["model"])
+    assert difference(run.model(), plain) == 0.0
+
+
 NORMED = """
 from torch import nn
 

@@ -88,6 +88,8 @@ def shard_over_data(
     Raises:
         ConfigError: one layer mixes dtypes, or this torch cannot leave a scalar parameter whole.
     """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 cuts rows of row-major memory (channels_last is none)
     whole = {p for p in model.parameters() if p.ndim == 0 or p.numel() == 0}
     units = SharedUnits(mesh.get_group(), next(model.parameters()).device, habit)
     sharded = Sharded(model, units, [], 1.0, mesh.get_group())

@@ -144,8 +144,11 @@ class PlainOrchestrator:
         self.calls.append(f"mode {mode}")
         self.config = self.config.replace(**mode_settings(mode, **axes))
 
-    def launch_workers(self, count: int, device: str, threads: int) -> None:
-        self.calls.append(f"launch {count} {device}")
+    def launch_workers(self, count: int) -> None:
+        self.calls.append(f"launch {count}")
+
+    def status(self) -> Any:
+        return types.SimpleNamespace(notes=["local-1 takes cuda:0, 3 threads"])
 
     def wait_for_workers(self, count: int, timeout: float) -> None:
         self.calls.append(f"wait {count}")
@@ -214,7 +217,7 @@ def test_a_spread_model_is_reported_with_its_mesh(plain_orchestrator: type[Plain
 def test_run_demo_asks_the_orchestrator_for_the_right_things(plain_orchestrator: type[PlainOrchestrator]) -> None:
     report = run_demo(DemoOptions(workers=3, epochs=2, shares=(2, 1, 1), learning_rate=0.01, seed=5, tls=False))
     (made,) = plain_orchestrator.made
-    assert made.calls == ["open", "mode data", "launch 3 cpu", "wait 3", demo.MODEL, "close"]
+    assert made.calls == ["open", "mode data", "launch 3", "wait 3", demo.MODEL, "close"]
     assert made.arguments["shares"] == (2, 1, 1)
     assert (made.arguments["optimizer"], made.arguments["optimizer_args"]) == ("Adam", {"lr": 0.01})
     config = made.config

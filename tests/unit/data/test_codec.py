@@ -422,3 +422,43 @@ def test_a_shape_of_a_million_axes_is_refused_at_once(node: list[Any]) -> None:
         unpack(Tree(msgspec.msgpack.encode(node), (TensorSpec("uint8", (1,), 0, 1),)), b"x")
     with pytest.raises(RemoteProtocolError):
         tensor_from("float32", (2**62,) * 200_000, b"x")
+
+
+@COMMON
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data(), st.booleans())
+def test_a_tensor_keeps_the_order_of_its_axes_in_memory(sizes: list[int], data: Any, is_cut: bool) -> None:
+    """Of any number of axes, cut too; as torch's own `clone` keeps it."""
+    order = data.draw(st.permutations(range(len(sizes))))
+    value = torch.arange(math.prod(sizes)).reshape(sizes).permute(order)
+    value = value[: value.shape[0] - 1] if is_cut and value.shape[0] > 1 else value
+    came = travel({"a": value, "b": [value]})
+    assert torch.equal(came["a"], value)
+    if value.numel():
+        assert came["a"] is came["b"][0]
+        long, kept = [axis for axis in range(value.ndim) if value.shape[axis] > 1], value.clone()
+        assert [came["a"].stride(axis) for axis in long] == [kept.stride(axis) for axis in long]
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        ((4, 3, 5, 6), torch.channels_last),
+        ((1, 3, 5, 6), torch.channels_last),
+        ((2, 3, 4, 5, 6), torch.channels_last_3d),
+    ],
+)
+def test_channels_last_stays_channels_last(shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
+    value = torch.randn(shape).to(memory_format=memory_format)
+    came = travel(value)
+    assert came.stride() == value.stride()
+    assert came.is_contiguous(memory_format=memory_format)
+    assert torch.equal(came, value)
+    assert travel(value[:0]).stride() == value[:0].stride()
+
+
+def test_no_order_of_axes_of_a_stranger_gives_anything_but_an_error() -> None:
+    tree, buffers = pack(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    for order in ([0, 1], [0, 0, 1, 2], [0, 1, 2, 9], [-1, 0, 1, 2], ["a", 1, 2, 3], []):
+        strange = Tree(msgspec.msgpack.encode([node_kinds.PERMUTED_TENSOR, 0, *order]), tree.tensors)
+        with pytest.raises(RemoteProtocolError):
+            unpack(strange, bytearray(b"".join(buffers)), imported_class)

@@ -187,3 +187,15 @@ def test_orders_that_do_not_fit_what_came_are_refused() -> None:
             Received(came, sent, marks, slots)
     with pytest.raises(RemoteProtocolError, match="was kept where"):
         Received(came, 2, rows.marks, rows.slots).whole([b"x" * 20])
+
+
+@pytest.mark.parametrize("sent", [(), (1, 3), (0, 1, 2, 3)])
+def test_rows_of_images_stay_channels_last(sent: tuple[int, ...]) -> None:
+    """Whether they came, were held, or both."""
+    images = torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last)
+    rows = Rows((images, torch.arange(4)), 4, RowSplitter())
+    held = Received(travelled(rows.only(range(4))), 4, rows.marks, rows.slots)
+    made = Received(travelled(rows.only(sent)), len(sent), rows.marks, rows.slots).whole(held.entries())
+    for batch in (made, held.as_came()):
+        assert batch[0].stride() == images.stride()
+        assert torch.equal(batch[0], images)

@@ -20,9 +20,9 @@ def test_memory_cores_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     check = machine.check_memory()
     assert check.status == "warning" and "of 2.0 GiB that this host gives free, room for about 1 small" in check.detail
 
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: 1)
     assert machine.check_cores().status == "warning"
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(machine, "allowed_cores", lambda: 2)
     assert machine.check_cores() == Check("cores", "ok", "2")
 
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=5 << 30))

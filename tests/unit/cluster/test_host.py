@@ -1,0 +1,52 @@
+"""What workers that are started on this machine are told to take, without starting any."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+
+from guava_nb import Orchestrator
+from guava_nb.cluster import host
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int | None]]:
+    """Name, device and threads of each worker; on a machine of two GPUs and 16 cores."""
+    made: list[tuple[str, str, int | None]] = []
+
+    def launch(code: Any, device: str, name: str, threads: int | None, *rest: Any) -> Any:
+        made.append((name, device, threads))
+        return types.SimpleNamespace(alive=True, status=lambda: types.SimpleNamespace(device=device))
+
+    monkeypatch.setattr(host, "launch", launch)
+    monkeypatch.setattr(host, "visible_gpus", lambda: ["cuda:0", "cuda:1"])
+    monkeypatch.setattr(host, "allowed_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return made
+
+
+def session(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Orchestrator, list[str]]:
+    made, notices = Orchestrator(**settings), []
+    made._listener = types.SimpleNamespace(host="127.0.0.1", join_code=lambda address: "a code")  # type: ignore[assignment]
+    monkeypatch.setattr(made, "_open_cluster", lambda: types.SimpleNamespace(notice=notices.append))
+    return made, notices
+
+
+def test_workers_take_the_gpus_and_then_share_the_cores(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    made, notices = session(monkeypatch)
+    made.launch_workers(1)
+    made.launch_workers(2)
+    assert started == [("local-1", "cuda:0", 15), ("local-2", "cuda:1", 5), ("local-3", "cpu", 5)]
+    assert notices[-1] == "local-2 takes cuda:1, 5 threads; local-3 takes the processor, 5 threads"
+
+
+def test_what_a_person_sets_holds(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    made, _ = session(monkeypatch, threads_per_worker=2)
+    made.launch_workers(1, device="cpu")
+    made.launch_workers(1, device="cuda:1", threads=3)
+    assert [entry[1:] for entry in started] == [("cpu", 2), ("cuda:1", 3)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    session(monkeypatch)[0].launch_workers(1, device="cpu")
+    assert started[-1][2] == 4
