@@ -156,6 +156,8 @@ class ReplicaSets:
             self.fetch(own)
             return own
         replica_set = self._build(composed)
+        if last is not None:
+            replica_set.checks = last.checks
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
         return replica_set

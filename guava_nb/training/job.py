@@ -32,6 +32,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
+from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -82,6 +83,7 @@ class TrainingJob(Job):
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
+        self._check = FirstStepCheck(self, members, plan, run, gate)
         self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
@@ -229,6 +231,8 @@ class TrainingJob(Job):
                 group = feeder.take()
                 if group is None:
                     return
+                if self._check.before(group) and coming is not None:  # members may have come or gone meanwhile
+                    self.window.wait_for_room(coming)
                 cost = self.budget_gate.afford_step(group)
                 self.budget_gate.issued(self._issue(epoch, group), cost)
 

@@ -257,7 +257,13 @@ class StepRunner:
         while True:
             pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
             work = ShardWork(
-                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
+                message.step,
+                message.shard,
+                pieces,
+                message.rows,
+                message.global_rows,
+                message.part_rows or None,
+                is_cut=self._pieces > 1,
             )
             try:
                 with self._flops.around(message.rows):
