@@ -156,15 +156,16 @@ class ReplicaSets:
             self.fetch(own)
             return own
         replica_set = self._build(composed)
-        if last is not None:
-            replica_set.checks = last.checks
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
         return replica_set
 
     def _build(self, composed: Composed) -> ReplicaSet:
         spec, instance = composed.spec, self._registry.instance_for(composed.spec)
-        return build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        if self.trained is not None:
+            made.checks = self.trained.checks
+        return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
         """A run of these replicas was launched."""

@@ -26,14 +26,14 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import CheckStep, ParallelSpec, RunSpec, StepChecked
-from guava_nb.replica.whole_against_cut import BATCH_STATISTICS, COUPLED, RANDOMNESS, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import BATCH_STATISTICS, COUPLED, RANDOMNESS, WEIGHTS
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 
-__all__ = ["FirstStepCheck", "Question", "first_rows", "weights_of_pieces"]
+__all__ = ["FirstStepCheck", "Question", "digest_of", "first_rows", "weights_of_pieces"]
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
 _FEW_ROWS = 8
@@ -137,7 +137,7 @@ class FirstStepCheck:
             return False
         self._settled = True
         content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
-        digest = _digest(replicas, content, weights)
+        digest = digest_of(replicas, content, weights)
         known = digest in replicas.checks
         if not known:
             replicas.checks[digest] = self._judge(Question(batch, content, weights, self._splitter), team[0])
@@ -206,7 +206,7 @@ def _is_doubtful(answer: StepChecked) -> bool:
     return answer.outcome in _FAILED or WEIGHTS in answer.causes or COUPLED in answer.causes
 
 
-def _digest(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> bytes:
+def digest_of(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> bytes:
     """Return what a finding depends on: model and loss, their source, the form of a batch, and how it is shared."""
     spec = replicas.spec
     record = (spec.model, spec.criterion, spec.step, spec.preprocess, spec.augment, spec.precision, spec.parallel,
@@ -262,8 +262,8 @@ def _findings(spec: RunSpec, question: Question, answer: StepChecked) -> Iterato
     """Say what differs, why, and what to do, one sentence for each cause."""
     if answer.outcome == "piece failed":
         yield (
-            f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts refer to "
-            "positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
+            f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
+            "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
         )
         return
     measured = (

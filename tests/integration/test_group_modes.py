@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         global _calls
-        if self.training:
+        if self.training and not checking():
             _calls += 1
             trap("forward")
         return self.drop(torch.relu(self.linear(x)))

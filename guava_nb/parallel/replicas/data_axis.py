@@ -21,8 +21,8 @@ from guava_nb.parallel.replicas.zero23_fsdp import Sharded, shard_over_data
 __all__ = ["DataAxis", "make_data_axis", "sum_over_data"]
 
 _UNSEEN = (
-    "this run did not know of it before, because it looks for that name in the shared cells and in the modules of model, loss and "
-    "step. Import it in a shared cell: from guava_nb import gather_batch"
+    "this run did not know of it before, because it looks for that name in the shared cells and in the modules of model, loss "
+    "and step. Import it in a shared cell: from guava_nb import gather_batch"
 )
 
 

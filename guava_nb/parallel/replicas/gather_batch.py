@@ -77,7 +77,7 @@ def refusing(why: str) -> Gather:
 
 def gather_over(group: dist.ProcessGroup, stand_in: bool) -> Gather:
     """Return what gathers over the replicas of a group; a stand-in takes part and adds no rows."""
-    return lambda tensor: _Gathered.apply(tensor[:0] if stand_in else tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+    return lambda tensor: _Gathered.apply(tensor[:0] if stand_in else tensor, group)  # type: ignore[no-untyped-call]
 
 
 class _Gathered(torch.autograd.Function):
@@ -100,7 +100,7 @@ class _Gathered(torch.autograd.Function):
         return torch.cat([part[:count] for part, count in zip(came, rows, strict=True)])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
         total = gradient.to(wide, copy=True).contiguous()

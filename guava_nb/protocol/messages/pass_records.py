@@ -120,7 +120,7 @@ class CheckStep(Message, frozen=True, kw_only=True):
 
 
 class StepChecked(Message, frozen=True, kw_only=True):
-    """Worker to orchestrator: what came of `CheckStep`; the fields are those of `guava_nb.replica.whole_against_cut.Finding`."""
+    """Worker to orchestrator: what came of `CheckStep`, see `guava_nb.replica.one_step_check.whole_against_cut.Finding`."""
 
     NUMBER: ClassVar[int] = 83
 

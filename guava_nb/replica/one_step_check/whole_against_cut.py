@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from guava_nb.parallel.replicas.gather_batch import Gather
+from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
-from guava_nb.replica.quiet_randomness import QuietRandomness, silence_modules
+from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
@@ -179,10 +180,13 @@ class _Trial(Replica):
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
-        self.drawn: set[str] = {"dropout"} if silence_modules(self.model.modules()) else set()
+        self.drawn = set[str]()
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
+                module.dropout, self.drawn = 0.0, {"dropout"}
         self._first = {name: value.clone() for name, value in self.model.named_buffers()}
         norms = [(name, norm) for name, norm in self.model.named_modules() if isinstance(norm, _BatchNorm)]
-        self._gathered = _SimulatedGather()
+        self._gathered = SimulatedGather()
         self._norms = [(name, norm) for name, norm in norms if norm.training and norm.running_mean is not None]
 
     def measure(self, pieces: _Pieces, seed: int = 0) -> _Measured:
@@ -196,7 +200,7 @@ class _Trial(Replica):
         present = b""
         try:
             self._gathered.begin(is_whole=len(pieces) == 1)
-            with QuietRandomness() as quiet:
+            with WithoutRandomness() as still:
                 for batch, part in pieces:
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
@@ -205,7 +209,7 @@ class _Trial(Replica):
                         values = values.mul_(part / rows)
                         flat = values if flat is None or flat.shape != values.shape else flat + values
                 self._gathered.finish()
-            self.drawn |= quiet.seen
+            self.drawn |= still.drawn
             gradients = {
                 name: p.grad.to_dense() if p.grad.layout is not torch.strided else p.grad
                 for name, p in self._named.items()
@@ -253,55 +257,6 @@ class _Trial(Replica):
         return tuple(name for name in names if name.rpartition(".")[0] not in owners)
 
 
-class _SimulatedGather:
-    """Gathers over pieces that are computed one after another, as replicas would at the same time.
-
-    A piece is given what the whole batch came to, as constants. What its loss finds out about them is collected, and goes back
-    through the pieces that they are of when all are done.
-
-    Attributes:
-        whole: what was gathered of the whole batch, call by call.
-    """
-
-    def __init__(self) -> None:
-        self.whole: list[Tensor] = []
-        self._is_whole = True
-        self._at = 0
-        self._lent: list[list[tuple[Tensor, Tensor]]] = []  # for each call, of each piece: its rows, and all rows
-
-    def begin(self, is_whole: bool) -> None:
-        """A whole batch is computed, or its pieces are."""
-        self._is_whole, self._lent = is_whole, []
-        if is_whole:
-            self.whole = []
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if self._is_whole:
-            self.whole.append(tensor.detach().clone())
-            return tensor
-        rows = self.whole[self._at].clone().requires_grad_(tensor.requires_grad)
-        if len(self._lent) == self._at:
-            self._lent.append([])
-        self._lent[self._at].append((tensor, rows))
-        self._at += 1
-        return rows
-
-    def begin_piece(self) -> None:
-        """The next calls are those of another piece."""
-        self._at = 0
-
-    def finish(self) -> None:
-        """Let what all pieces found out go back, last call first: it may depend on earlier ones."""
-        for call in reversed(self._lent):
-            found = [rows.grad for _, rows in call if rows.grad is not None]
-            if not found:
-                continue
-            parts = sum(found[1:], found[0]).split([len(own) for own, _ in call])  # type: ignore[no-untyped-call]
-            for (own, _), gradient in zip(call, parts, strict=True):
-                own.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
-        self._lent = []
-
-
 # ---------------------------------------------------------------------------------------------------------- differences
 
 
@@ -313,9 +268,7 @@ def _differences(a: _Measured, b: _Measured) -> tuple[float, float, str]:
     by_loss = abs(a.loss - b.loss) / max(abs(a.loss), abs(b.loss), 1e-3)
     size = math.hypot(*(_norm(g) for g in a.gradients.values()))
     size = max(size, math.hypot(*(_norm(g) for g in b.gradients.values())), 1e-6)
-    each = {
-        name: _norm(_minus(a.gradients.get(name), b.gradients.get(name))) for name in {**a.gradients, **b.gradients}
-    }
+    each = {name: _distance(a.gradients.get(name), b.gradients.get(name)) for name in {**a.gradients, **b.gradients}}
     worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]), default="")
     by_gradient = math.hypot(*each.values()) / size
     return (math.inf if math.isnan(by_loss) else by_loss), (math.inf if math.isnan(by_gradient) else by_gradient), worst
@@ -329,10 +282,10 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value.reshape(-1)))
 
 
-def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
-    if a is None or b is None:
-        return a if b is None else b  # type: ignore[return-value] - one of them is there
-    return a - b
+def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    if a is not None and b is not None:
+        return _norm(a - b)
+    return sum(_norm(one) for one in (a, b) if one is not None)
 
 
 def _unlike(a: Tensor, b: Tensor | None) -> bool:
