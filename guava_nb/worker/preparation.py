@@ -54,6 +54,7 @@ class PreparedRun:
         run_id: of the run.
         spec: its record.
         module: of the shared cells; None where there are none.
+        resolve: finds shared and importable objects by name.
         replica: trains.
         evaluator: validates and predicts with the replica.
     """
@@ -61,6 +62,7 @@ class PreparedRun:
     run_id: str
     spec: RunSpec
     module: ModuleType | None
+    resolve: Resolve
     replica: BaseReplica
     evaluator: Evaluator
 
@@ -104,7 +106,7 @@ class Preparation:
             return self._resolve(name, module)
 
         replica = self._replica(spec, resolve)
-        return PreparedRun(message.run_id, spec, module, replica, Evaluator(replica, resolve, spec.metrics))
+        return PreparedRun(message.run_id, spec, module, resolve, replica, Evaluator(replica, resolve, spec.metrics))
 
     def _replica(self, spec: RunSpec, resolve: Resolve) -> BaseReplica:
         if spec.parallel is None:
@@ -165,7 +167,7 @@ class Preparation:
                 whole = self.datasets.batches(message, batches[0], run.spec.seed)
                 edges = accumulate(rows[1:], initial=0)
                 batches = [whole, *split_rows(whole, list(pairwise(edges)), rows[0])]
-            found = compare(run.replica, run.spec, lambda name: self._resolve(name, run.module), batches, rows)
+            found = compare(run.replica, run.spec, run.resolve, batches, rows)
         except USER_ERRORS as error:  # the batch itself cannot be made here
             found = Finding("whole failed", problem=error_text(error))
         kept = replace(found, problem=found.problem[:_MOST_TEXT], buffers=found.buffers[:_MOST_NAMES])

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, TrainingError
 from guava_nb.protocol.messages import CheckStep, Factory, Message, RunSpec, StepChecked
 from guava_nb.replica.one_step_check import whole_against_cut
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
@@ -308,3 +308,24 @@ def test_the_check_of_a_stream_takes_no_sample_from_it(cluster: Cluster) -> None
     drawn = iter(DataLoader(TensorDataset(*loader().dataset.tensors), batch_size=16))  # type: ignore[attr-defined]
     run = Session(cluster).run(spec(), drawn).result()
     assert sum(record["samples"] for record in run.history) == 101
+
+
+class Narrow(Planted):
+    """Computes eight samples at once at most, as a small device does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_a_lone_worker_cuts_what_does_not_fit_unless_samples_are_coupled(cluster: Cluster) -> None:
+    session, args = Session(cluster, 1), {"criterion": None, "model": Factory(f"{__name__}:Narrow")}
+    apart = spec(**args, step=Factory(f"{__name__}:counted"))
+    run = session.run(apart, loader(32, 32)).result()
+    assert (run.check, len(run.history)) == (None, 1)
+    assert session.workers[0].loop._steps._pieces == 4
+    run = session.run(spec(**args, step=Factory(f"{__name__}:info_nce")), loader(32, 32))
+    with pytest.raises(TrainingError, match="a batch of 32 samples does not fit the memory here.*gather_batch"):
+        run.result()
+    assert run.history == []

@@ -26,6 +26,7 @@ from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
 
@@ -102,7 +103,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with _no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), _no_process_group(), _uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
