@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from guava_nb.config import DistributedConfig
     from guava_nb.data.worker_data import WorkerData
     from guava_nb.orchestrator import Orchestrator
+    from guava_nb.parallel.replicas.gather_batch import gather_batch
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
     from guava_nb.telemetry import EnergyMeter, energy_task
@@ -59,7 +60,7 @@ __all__ = [
     "NetworkWorker",
     "Orchestrator",
 ]
-__all__ += ["Run", "WorkerData", "__version__", "energy_task"]
+__all__ += ["Run", "WorkerData", "__version__", "energy_task", "gather_batch"]
 __all__ += errors.__all__
 
 #: Public name to the module that holds it.
@@ -75,6 +76,7 @@ _HOMES = {
     "Run": "guava_nb.training.run",
     "WorkerData": "guava_nb.data.worker_data",
     "energy_task": "guava_nb.telemetry.tasks",
+    "gather_batch": "guava_nb.parallel.replicas.gather_batch",
 }
 
 

@@ -10,12 +10,14 @@ from torch import nn
 
 from guava_nb.cluster.traffic import NOTHING, Traffic
 from guava_nb.data.codec import dtype_name, pack
+from guava_nb.data.split import RowSplitter
 from guava_nb.forecast.batch_bytes import training_batches, validation_batches
 from guava_nb.forecast.forecast import Parts
 from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
 from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.training.first_step_check import Question, digest_of, first_rows, weights_of_pieces
 
 __all__ = ["parts_of"]
 
@@ -39,7 +41,7 @@ def parts_of(run: RunFacts) -> Parts:
     plan, after = run.plan, _trained_state(run)
     begun = plan.start.batches / plan.feed.batches_per_epoch if plan.feed.batches_per_epoch else 0.0
     return Parts(
-        start=_starting(run, after) * run.workers + exchanged.joining,
+        start=_starting(run, after) * run.workers + exchanged.joining + _first_step_check(run),
         step=exchanged.step,
         train=training_batches(run, exchanged.batch),
         accumulation=plan.accumulation_steps,
@@ -73,6 +75,20 @@ def _star_step(run: RunFacts) -> Traffic:
         total = total + run.back(messages.GradientBucket, nbytes, **known) * busy
         total = total + run.out(messages.SumBucket, nbytes, **known) * run.workers
     return total if buckets else total + commit * run.workers
+
+
+def _first_step_check(run: RunFacts) -> Traffic:
+    """Return what one worker is asked before the first step; where it finds something it is asked once more."""
+    first = next((batch for group in run.train.groups for batch in group if batch.rows > 1), None)
+    weights = weights_of_pieces(run.spec, run.plan.weights(range(run.workers)))
+    if run.plan.check == "off" or first is None or len(weights) < 2:
+        return NOTHING
+    if digest_of(run.replica_set, first.batch, weights) in run.replica_set.checks:
+        return NOTHING
+    question = Question(first, first.batch, weights, RowSplitter(run.plan.split_fn))
+    message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows))
+    answer = run.back(messages.StepChecked, outcome="same", precision="fp32", parameter="layer.weight")
+    return run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- states

@@ -164,7 +164,10 @@ class ReplicaSets:
 
     def _build(self, composed: Composed) -> ReplicaSet:
         spec, instance = composed.spec, self._registry.instance_for(composed.spec)
-        return build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        if self.trained is not None:
+            made.checks = self.trained.checks
+        return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
         """A run of these replicas was launched."""

@@ -14,7 +14,7 @@ from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, RunSpec
-from guava_nb.spec.run_spec import build_spec, parallel_spec
+from guava_nb.spec.run_spec import build_spec, parallel_spec, uses_gather
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
 
@@ -57,7 +57,9 @@ class RunBuilder:
         refuse_place(options.data, loaders[0])
         metrics = metric_specs(options.metrics, shared)
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
-        parallel = parallel_spec(self._config, workers, self._tensor_plan, (lambda: False) if own else reach)
+        gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
+        reach = (lambda: False) if own else reach
+        parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
         spec = self._with_frozen(build_spec(self._config, shared, model, options, parallel, metrics))
         if options.cache_static:
             refuse_static(spec)

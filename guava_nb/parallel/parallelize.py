@@ -89,7 +89,7 @@ def parallelize(
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
-    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit)
+    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather)
     holding = hold(model, names, order, mesh)
     optimizer = learning.make_optimizer(holding.named)
     if data.sharded:

@@ -95,9 +95,10 @@ class WholeModelPart:
             TrainingError: the loss depends on no trainable parameter.
         """
         if not stand_in:
-            return self._train(batch, rows, factor, last)
+            with self._data.gathering(stand_in):
+                return self._train(batch, rows, factor, last)
         if self._data.runs_stand_ins:
-            with self._data.standing_in(), kept_buffers(self.model):
+            with self._data.standing_in(), kept_buffers(self.model), self._data.gathering(stand_in):
                 self._train(batch, rows, 0.0, last)
             self._rows -= rows
         return _NOTHING
@@ -133,7 +134,8 @@ class WholeModelPart:
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), standing, self._data.forward_only("evaluation"):
+        passing = self._data.forward_only("evaluation")
+        with torch.no_grad(), evaluating(self.model), standing, passing, self._data.gathering(stand_in):
             loss = self._objective(
                 self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
             )

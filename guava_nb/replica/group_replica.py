@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from guava_nb.parallel.loss_interface import Forward, Learning, Measured, Observ
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.parallelize import parallelize
 from guava_nb.parallel.replicas.call_order import Habit
+from guava_nb.parallel.replicas.gather_batch import gathering, refusing
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
@@ -39,6 +41,10 @@ from guava_nb.replica.state_dict import copied, parameter_hash
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["GroupReplica"]
+
+_STAGED = (
+    "a pipeline's last stage sees one micro-batch at a time: use data or ZeRO mode for a loss that couples samples"
+)
 
 
 class GroupReplica(BaseReplica):
@@ -154,7 +160,8 @@ class GroupReplica(BaseReplica):
         seat = axes.dp * axes.sizes.stages + axes.pp  # ranks that share layers draw the same numbers
         counts: list[Any] = []
         parts = self._treated(work, axes.dp, counts)
-        with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False):
+        staged = gathering(refusing(_STAGED)) if self._shape.pp > 1 or self._shape.mode == "pipeline" else nullcontext()
+        with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False), staged:
             sums = [
                 self._train_part(part, batch, rows, factor, last=number == len(parts))
                 for number, (batch, rows) in enumerate(parts, start=1)

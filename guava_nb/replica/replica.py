@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
+from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
@@ -39,6 +40,15 @@ from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]
 
+_NO_GROUP = (
+    "the workers of this run meet at the orchestrator only, since no shared cell, nor the module of model, loss or step, has "
+    "that name. Import it in a shared cell (from guava_nb import gather_batch): then the run forms a process group"
+)
+_CUT = (
+    "the batch does not fit the memory here, and was cut into pieces that cannot see each other: give smaller batches, or more "
+    "workers"
+)
+
 
 class Replica(BaseReplica):
     """A whole model with all it needs to train.
@@ -49,6 +59,7 @@ class Replica(BaseReplica):
     """
 
     optimizer: Optimizer
+    _keeps_graphs = False
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> None:
         """Build everything a run's record describes.
@@ -102,7 +113,8 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
-            with seeded(shard_seed(self._spec.seed, work.step, work.shard), self.device, restore_all=False):
+            seed = shard_seed(self._spec.seed, work.step, work.shard)
+            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
                 losses = self._run_parts(work, on_bucket, clock, counts)
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
@@ -112,6 +124,12 @@ class Replica(BaseReplica):
             self._exchange.cancel()
             self._drop_gradients()
             raise
+
+    def _gather(self, work: ShardWork) -> Gather | None:
+        """Return what `gather_batch` does in a shard: all samples of each batch are here, or they cannot be had."""
+        if work.rows == work.global_rows and not work.is_cut:
+            return None
+        return refusing(_CUT if work.is_cut else _NO_GROUP)
 
     def _run_parts(
         self, work: ShardWork, on_bucket: OnBucket | None, clock: StepTimer, counts: list[Any]
@@ -133,7 +151,7 @@ class Replica(BaseReplica):
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
                     self._exchange.begin(on_bucket)
-                _backward(loss.value, loss.weight * self.loss_scale / work.global_rows)
+                _backward(loss.value, loss.weight * self.loss_scale / work.global_rows, self._keeps_graphs)
                 if on_bucket is not None and last:
                     self._exchange.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
@@ -294,11 +312,11 @@ class Replica(BaseReplica):
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-def _backward(value: Tensor, factor: float) -> None:
+def _backward(value: Tensor, factor: float, keep_graph: bool) -> None:
     """Run backward of `value * factor` without an operation more than a plain loop has."""
     if value.dtype in (torch.float16, torch.bfloat16):
         value = value.float()  # the factor would be rounded
-    torch.autograd.backward(value, torch.full_like(value, factor))
+    torch.autograd.backward(value, torch.full_like(value, factor), retain_graph=keep_graph)
 
 
 def _values(gradient: Tensor) -> Tensor:

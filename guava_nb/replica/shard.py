@@ -26,6 +26,7 @@ class ShardWork:
         rows: samples over all parts.
         global_rows: samples of the whole step.
         part_rows: samples of each part; None: counted from the first tensor of each.
+        is_cut: parts are pieces of loader batches that did not fit the memory as a whole.
     """
 
     step: int
@@ -34,6 +35,7 @@ class ShardWork:
     rows: int
     global_rows: int
     part_rows: Sequence[int] | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ Everything wrong with it is found here, on the orchestrator, before any worker i
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +17,12 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import CacheSpec, Factory, MetricSpec, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Cell, Factory, MetricSpec, ParallelSpec, RunSpec
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
-__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments"]
+__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "uses_gather"]
+
+_GATHER = "gather_batch"
 
 
 def plain_arguments(what: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -89,6 +93,7 @@ def parallel_spec(
     num_workers: int,
     tensor_plan: Mapping[str, str] | None = None,
     reach: Callable[[], bool] = lambda: False,
+    gather: bool = False,
 ) -> ParallelSpec | None:
     """Return how a model is spread over the workers that are here; None: whole replicas that meet at the hub.
 
@@ -96,13 +101,14 @@ def parallel_spec(
         config: axes, zero stage and path.
         num_workers: that are here.
         tensor_plan: see `ParallelSpec`.
+        gather: the run's code gathers over the replicas, which whole replicas that meet at the hub cannot.
         reach: asked in data mode with path "auto": would whole replicas be served better by a direct group?
 
     Raises:
         ConfigError: the axes do not multiply to the number of workers.
     """
     mesh, mode = config.mesh(num_workers), config.mode(num_workers)
-    if mode == "data" and not config.sync_batchnorm and not _direct_replicas(config, num_workers, reach):
+    if mode == "data" and not (config.sync_batchnorm or gather) and not _direct_replicas(config, num_workers, reach):
         return None
     return ParallelSpec(
         mode=mode,
@@ -118,6 +124,7 @@ def parallel_spec(
         tensor_plan=dict(tensor_plan or {}),
         checkpoint_activations=_names(config.checkpoint_activations),
         path=config.path,
+        gather=gather,
     )
 
 
@@ -201,3 +208,23 @@ def _factories(
         absent = reference is None and name != "optimizer"  # there always is one
         made[name] = None if absent else _factory(name, reference, arguments, shared)
     return made
+
+
+def uses_gather(cells: Iterable[Cell], references: Iterable[Reference | None]) -> bool:
+    """Whether the source of a run names `gather_batch`: then its workers must form a process group.
+
+    Args:
+        cells: that are shared.
+        references: model, loss and step; of those that can be imported the modules are looked at.
+    """
+    return any(_GATHER in cell.text for cell in cells) or any(_GATHER in _module_text(one) for one in references if one)
+
+
+def _module_text(reference: Reference) -> str:
+    name = reference.partition(":")[0] if isinstance(reference, str) and ":" in reference else ""
+    module = name or getattr(reference, "__module__", "") or ""
+    try:
+        found = importlib.util.find_spec(module) if module not in ("", "__main__") else None
+        return "" if found is None or found.origin is None else Path(found.origin).read_text(encoding="utf-8")
+    except (ImportError, ValueError, AttributeError, OSError):  # that it cannot be read is told where it is used
+        return ""

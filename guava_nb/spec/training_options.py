@@ -132,6 +132,8 @@ class TrainingOptions:
             steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
             directly does not count.
         save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
+        check: before the first step that several workers share, one of them computes a batch whole and in two pieces. "warn"
+            tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
         resume: go on from a checkpoint, at its place in its epoch.
         fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.
         progress: show a bar while blocking.
@@ -177,6 +179,7 @@ class TrainingOptions:
     threads: int | None = option(None, "whole", unsayable="set for all runs by GUAVA_THREADS_PER_WORKER")
     budget_bytes: int | str | None = option(None, "size", flag="budget", setting="budget_bytes")
     save_path: str | Path | None = option(None, "file", flag="save", needs="budget")
+    check: str = option("warn", "choice", flag="check", choices=("warn", "strict", "off"))
     resume: str | Path | None = option(None, "file", flag="resume")
     fresh: bool = option(False, "switch", flag="fresh")
     progress: bool = option(True, "switch", unsayable="the magic draws a panel of its own")

@@ -61,6 +61,7 @@ class ReplicaSet(ABC):
         elastic: every replica is whole, so any number of workers can go on.
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
+        checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
     """
 
     writer: RowWriter
@@ -83,6 +84,7 @@ class ReplicaSet(ABC):
         self.elastic, self.least = elastic, least
         self.layout_text = ""
         self.step = -1
+        self.checks: dict[bytes, Any] = {}
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
         self._prepared: dict[int, Prepared] = {}

@@ -118,6 +118,10 @@ class BudgetGate:
 
     # ------------------------------------------------------------------------------------------------ what else is sent
 
+    def affords(self, nbytes: float) -> bool:
+        """Whether so many bytes may be sent that the run can do without."""
+        return self._budget is None or self._has_room(nbytes)
+
     def affords_newcomers(self, ranks: Sequence[int]) -> bool:
         """Whether these workers may be given the run and its state; if not, they wait for a later run."""
         if self._budget is None or self._has_room(self._budget.costs.start * len(ranks) + self._budget.costs.state):

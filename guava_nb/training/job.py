@@ -33,6 +33,7 @@ from guava_nb.training import checkpoint
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
+from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -83,6 +84,7 @@ class TrainingJob(Job):
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
+        self._check = FirstStepCheck(self, members, plan, run, gate)
         self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
@@ -260,6 +262,8 @@ class TrainingJob(Job):
                 batches = feeder.take()
                 if batches is None:
                     return
+                if self._check.before(batches) and coming is not None:  # members may have come or gone meanwhile
+                    self.window.wait_for_room(coming)
                 cost = self.budget_gate.afford_step(batches)
                 self.budget_gate.issued(self._issue(epoch, batches), cost)
 

@@ -94,6 +94,7 @@ class TrainingPlan:
         start: where the data begins; from a checkpoint.
         save_folder: where a checkpoint goes that the user gave no path for.
         budget: most bytes that the run may take; None sets no limit.
+        check: "warn" tells where a batch in pieces gives other numbers than whole, "strict" refuses, "off" does not look.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
         scheduler_metric: which figure of it a scheduler follows that follows one; None: the loss.
     """
@@ -117,6 +118,7 @@ class TrainingPlan:
     start: Position = field(default_factory=Position)
     save_folder: Path = Path("checkpoints")
     budget: Budget | None = None
+    check: str = "warn"
     validation: Callable[[], Validation] = Validation
     scheduler_metric: str | None = None
 

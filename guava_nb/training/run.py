@@ -80,6 +80,7 @@ class Run:
         validations: one dict per validation: step, loss, accuracy, samples.
         wire: bytes by kind so far.
         budget: most bytes that it may take; None without.
+        check: what came of the one-step check; None where no batch was cut so far, or it is off.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Run:
         self.workers: list[dict[str, Any]] = []
         self._sources = sources or RunSources()
         self.budget = self._sources.budget
+        self.check: dict[str, Any] | None = None
         self._epoch = 0
         self._state = "preparing"
         self._message = ""
@@ -264,6 +266,7 @@ class Run:
             "energy": self.energy,
             "energy_j": self.joules,
             "waits": self._sources.waits(),
+            "check": self.check,
             "parity": None,  # `guava demo --check` fills it in
             "lost_samples": self.lost_samples,
             "duplicated_samples": self.duplicated_samples,

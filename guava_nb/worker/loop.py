@@ -19,6 +19,7 @@ from guava_nb.protocol.messages import (
     Abort,
     Accept,
     AskData,
+    CheckStep,
     CommitStep,
     EndRun,
     Evaluate,
@@ -249,6 +250,10 @@ class WorkerLoop:
                     steps.fail(error, run.run_id)
             case Evaluate() | Predict():
                 self._on_evaluate(run, message, self._read(message, payload))
+                steps.restart_wait_clock()
+            case CheckStep():
+                self._show("preparing")
+                self._send(self._preparation.check_step(run, message, payload), ())
                 steps.restart_wait_clock()
             case ListRows():
                 self._reader.list_rows(message.run_id)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from types import ModuleType
 
 import torch
 
 from guava_nb.data.codec import class_resolver, unpack
+from guava_nb.data.split import split_rows
 from guava_nb.errors import ConfigError, PreparationError
 from guava_nb.protocol.messages import (
     AskData,
     Cell,
+    CheckStep,
     DataFacts,
     FormGroup,
     GroupFormed,
@@ -20,9 +23,11 @@ from guava_nb.protocol.messages import (
     Prepare,
     Prepared,
     RunSpec,
+    StepChecked,
     TensorInfo,
 )
 from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
@@ -35,6 +40,8 @@ from guava_nb.worker.worker_datasets import OwnData
 __all__ = ["USER_ERRORS", "Preparation", "PreparedRun", "Send"]
 
 Send = Callable[[Message, Sequence[memoryview]], None]
+#: Characters of what a check raised, and buffers that it names, at most.
+_MOST_TEXT, _MOST_NAMES = 2000, 8
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
 
@@ -47,6 +54,7 @@ class PreparedRun:
         run_id: of the run.
         spec: its record.
         module: of the shared cells; None where there are none.
+        resolve: finds shared and importable objects by name.
         replica: trains.
         evaluator: validates and predicts with the replica.
     """
@@ -54,6 +62,7 @@ class PreparedRun:
     run_id: str
     spec: RunSpec
     module: ModuleType | None
+    resolve: Resolve
     replica: BaseReplica
     evaluator: Evaluator
 
@@ -97,7 +106,7 @@ class Preparation:
             return self._resolve(name, module)
 
         replica = self._replica(spec, resolve)
-        return PreparedRun(message.run_id, spec, module, replica, Evaluator(replica, resolve, spec.metrics))
+        return PreparedRun(message.run_id, spec, module, resolve, replica, Evaluator(replica, resolve, spec.metrics))
 
     def _replica(self, spec: RunSpec, resolve: Resolve) -> BaseReplica:
         if spec.parallel is None:
@@ -149,6 +158,21 @@ class Preparation:
             problem, missing = error_text(error) or type(error).__name__, cause_is_missing(error)
             return DataFacts(message.request_id, (), missing_module=missing, problem=problem, traceback=trace)
         return DataFacts(message.request_id, tuple(facts))
+
+    def check_step(self, run: PreparedRun, message: CheckStep, payload: memoryview) -> StepChecked:
+        """Return how a batch and its pieces differ; the run stays as it is."""
+        rows = message.rows
+        try:
+            batches = unpack(message.batch, payload, class_resolver(run.module))
+            if message.source:  # pieces of what was loaded once: a data set may draw random numbers
+                whole = self.datasets.batches(message, batches[0], run.spec.seed)
+                edges = accumulate(rows[1:], initial=0)
+                batches = [whole, *split_rows(whole, list(pairwise(edges)), rows[0])]
+            found = compare(run.replica, run.spec, run.resolve, batches, rows)
+        except USER_ERRORS as error:  # the batch itself cannot be made here
+            found = Finding("whole failed", problem=error_text(error))
+        kept = replace(found, problem=found.problem[:_MOST_TEXT], buffers=found.buffers[:_MOST_NAMES])
+        return StepChecked(run_id=message.run_id, request_id=message.request_id, **asdict(kept))
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
         """Join the process group, and build this rank's part of the model over it."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.data.split import num_rows, split_rows
+from guava_nb.errors import TrainingError
 from guava_nb.protocol.messages import (
     Abort,
     Commit,
@@ -36,6 +38,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import ShardResult, ShardWork
@@ -227,7 +230,7 @@ class StepRunner:
         try:
             parts = self._prefetch.take(_key(message), load)
             self._look_ahead()
-            result = self._run_shard(run.replica, message, parts)
+            result = self._run_shard(run, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             run.replica.restore()
             self.fail(error, message.run_id)
@@ -252,8 +255,13 @@ class StepRunner:
             message, load = following
             self._prefetch.begin(_key(message), load)
 
-    def _run_shard(self, replica: BaseReplica, message: Shard, parts: list[Any]) -> ShardResult:
-        """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same."""
+    def _run_shard(self, run: PreparedRun, message: Shard, parts: list[Any]) -> ShardResult:
+        """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same.
+
+        Raises:
+            TrainingError: a lone worker's loss couples samples, so they would not.
+        """
+        replica = run.replica
 
         def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
             head = GradientBucket(
@@ -266,7 +274,13 @@ class StepRunner:
         while True:
             pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
             work = ShardWork(
-                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
+                message.step,
+                message.shard,
+                pieces,
+                message.rows,
+                message.global_rows,
+                message.part_rows or None,
+                is_cut=self._pieces > 1,
             )
             try:
                 with self._flops.around(message.rows):
@@ -282,6 +296,8 @@ class StepRunner:
                 replica.restore()
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
+                if message.solo and self._pieces == 2:  # with several workers this was looked at before the first step
+                    _refuse_coupled(run, parts[0])
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
@@ -340,6 +356,26 @@ class StepRunner:
             run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
         )  # fmt: skip
         self._send(failure, ())
+
+
+def _refuse_coupled(run: PreparedRun, batch: Any) -> None:
+    """See on a few samples whether a batch may be cut.
+
+    Raises:
+        TrainingError: pieces come to another loss than the whole.
+    """
+    rows = num_rows(batch)
+    few = min(rows, 8)
+    if few < 2:
+        return
+    pieces = split_rows(batch, [(0, few), (0, few // 2), (few // 2, few)], rows)
+    found = compare(run.replica, run.spec, run.resolve, pieces, (few, few // 2, few - few // 2))
+    if found.outcome == "piece failed" or {COUPLED, WEIGHTS} & set(found.causes):
+        raise TrainingError(
+            f"a batch of {rows} samples does not fit the memory here, and in pieces it comes to another loss, because its "
+            f"samples depend on each other ({found.loss[0]:.6g} whole and {found.loss[1]:.6g} in two pieces, of {few} samples"
+            f"{found.problem and ', ' + found.problem}): give smaller batches, or more workers with gather_batch in the loss"
+        )
 
 
 def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:

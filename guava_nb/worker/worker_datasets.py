@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from guava_nb.data.codec import pack
 from guava_nb.data.split import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
-from guava_nb.protocol.messages import Cell, DataSpec, Evaluate, Predict, Shard
+from guava_nb.protocol.messages import Cell, CheckStep, DataSpec, Evaluate, Predict, Shard
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.spec.cells import digest, resolve
 from guava_nb.spec.factories import build, find
@@ -113,7 +113,7 @@ class OwnData:
                     "same data there, in the same order; or say check=False where they differ by design"
                 )
 
-    def batches(self, message: Shard | Evaluate | Predict, ids: Any, seed: int) -> Any:
+    def batches(self, message: Shard | Evaluate | Predict | CheckStep, ids: Any, seed: int) -> Any:
         """Return the batch that a message names by the ids of its samples, or the list of parts of a shard.
 
         A shard that is issued again draws the same random numbers elsewhere.

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         global _calls
-        if self.training:
+        if self.training and not checking():
             _calls += 1
             trap("forward")
         return self.drop(torch.relu(self.linear(x)))
@@ -122,10 +122,90 @@ def test_a_mode_equals_plain_pytorch(session: Session, mode: str, workers: int, 
     assert session.orch.validate(DataLoader(data(), 17))["loss"] == pytest.approx(truth, abs=1e-12)
     report = run.report()
     assert report["mode"] == mode and report["wire"]["sample_bytes"] > 0
+    is_cut = mode != "tensor" and settings.get("micro_batches") != 1
+    assert (report["check"] or {}).get("outcome") == ("same" if is_cut else None)
     words = {"pipeline": "stages begin", "pp": "stages begin", "tensor": "shared out: columns of", "tp": "columns of"}
     assert all(word in report["layout"] for key, word in words.items() if key == mode or settings.get(key, 1) > 1)
     moved = "gradient_bytes" if mode == "zero" else "activation_bytes"
     assert report["wire"][moved] > 0
+
+
+#: A loss that couples samples, as a user writes it.
+CONTRAST = (
+    CELL
+    + """
+
+from guava_nb import gather_batch
+
+
+def contrast(model, batch):
+    a, b = (nn.functional.normalize(model(x), dim=1) for x in (batch[0], 0.9 * batch[0]))
+    a, b = gather_batch(a), gather_batch(b)
+    return nn.functional.cross_entropy(a @ b.T / 0.2, torch.arange(len(a)))
+"""
+)
+
+
+def contrasted(session: Session, epochs: int) -> tuple[torch.nn.Module, list[float]]:
+    """The same in plain PyTorch, where `gather_batch` does nothing."""
+    namespace: dict[str, Any] = {"__name__": "oracle"}
+    exec(CONTRAST.format(folder=str(session.folder)), namespace)
+    torch.manual_seed(0)
+    model, losses = namespace["Net"]().double(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batch in [batch for _, order in enumerate([loader()]) for _ in range(epochs) for batch in order]:
+        optimizer.zero_grad()
+        loss = namespace["contrast"](model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+
+@pytest.mark.parametrize(("mode", "settings"), [("data", {}), ("zero", {"zero_stage": 1}), ("zero", {"zero_stage": 3})])
+def test_a_loss_that_gathers_equals_plain_pytorch(session: Session, mode: str, settings: dict[str, Any]) -> None:
+    """Data mode forms a group by itself, because the cell names `gather_batch`; 101 rows leave a last batch of 5."""
+    session.ensure(3)
+    session.orch.set_mode(mode, path="relay", **settings)
+    run = session.train(loader(), 2, CONTRAST.format(folder=str(session.folder)), step="contrast", check="strict")
+    model, losses = contrasted(session, 2)
+    assert [record["loss"] for record in run.history] == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    assert run.report()["check"]["outcome"] == "same"
+
+
+def test_a_worker_lost_while_others_gather_ends_their_wait(session: Session) -> None:
+    victim = session.ensure(3)[1]
+    victim.trap("forward", 5)
+    session.orch.set_mode("data", path="relay")
+    cell = CONTRAST.format(folder=str(session.folder))
+    run = session.train(loader(), 2, cell, step="contrast", detach=True)
+    victim.wait_trapped()  # the others wait in `gather_batch` for its rows
+    os.kill(victim.pid, signal.SIGKILL)
+    assert run.wait(30), run
+    model, losses = contrasted(session, 2)
+    assert [record["loss"] for record in run.result().history] == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0) and run.generations >= 2
+
+
+def test_a_pipeline_refuses_to_gather(session: Session) -> None:
+    session.ensure(2)
+    session.orch.set_mode("pipeline", path="relay")
+    cell = (
+        CONTRAST.format(folder=str(session.folder))
+        + """
+
+def gathered_loss(outputs, targets):
+    return nn.functional.cross_entropy(gather_batch(outputs), gather_batch(targets))
+
+
+def Sequence():
+    return nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 4))
+"""
+    )
+    with pytest.raises(ConfigError, match="use data or ZeRO mode"):
+        session.train(loader(), 1, cell, model="Sequence", criterion="gathered_loss")
 
 
 def test_a_worker_that_leaves_has_counted_all_its_steps(session: Session) -> None:

@@ -169,7 +169,7 @@ class Few(nn.Module):
 
     def forward(self, x):
         global _calls
-        _calls += 1
+        _calls += not checking()
         trap("forward")
         return self.head(x[:, :10].double())
 """

@@ -103,6 +103,13 @@ class DirectWorker:
             with RANDOM_STATE:
                 return run_shard(*args)
 
+        check = preparation.check_step
+
+        def check_alone(*args: Any) -> Any:
+            with RANDOM_STATE:
+                return check(*args)
+
+        preparation.check_step = check_alone  # type: ignore[method-assign]
         build = preparation.build
 
         def build_alone(*args: Any) -> Any:

@@ -36,7 +36,14 @@ FOLDER = pathlib.Path({folder!r})
 _calls = 0
 
 
+def checking():
+    # The one-step check runs forwards beside the steps; traps are set by the forwards of steps.
+    return bool(torch._C._len_torch_function_stack())
+
+
 def trap(where):
+    if checking():
+        return None
     try:
         plan = json.loads((FOLDER / f"{{os.getpid()}}.json").read_text())
     except FileNotFoundError:
@@ -71,7 +78,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         global _calls
-        if self.training:
+        if self.training and not checking():
             _calls += 1
             trap("forward")
         hidden = torch.relu(self.first(x))

@@ -15,10 +15,16 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas.batch_norm import SyncedNorms
 from guava_nb.parallel.replicas.buffer_sync import BufferAverage
 from guava_nb.parallel.replicas.call_order import Habit
+from guava_nb.parallel.replicas.gather_batch import gather_over, gathering, refusing
 from guava_nb.parallel.replicas.gradient_sum import GradientSum, sum_gradients
 from guava_nb.parallel.replicas.zero23_fsdp import Sharded, shard_over_data
 
 __all__ = ["DataAxis", "make_data_axis", "sum_over_data"]
+
+_UNSEEN = (
+    "this run did not know of it before, because it looks for that name in the shared cells and in the modules of model, loss "
+    "and step. Import it in a shared cell: from guava_nb import gather_batch"
+)
 
 
 @dataclass(slots=True)
@@ -30,17 +36,21 @@ class DataAxis:
         buffers: averages buffers.
         sharded: FSDP2's part, with ZeRO 2 and 3.
         norms: batch norms that share their statistics.
+        group: the replicas; None where there is one.
+        gathers: the loss gathers over them.
     """
 
     summing: GradientSum | None = None
     buffers: BufferAverage | None = None
     sharded: Sharded | None = None
     norms: SyncedNorms | None = None
+    group: dist.ProcessGroup | None = None
+    gathers: bool = False
 
     @property
     def runs_stand_ins(self) -> bool:
         """Whether a replica without rows must run a forward and a backward, because peers wait for it in them."""
-        return self.sharded is not None or bool(self.norms)
+        return self.sharded is not None or bool(self.norms) or self.gathers
 
     @property
     def factor(self) -> float:
@@ -66,6 +76,14 @@ class DataAxis:
         yield
         self.sharded.units.end_evaluation()
         self.sharded.release()  # what FSDP2 gathered for this forward would be stale after the next load
+
+    def gathering(self, stand_in: bool) -> contextlib.AbstractContextManager[None]:
+        """Let `gather_batch` see all replicas inside."""
+        if self.group is None:
+            return gathering(None)
+        if not self.gathers:  # a replica without rows would be waited for
+            return gathering(refusing(_UNSEEN))
+        return gathering(gather_over(self.group, stand_in))
 
     def begin(self, last: bool) -> None:
         """A backward is about to start."""
@@ -129,6 +147,7 @@ def make_data_axis(
     full_names: Mapping[str, str],
     sync_batchnorm: bool = False,
     habit: Habit | None = None,
+    gathers: bool = False,
 ) -> DataAxis:
     """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place.
 
@@ -143,7 +162,7 @@ def make_data_axis(
         sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names, habit or Habit())
     named = {full_names[name]: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     summing = GradientSum(named, axes.group("dp")) if named else None
-    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms)
+    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms, axes.group("dp"), gathers)
 
 
 def sum_over_data(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -27,6 +27,7 @@ _DRAWS = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli, Tensor.bernoulli,
     Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
 }  # fmt: skip
+_WHOLE_DRAWS = {torch.randint, torch.randint_like}
 
 
 class WithoutRandomness(TorchFunctionMode):
@@ -34,7 +35,15 @@ class WithoutRandomness(TorchFunctionMode):
 
     Masks on split activations differ from those on whole ones, rightly so, which would hide whether anything else
     does. What is random in another way, Python's own numbers for instance, stays random.
+
+    Attributes:
+        drawn: what would have been random, by the names of torch's functions.
     """
+
+    def __init__(self) -> None:
+        """Nothing was drawn yet."""
+        super().__init__()
+        self.drawn: set[str] = set()
 
     def __torch_function__(
         self,
@@ -46,24 +55,43 @@ class WithoutRandomness(TorchFunctionMode):
         """Run a function of torch, or what stands for it here."""
         words = dict(kwargs or {})
         if func in _DROPOUTS:
+            if any(value is not False and value for value in [*args[1:], *words.values()] if isinstance(value, float)):
+                self.drawn.add("dropout")
             return args[0] if args else words["input"]
         if func in _WITH_DROPOUT:
-            return _without_dropout(func, args, words)
+            return self._without_dropout(func, args, words)
         result = func(*args, **words)
         if func in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
-            with torch.no_grad():
-                result.fill_(0.5)
+            self._fill(func, result, 0.5)
+        elif func in _WHOLE_DRAWS:
+            self._fill(func, result, _lowest(args[1:] if func is torch.randint_like else args, words))
+        elif func is torch.randperm:
+            self.drawn.add("randperm")
+            return torch.arange(len(result), dtype=result.dtype, device=result.device)
         return result
 
+    def _fill(self, func: Callable[..., Any], result: Tensor, constant: float) -> None:
+        self.drawn.add(func.__name__.rstrip("_"))
+        with torch.no_grad():
+            result.fill_(constant)
 
-def _without_dropout(func: Callable[..., Any], args: Sequence[Any], words: dict[str, Any]) -> Any:
-    if func is functional.multi_head_attention_forward:
-        bound = inspect.signature(func).bind(*args, **words)
-        bound.arguments["dropout_p"] = 0.0
-        return func(*bound.args, **bound.kwargs)
-    if len(args) > 4:
-        return func(*args[:4], 0.0, *args[5:], **words)
-    return func(*args, **{**words, "dropout_p": 0.0})
+    def _without_dropout(self, func: Callable[..., Any], args: Sequence[Any], words: dict[str, Any]) -> Any:
+        if func is functional.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **words)
+            rate, bound.arguments["dropout_p"] = bound.arguments["dropout_p"], 0.0
+            args, words = bound.args, bound.kwargs
+        elif len(args) > 4:
+            rate, args = args[4], (*args[:4], 0.0, *args[5:])
+        else:
+            rate, words = words.get("dropout_p", 0.0), {**words, "dropout_p": 0.0}
+        self.drawn.update(["dropout"] if rate else [])
+        return func(*args, **words)
+
+
+def _lowest(bounds: Sequence[Any], words: Mapping[str, Any]) -> int:
+    """Return the lower bound of whole numbers that are drawn: the first of two before the shape, else 0."""
+    two = len(bounds) > 1 and all(isinstance(bound, int) for bound in bounds[:2])
+    return int(words.get("low", bounds[0] if two else 0))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from guava_nb.protocol.messages import (
     run_records,
     step_records,
 )
-from guava_nb.protocol.messages.pass_records import Evaluate, Predict
+from guava_nb.protocol.messages.pass_records import CheckStep, Evaluate, Predict
 from guava_nb.protocol.messages.step_records import SchedulerStep, Shard, StepWithoutShard
 from guava_nb.protocol.messages.wire_types import Channel, Message
 
@@ -45,10 +45,12 @@ def counted_as(message: Message, payload_bytes: int) -> Channel:
         return channel
     if isinstance(message, StepWithoutShard | SchedulerStep):
         return Channel.CONTROL
-    if not isinstance(message, Shard | Evaluate | Predict):
+    if not isinstance(message, Shard | Evaluate | Predict | CheckStep):
         return channel
     if message.source:
         return Channel.CONTROL
+    if isinstance(message, CheckStep):
+        return channel
     if payload_bytes or not message.cached or any(not c.keys or c.states.strip(b"\0") for c in message.cached):
         return channel
     return Channel.CONTROL

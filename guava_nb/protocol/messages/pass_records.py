@@ -1,4 +1,4 @@
-"""Passes without training: validation and prediction."""
+"""Passes without training: validation, prediction, and the check of a batch before its first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from guava_nb.protocol.messages.row_records import CachedRows
 from guava_nb.protocol.messages.run_records import Factory, MetricSpec
 from guava_nb.protocol.messages.wire_types import Channel, Message, Tree
 
-__all__ = ["Evaluate", "Evaluated", "Predict", "Predicted", "Wanted"]
+__all__ = ["CheckStep", "Evaluate", "Evaluated", "Predict", "Predicted", "StepChecked", "Wanted"]
 
 
 class Evaluate(Message, frozen=True, kw_only=True):
@@ -100,3 +100,39 @@ class Predicted(Message, frozen=True):
     request_id: int
     rows: int
     columns: Tree = Tree(b"")
+
+
+class CheckStep(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker (BATCH): compute loss and gradient of a batch whole and in pieces, and tell how they differ.
+
+    The replica stays as it is. `batch` is a list: the whole batch, then its pieces; `rows` has the samples of each.
+    `source` is that of `Shard`.
+    """
+
+    NUMBER: ClassVar[int] = 82
+    CHANNEL: ClassVar[Channel] = Channel.BATCH
+
+    run_id: str
+    request_id: int
+    rows: tuple[int, ...]
+    batch: Tree
+    source: int = 0
+
+
+class StepChecked(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator: what came of `CheckStep`, see `guava_nb.replica.one_step_check.whole_against_cut.Finding`."""
+
+    NUMBER: ClassVar[int] = 83
+
+    run_id: str
+    request_id: int
+    outcome: str
+    causes: tuple[str, ...] = ()
+    loss: tuple[float, float] = (0.0, 0.0)
+    loss_difference: float = 0.0
+    gradient_difference: float = 0.0
+    parameter: str = ""
+    buffers: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
+    precision: str = ""
+    problem: str = ""

@@ -90,6 +90,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         checkpoint_activations: patterns of module names whose activations are computed again in backward; "*" is every
             block that repeats.
         path: "auto", "relay" or "direct": how the members of the process group reach each other.
+        gather: the user's code gathers over the replicas (`gather_batch`), so one without samples computes too.
     """
 
     mode: str = "data"
@@ -105,6 +106,7 @@ class ParallelSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tensor_plan: dict[str, str] = {}
     checkpoint_activations: tuple[str, ...] = ()
     path: str = "auto"
+    gather: bool = False
 
 
 class CacheSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -1,0 +1,374 @@
+"""Whether a batch that is cut into pieces gives what the whole batch gives: loss, gradient and buffers.
+
+Everything is computed on a copy of the model, which is thrown away, so nothing of the run can change: no gradient, no
+buffer, no flag, no random state. The pieces go through the same code as the shards of a step. Knows one replica; knows
+nothing of other workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from guava_nb.parallel.replicas.gather_batch import Gather
+from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.rng import seeded
+from guava_nb.replica.shard import ShardWork
+from guava_nb.spec.factories import Resolve
+
+__all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "WEIGHTS", "Finding", "compare"]
+
+#: Causes of a difference.
+BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
+#: Relative differences that are taken for rounding. Where single precision gives more than `_CLEAN`, double precision
+#: decides; `_ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
+_CLEAN = 1e-6
+_ROUGH = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2, "fp64": _CLEAN}
+#: Parameters of a larger model are not copied: copy and gradients of it could end the process for lack of memory.
+MOST_MODEL_BYTES = 2 << 30
+_USER_ERRORS = (Exception, SystemExit)
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of a comparison.
+
+    Attributes:
+        outcome: "same", "differs", "memory" (it does not fit), "large" (the model is too large to be copied), "whole failed"
+            or "piece failed".
+        causes: of a difference, as far as they could be told apart.
+        loss: of the whole batch, and of its pieces.
+        loss_difference, gradient_difference: relative ones.
+        parameter: the one whose gradient differs most.
+        buffers: names of buffers that the pieces would leave with other values, those of batch norms left out.
+        drawn: random functions that were replaced by constants.
+        precision: in which it was computed.
+        problem: what was raised.
+    """
+
+    outcome: str
+    causes: tuple[str, ...] = ()
+    loss: tuple[float, float] = (0.0, 0.0)
+    loss_difference: float = 0.0
+    gradient_difference: float = 0.0
+    parameter: str = ""
+    buffers: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
+    precision: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    loss: float
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+#: Batches, each with its number of samples.
+_Pieces = Sequence[tuple[Any, int]]
+
+
+def compare(
+    replica: BaseReplica, spec: RunSpec, resolve: Resolve, batches: Sequence[Any], rows: Sequence[int]
+) -> Finding:
+    """Compute a batch whole and in pieces.
+
+    Args:
+        replica: of the run; it stays as it is. A rank's part of a model has no whole one, so one is built from the record.
+        spec: the run's record.
+        resolve: finds shared and importable objects.
+        batches: the whole batch, then its pieces.
+        rows: samples of each.
+
+    Returns:
+        The finding; nothing is raised.
+    """
+    if sum(bucket.numel * bucket.dtype.itemsize for bucket in replica.layout.buckets) > MOST_MODEL_BYTES:
+        return Finding("large")
+    whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
+    found = Finding("whole failed")
+    with seeded(spec.seed, replica.device), _no_process_group(), _uncompiled():
+        for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
+            found = _attempt(replica, spec, resolve, precision, whole, pieces)
+            if found.outcome != "whole failed":
+                break
+        if found.outcome == "differs" and found.precision != "fp64":
+            exact = _attempt(replica, spec, resolve, "fp64", whole, pieces)
+            if exact.outcome in ("same", "differs"):
+                return exact
+            rough = max(found.loss_difference, found.gradient_difference) <= _ROUGH[found.precision]
+            return replace(found, outcome="same", causes=()) if rough and not found.buffers else found
+    return found
+
+
+def _attempt(
+    replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
+) -> Finding:
+    try:
+        trial = _Trial(_record(spec, precision), _copying(resolve), replica.device, _copy_of(replica))
+        return replace(_look(trial, whole, pieces), precision=precision)
+    except _NO_MEMORY:
+        return Finding("memory", precision=precision)
+    except _USER_ERRORS as error:
+        return Finding("whole failed", precision=precision, problem=f"{type(error).__name__}: {error}")
+    finally:
+        if replica.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
+    one = trial.measure(whole)
+    try:
+        many = trial.measure(pieces)
+    except _NO_MEMORY:
+        raise
+    except _USER_ERRORS as error:
+        return Finding("piece failed", problem=f"{type(error).__name__}: {error}")
+    if not math.isfinite(one.loss):
+        return Finding("whole failed", problem=f"the loss is {one.loss}")
+    by_loss, by_gradient, parameter = _differences(one, many)
+    buffers = tuple(name for name in one.buffers if _unlike(one.buffers[name], many.buffers.get(name)))
+    found = Finding(
+        "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
+        tuple(sorted(trial.drawn)),
+    )  # fmt: skip
+    if max(by_loss, by_gradient) > _CLEAN:
+        return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
+    return replace(found, outcome="differs") if found.buffers else found
+
+
+def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: _Measured) -> tuple[str, ...]:
+    """Take away one cause after another, and see whether the difference goes with it."""
+    if _differ(one, trial.measure(whole, seed=1)):
+        return (RANDOMNESS,)
+    causes = []
+    with trial.fixed_statistics() as fixed:
+        if fixed:
+            causes.append(BATCH_STATISTICS)
+            one = trial.measure(whole)
+            if not _differ(one, trial.measure(pieces)):
+                return tuple(causes)
+        if trial.has_gathered:
+            return (*causes, COUPLED)
+        parts = [trial.measure([piece]) for piece in pieces]
+    return (*causes, WEIGHTS if _spanned(one, parts) else COUPLED)
+
+
+class _Trial(Replica):
+    """A copy of a run's model that is measured and thrown away.
+
+    Attributes:
+        drawn: random functions that were replaced by constants.
+    """
+
+    _keeps_graphs = True  # gathered rows go back through a piece after its loss has
+
+    def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
+        super().__init__(spec, resolve, device, model)
+        self.drawn = set[str]()
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
+                module.dropout, self.drawn = 0.0, {"dropout"}
+        self._first = {name: value.clone() for name, value in self.model.named_buffers()}
+        norms = [(name, norm) for name, norm in self.model.named_modules() if isinstance(norm, _BatchNorm)]
+        self._gathered = SimulatedGather()
+        self._norms = [(name, norm) for name, norm in norms if norm.training and norm.running_mean is not None]
+
+    def measure(self, pieces: _Pieces, seed: int = 0) -> _Measured:
+        """Return loss, gradients and buffers after a step of these pieces; every piece draws the same random numbers.
+
+        Batches are copied, because user code may write into them.
+        """
+        rows = sum(count for _, count in pieces)
+        loss_sum = count = 0.0
+        flat: Tensor | None = None
+        present = b""
+        try:
+            self._gathered.begin(is_whole=len(pieces) == 1)
+            with WithoutRandomness() as still:
+                for batch, part in pieces:
+                    result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
+                    loss_sum, count = loss_sum + result.loss_sum, count + result.count
+                    if self.layout.buffers is not None:
+                        present, values = self._buffers.flatten()
+                        values = values.mul_(part / rows)
+                        flat = values if flat is None or flat.shape != values.shape else flat + values
+                self._gathered.finish()
+            self.drawn |= still.drawn
+            gradients = {
+                name: p.grad.to_dense() if p.grad.layout is not torch.strided else p.grad
+                for name, p in self._named.items()
+                if p.grad is not None
+            }
+            if flat is not None:
+                self._buffers.adopt(present, flat)
+            buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
+        finally:
+            self._drop_gradients()
+            self._start_over()
+        scale = rows / count if count else 1.0
+        return _Measured(loss_sum / count if count else math.nan, {n: g * scale for n, g in gradients.items()}, buffers)
+
+    def _start_over(self) -> None:
+        with torch.no_grad():
+            for name, value in self.model.named_buffers():
+                if name in self._first and value.shape == self._first[name].shape:
+                    value.copy_(self._first[name])
+        self._buffers.save_all()
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether the user's code called `gather_batch`."""
+        return bool(self._gathered.whole)
+
+    def _gather(self, work: ShardWork) -> Gather | None:
+        self._gathered.begin_piece()
+        return self._gathered
+
+    @contextlib.contextmanager
+    def fixed_statistics(self) -> Iterator[bool]:
+        """Let batch norms use their running statistics; gives whether there are any that used those of the batch."""
+        for _, norm in self._norms:
+            norm.training = False
+        try:
+            yield bool(self._norms)
+        finally:
+            for _, norm in self._norms:
+                norm.training = True
+
+    def beside_norms(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Leave the buffers of batch norms out."""
+        owners = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
+        return tuple(name for name in names if name.rpartition(".")[0] not in owners)
+
+
+# ---------------------------------------------------------------------------------------------------------- differences
+
+
+def _differences(a: _Measured, b: _Measured) -> tuple[float, float, str]:
+    """Return the relative difference of the losses, that of the gradients, and the parameter that differs most.
+
+    Gradients are compared with the norm of the whole gradient: the gradient of one parameter may be nothing but rounding.
+    """
+    by_loss = abs(a.loss - b.loss) / max(abs(a.loss), abs(b.loss), 1e-3)
+    size = math.hypot(*(_norm(g) for g in a.gradients.values()))
+    size = max(size, math.hypot(*(_norm(g) for g in b.gradients.values())), 1e-6)
+    each = {name: _distance(a.gradients.get(name), b.gradients.get(name)) for name in {**a.gradients, **b.gradients}}
+    worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]), default="")
+    by_gradient = math.hypot(*each.values()) / size
+    return (math.inf if math.isnan(by_loss) else by_loss), (math.inf if math.isnan(by_gradient) else by_gradient), worst
+
+
+def _differ(a: _Measured, b: _Measured) -> bool:
+    return max(_differences(a, b)[:2]) > _CLEAN
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.reshape(-1)))
+
+
+def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    if a is not None and b is not None:
+        return _norm(a - b)
+    return sum(_norm(one) for one in (a, b) if one is not None)
+
+
+def _unlike(a: Tensor, b: Tensor | None) -> bool:
+    if b is None or a.shape != b.shape:
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
+    same = torch.isclose(a, b, rtol=_ROUGH["fp32"] if a.dtype != torch.float64 else _CLEAN, atol=1e-6, equal_nan=True)
+    return not bool(same.all())
+
+
+def _spanned(one: _Measured, parts: Sequence[_Measured]) -> bool:
+    """Whether the whole gradient is a weighted sum of those of the pieces: then only the weights are wrong."""
+    names = list(one.gradients)
+    if not names or sum(one.gradients[name].numel() for name in names) <= 2 * len(parts):
+        return False
+
+    def dot(a: _Measured, b: _Measured) -> float:
+        pairs = ((a.gradients.get(name), b.gradients.get(name)) for name in names)
+        return sum(float((x * y.conj()).real.sum()) if x.is_complex() else float((x * y).sum())
+                   for x, y in pairs if x is not None and y is not None)  # fmt: skip
+
+    products = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    wanted = torch.tensor([dot(a, one) for a in parts], dtype=torch.float64)
+    weights = torch.linalg.lstsq(products, wanted, driver="gelsd").solution
+    explained = float(weights @ products @ weights)
+    total = dot(one, one)
+    return abs(total - explained) <= 1e-9 * total
+
+
+# --------------------------------------------------------------------------------------------------------- surroundings
+
+
+def _record(spec: RunSpec, precision: str) -> RunSpec:
+    """The same run as one whole replica that never takes a step."""
+    return msgspec.structs.replace(
+        spec, precision=precision, parallel=None, sync_batchnorm=False, optimizer=Factory("SGD", {"lr": 0.0}),
+        scheduler=None, optimizer_site="workers", max_grad_norm=None, metrics=(), tokens=None,
+    )  # fmt: skip
+
+
+def _copy_of(replica: BaseReplica) -> nn.Module | None:
+    """Copy the model; None where there is no whole one, or it cannot be copied: then it is built once more."""
+    if not isinstance(replica, Replica):
+        return None
+    try:
+        return copy.deepcopy(replica.model)
+    except _NO_MEMORY:
+        raise
+    except Exception:
+        return None
+
+
+def _copying(resolve: Resolve) -> Callable[[str], object]:
+    """Find objects as the run does, but modules as copies: a criterion that is a module changes its dtype in place."""
+
+    def find(name: str) -> object:
+        found = resolve(name)
+        return copy.deepcopy(found) if isinstance(found, nn.Module) else found
+
+    return find
+
+
+@contextlib.contextmanager
+def _no_process_group() -> Iterator[None]:
+    """Hide the process group that stands: what user code would ask of it, the other ranks do not join."""
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or distributed.GroupMember.WORLD is None:
+        yield
+        return
+    world, distributed.GroupMember.WORLD = distributed.GroupMember.WORLD, None
+    try:
+        yield
+    finally:
+        distributed.GroupMember.WORLD = world
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled modules as they are written: compiling for a few samples would take minutes."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

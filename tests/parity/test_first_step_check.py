@@ -1,0 +1,331 @@
+"""The one-step check in real runs without a network: it finds what is planted, alarms for nothing else, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import ConfigError, TrainingError
+from guava_nb.protocol.messages import CheckStep, Factory, Message, RunSpec, StepChecked
+from guava_nb.replica.one_step_check import whole_against_cut
+from guava_nb.sync.whole_replica_set import WholeReplicaSet
+from guava_nb.training.job import TrainingJob
+from guava_nb.training.run import Run
+from tests.support.direct import DirectWorker, make_cluster
+from tests.support.training import difference, loader, losses_of, plain, plan_for, replica, spec
+
+
+class Planted(nn.Module):
+    """One small network with a trait."""
+
+    def __init__(self, trait: str = "") -> None:
+        super().__init__()
+        self.trait = trait
+        self.first, self.last = nn.Linear(10, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if trait == "batch norm" else nn.LayerNorm(16)
+        self.drop = nn.Dropout(0.5 if trait == "dropout" else 0.0)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        if self.trait == "functional dropout":
+            h = functional.dropout(h, 0.3, self.training)
+        if self.trait == "noise":
+            h = h + torch.randn_like(h)
+        if self.trait == "numpy":
+            h = h * float(np.random.rand())  # the same numbers for every share of a step
+        if self.trait == "numpy, by rows":
+            h = h * torch.from_numpy(np.random.rand(len(h), 1)).to(h)
+        if self.trait == "counter":
+            self.seen += h.detach().sum(0)
+        return self.last(self.drop(h))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        self.head = nn.Linear(36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(functional.pad(x[:, None, :8], (0, 0))[..., None].expand(-1, 1, 8, 8)))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 4)
+        self.recurrent = nn.LSTM(8, 8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x[:, :, None].expand(-1, -1, 8))
+        with torch.autocast("cpu", enabled=False):  # torch has no LSTM of bfloat16 on every processor
+            return self.head(self.recurrent(h.to(self.head.weight))[0].mean(1))
+
+
+def info_nce(model: nn.Module, batch: Any) -> Tensor:
+    a, b = (functional.normalize(model(x), dim=1) for x in (batch[0], batch[0] * 0.9))
+    return functional.cross_entropy(a @ b.T / 0.2, torch.arange(len(a)))
+
+
+def dice(model: nn.Module, batch: Any) -> Tensor:
+    p, t = torch.sigmoid(model(batch[0])), functional.one_hot(batch[1], 4)
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def barlow_twins(model: nn.Module, batch: Any) -> Tensor:
+    a, b = (model(x) for x in (batch[0], batch[0] * 0.9))
+    a, b = ((z - z.mean(0)) / (z.std(0) + 0.1) for z in (a, b))
+    return ((a.T @ b / len(a) - torch.eye(4, dtype=a.dtype)) ** 2).sum()
+
+
+def mean_of_some(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+
+
+def hard_coded(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 32
+
+
+def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0, reduction="sum"), (batch[1] != 0).sum()
+
+
+def in_place(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0].mul_(2.0)), batch[1])
+
+
+def neighbours(model: nn.Module, batch: Any) -> Tensor:
+    """Pairs of the first and the second half: a piece of odd size cannot be halved."""
+    a, b = model(batch[0]).view(2, len(batch[0]) // 2, -1)
+    return functional.cosine_embedding_loss(a, b, torch.ones(len(a), dtype=a.dtype))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = make_cluster()
+    yield made
+    made.close()
+
+
+class Session:
+    def __init__(self, cluster: Cluster, workers: int = 2) -> None:
+        self.cluster, self.asked, self.checks, self.number = cluster, 0, {}, 0  # type: ignore[var-annotated]
+        self.workers = [DirectWorker(cluster, f"w{k}", self._hook).start() for k in range(workers)]
+        cluster.wait_for(workers, 10)
+
+    def _hook(self, worker: DirectWorker, message: Message) -> None:
+        self.asked += isinstance(message, StepChecked)
+
+    def run(self, run_spec: RunSpec, data: Any, epochs: int = 1, **changes: Any) -> Run:
+        self.number += 1
+        replicas = WholeReplicaSet(f"run-{self.number}", run_spec, (), replica(run_spec))
+        replicas.checks = self.checks
+        job = TrainingJob(replicas, plan_for(data, epochs, **changes), self.cluster, lambda: replicas.master.model)
+        job.start()
+        assert job.run.wait(60), job.run
+        return job.run
+
+    def check(
+        self, step: str | None = None, model: Any = Planted, trait: str = "", rows: int = 8, **changes: Any
+    ) -> Any:
+        precision = changes.pop("precision", "fp64")
+        args = {"trait": trait} if model is Planted else {}
+        run_spec = spec(
+            model=Factory(f"{model.__module__}:{model.__name__}", args), precision=precision,
+            **({"step": Factory(f"{__name__}:{step}"), "criterion": None} if step else {}),
+        )  # fmt: skip
+        dtype = torch.float64 if precision == "fp64" else torch.float32
+        run = self.run(run_spec, loader(2 * rows, rows, dtype), **changes)
+        assert run.check is not None and (run.check["worker"], run.check["batch_samples"]) == ("w0", rows)
+        return run
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("model", "step"),
+    [(Planted, None), (Planted, "counted"), (Planted, "in_place"), (Vision, None), (Language, None)],
+)
+def test_nothing_is_alarmed_where_samples_are_apart(
+    cluster: Cluster, model: Any, step: str | None, precision: str
+) -> None:
+    found = Session(cluster).check(step, model, rows=9, precision=precision, check="strict").result().check
+    assert (found["outcome"], found["causes"], found["buffers"]) == ("same", [], [])
+    assert found["gradient_difference"] <= (1e-12 if precision == "fp64" else 1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("step", ["info_nce", "dice", "barlow_twins"])
+def test_a_loss_that_couples_samples_is_found(cluster: Cluster, step: str, precision: str) -> None:
+    session = Session(cluster)
+    found = session.check(step, precision=precision).result().check
+    assert (found["outcome"], found["causes"], found["precision"]) == ("differs", ["coupled"], "fp64")
+    with pytest.raises(ConfigError, match=r"couples the samples.*gather_batch.*shares=\[1, 0\]"):
+        session.check(step, precision=precision, check="strict").result()
+    assert session.asked == 1, "nothing has changed, so the second run knows"
+
+
+@pytest.mark.parametrize("step", ["mean_of_some", "hard_coded"])
+def test_a_wrong_denominator_is_told_from_a_coupled_loss(cluster: Cluster, step: str) -> None:
+    session = Session(cluster)
+    assert session.check(step, rows=12).result().check["causes"] == ["weights"]
+    with pytest.raises(ConfigError, match=r"return \(loss_sum, count\)"):
+        session.check(step, rows=12, check="strict").result()
+
+
+@pytest.mark.parametrize(
+    ("trait", "step", "outcome", "causes", "drawn"),
+    [
+        ("batch norm", None, "differs", ["batch_statistics"], []),
+        ("batch norm", "info_nce", "differs", ["batch_statistics", "coupled"], []),
+        ("dropout", None, "same", [], ["dropout"]),
+        ("functional dropout", None, "same", [], ["dropout"]),
+        ("noise", None, "same", [], ["randn_like"]),
+        ("dropout", "info_nce", "differs", ["coupled"], ["dropout"]),
+        ("numpy", None, "same", [], []),
+        ("counter", None, "differs", [], []),
+    ],
+)
+def test_what_a_difference_comes_from(
+    cluster: Cluster, trait: str, step: str | None, outcome: str, causes: list[str], drawn: list[str]
+) -> None:
+    found = Session(cluster).check(step, trait=trait).result().check
+    assert (found["outcome"], found["causes"], found["replaced_by_constants"]) == (outcome, causes, drawn)
+    assert found["buffers"] == (["seen"] if trait == "counter" else [])
+
+
+def test_other_randomness_is_no_coupled_loss(cluster: Cluster) -> None:
+    found = Session(cluster).check(trait="numpy, by rows").result().check
+    assert found["outcome"] == "not checked" and "random numbers" in found["reason"]
+
+
+def test_pieces_that_cannot_be_computed_are_refused_before_any_step(cluster: Cluster) -> None:
+    session = Session(cluster, 3)
+    run = session.check("neighbours", rows=16)
+    with pytest.raises(ConfigError, match="a piece cannot be computed without the rest of the batch"):
+        run.result()
+    assert run.history == []
+
+
+def test_few_samples_are_sent_and_the_whole_batch_decides(cluster: Cluster) -> None:
+    session = Session(cluster)
+    found = session.check(rows=64).result().check
+    assert (found["samples"], session.asked) == (8, 1)
+    found = session.check("info_nce", rows=64).result().check
+    assert (found["samples"], found["causes"], session.asked) == (64, ["coupled"], 3)
+    found = session.check(trait="batch norm", rows=64).result().check
+    assert (found["samples"], session.asked) == (8, 4), "batch norms are what they are in any batch"
+
+
+def test_a_batch_that_does_not_fit_is_halved(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = whole_against_cut._Trial.measure
+
+    def narrow(self: Any, pieces: Any, seed: int = 0) -> Any:
+        if max(rows for _, rows in pieces) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(self, pieces, seed)
+
+    monkeypatch.setattr(whole_against_cut._Trial, "measure", narrow)
+    session = Session(cluster)
+    found = session.check("info_nce", rows=16).result().check
+    assert (found["samples"], found["batch_samples"], found["causes"]) == (4, 16, ["coupled"])
+    monkeypatch.setattr(whole_against_cut._Trial, "measure", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    found = session.check("dice").result().check
+    assert found["outcome"] == "not checked" and "do not fit the memory of w0" in found["reason"]
+
+
+def test_a_large_batch_that_does_not_fit_is_told_by_its_few_samples(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = whole_against_cut._Trial.measure
+
+    def narrow(self: Any, pieces: Any, seed: int = 0) -> Any:
+        if max(rows for _, rows in pieces) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(self, pieces, seed)
+
+    monkeypatch.setattr(whole_against_cut._Trial, "measure", narrow)
+    found = Session(cluster).check("info_nce", rows=64).result().check
+    assert (found["samples"], found["causes"]) == (8, ["coupled"])
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_checked_run_is_the_run_that_it_was(cluster: Cluster, workers: int, site: str) -> None:
+    """Random state, buffers, gradients, flags and samples: all of it shows in the weights."""
+    run_spec = spec(optimizer_site=site)
+    session = Session(cluster, workers)
+    run = session.run(run_spec, loader(), 2).result()
+    model, losses = plain(run_spec, loader())
+    assert session.asked == 1 and run.check["outcome"] == "same"  # type: ignore[index]
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+    assert difference(run.model(), model) <= 1e-9
+
+
+def test_dropout_and_statistics_are_those_of_an_unchecked_run(cluster: Cluster) -> None:
+    run_spec = spec(model=Factory("tests.support.training:SmallNet", {"dropout": 0.5, "norm": True}))
+    session = Session(cluster)
+    checked = session.run(run_spec, loader(102), 1).result()
+    unchecked = session.run(run_spec, loader(102), 1, check="off").result()
+    assert checked.check is not None and unchecked.check is None
+    assert losses_of(checked) == losses_of(unchecked)
+
+
+def test_one_worker_is_asked_nothing_and_shares_that_cut_nothing_neither(cluster: Cluster) -> None:
+    session = Session(cluster)
+    run = session.run(spec(), loader(), shares=(1, 0)).result()
+    assert (run.check, session.asked) == (None, 0)
+
+
+def test_a_worker_that_dies_of_it_ends_the_check_and_not_the_run(cluster: Cluster) -> None:
+    session = Session(cluster, 3)
+    first = session.workers[0]
+    send = first.session.send
+
+    def dying(message: Message, channel: int, buffers: Any = ()) -> None:
+        if isinstance(message, CheckStep):
+            first.die()
+            return
+        send(message, channel, buffers)
+
+    first.session.send = dying  # type: ignore[method-assign]
+    run = session.run(spec(), loader()).result()
+    assert run.check is not None and "w0 was lost" in run.check["reason"]
+    assert (run.lost_samples, run.duplicated_samples, len(run.history)) == (0, 0, 4)
+
+
+def test_the_check_of_a_stream_takes_no_sample_from_it(cluster: Cluster) -> None:
+    drawn = iter(DataLoader(TensorDataset(*loader().dataset.tensors), batch_size=16))  # type: ignore[attr-defined]
+    run = Session(cluster).run(spec(), drawn).result()
+    assert sum(record["samples"] for record in run.history) == 101
+
+
+class Narrow(Planted):
+    """Computes eight samples at once at most, as a small device does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_a_lone_worker_cuts_what_does_not_fit_unless_samples_are_coupled(cluster: Cluster) -> None:
+    session, args = Session(cluster, 1), {"criterion": None, "model": Factory(f"{__name__}:Narrow")}
+    apart = spec(**args, step=Factory(f"{__name__}:counted"))
+    run = session.run(apart, loader(32, 32)).result()
+    assert (run.check, len(run.history)) == (None, 1)
+    assert session.workers[0].loop._steps._pieces == 4
+    run = session.run(spec(**args, step=Factory(f"{__name__}:info_nce")), loader(32, 32))
+    with pytest.raises(TrainingError, match="a batch of 32 samples does not fit the memory here.*gather_batch"):
+        run.result()
+    assert run.history == []

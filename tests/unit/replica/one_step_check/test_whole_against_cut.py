@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from guava_nb.data.split import split_rows
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.replica.one_step_check import whole_against_cut
+from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
+from guava_nb.replica.replica import Replica
+
+
+class Net(nn.Module):
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__()
+        self.fails_in = fails_in
+        self.calls = 0
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.tied = self.first
+        self.register_buffer("offset", torch.zeros(3))
+        self.norm.eval()  # the author froze it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if str(x.dtype) == self.fails_in:
+            raise TypeError(f"no {x.dtype} here")
+        return self.last(functional.dropout(self.norm(self.first(x)), 0.5, self.training)) + self.offset
+
+
+def coupled(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = functional.normalize(model(batch[0]), dim=1)
+    return functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def rough(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Apart, and rounded to a thousandth: less than single precision has."""
+    out = model(batch[0])
+    return functional.cross_entropy(out + (out.bfloat16() - out).detach() * len(out) / 64, batch[1])
+
+
+def built(step: str | None, precision: str, fails_in: str = "") -> tuple[Replica, RunSpec]:
+    spec = RunSpec(
+        model=Factory("Net", {"fails_in": fails_in}), criterion=None if step else Factory("CrossEntropyLoss"),
+        step=Factory(step) if step else None, optimizer=Factory("AdamW"), scheduler=None, precision=precision,
+        bucket_bytes=256, hash_every_steps=0,
+    )  # fmt: skip
+    return Replica(spec, found, torch.device("cpu")), spec
+
+
+def found(name: str) -> object:
+    return globals()[name]
+
+
+def look(replica: Replica, spec: RunSpec, resolve: Any = found) -> Finding:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(7, 6, generator=generator), torch.randint(0, 3, (7,), generator=generator)
+    return compare(replica, spec, resolve, [(x, y), *split_rows((x, y), [(0, 3), (3, 7)])], (7, 3, 4))
+
+
+def everything(replica: Replica) -> dict[str, Any]:
+    model = replica.model
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "gradients": {name: p.grad for name, p in model.named_parameters()},
+        "flags": {name: module.training for name, module in model.named_modules()},
+        "attributes": {name: {k: v for k, v in module.__dict__.items() if type(v) in (int, float, bool, str)}
+                       for name, module in model.named_modules()},
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "dtypes": {name: value.dtype for name, value in model.state_dict().items()},
+    }  # fmt: skip
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(alike, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("step", [None, "coupled"])
+def test_nothing_of_the_replica_or_the_process_changes(step: str | None, precision: str) -> None:
+    replica, spec = built(step, precision)
+    before = everything(replica)
+    look(replica, spec)
+    assert alike(before, everything(replica))
+
+
+def test_single_precision_is_doubted_and_double_precision_decides() -> None:
+    assert look(*built(None, "fp32")).precision == "fp32"
+    assert look(*built("coupled", "fp32")).precision == "fp64"
+
+
+def test_a_model_without_double_precision_is_judged_roughly() -> None:
+    finding = look(*built("coupled", "fp32", "torch.float64"))
+    assert (finding.outcome, finding.causes, finding.precision) == ("differs", ("coupled",), "fp32")
+    replica, spec = built("rough", "fp32", "torch.float64")
+    replica.model.last.weight.data *= 1e-3
+    finding = look(replica, spec)
+    assert (finding.outcome, finding.causes, finding.precision) == ("same", (), "fp32")
+    assert 1e-6 < max(finding.gradient_difference, finding.loss_difference) < 1e-3
+
+
+def test_a_batch_that_cannot_be_computed_is_told_as_it_is_raised() -> None:
+    replica, spec = built(None, "fp64", "torch.float64")
+    assert look(replica, spec) == Finding("whole failed", precision="fp64", problem="TypeError: no torch.float64 here")
+
+
+def test_a_model_that_cannot_be_copied_is_built_once_more() -> None:
+    replica, spec = built("coupled", "fp32")
+    replica.model.lock = (one for one in ())  # type: ignore[assignment]
+    assert look(replica, spec).causes == ("coupled",)
+
+
+def test_a_large_model_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_against_cut, "MOST_MODEL_BYTES", 100)
+    assert look(*built(None, "fp32")) == Finding("large")
+
+
+def test_a_criterion_that_is_an_object_keeps_its_precision() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    replica, spec = built(None, "fp32")
+    spec = msgspec.structs.replace(spec, criterion=Factory("weighted"))
+    finding = look(replica, spec, lambda name: criterion if name == "weighted" else found(name))
+    assert (finding.outcome, criterion.weight.dtype) == ("same", torch.float32)

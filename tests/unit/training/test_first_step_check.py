@@ -1,0 +1,52 @@
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guava_nb.data.codec import unpack
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
+from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
+from guava_nb.training.first_step_check import Question, first_rows, weights_of_pieces
+
+PLAIN = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
+
+
+def spread(**shape: object) -> RunSpec:
+    return msgspec.structs.replace(PLAIN, parallel=ParallelSpec(**shape))
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights", "pieces"),
+    [
+        (PLAIN, [1.0], (1.0,)),
+        (PLAIN, [1.0, 0.0], (1.0,)),
+        (PLAIN, [1.0, 1.0], (1.0, 1.0)),
+        (PLAIN, [2.0, 1.0, 1.0], (2.0, 2.0)),
+        (PLAIN, [0.0, 2.0, 1.0], (2.0, 1.0)),
+        (spread(mode="tensor", tp=2), [1.0, 1.0], (1.0,)),
+        (spread(mode="zero", dp=3, zero_stage=3), [1.0, 1.0, 1.0], (1.0, 2.0)),
+        (spread(mode="pipeline", pp=2, micro_batches=1), [1.0, 1.0], (1.0,)),
+        (spread(mode="pipeline", pp=2, micro_batches=4), [1.0, 1.0], (0.25, 0.75)),
+        (spread(mode="hybrid", dp=2, tp=2), [1.0, 1.0, 3.0, 3.0], (1.0, 3.0)),
+    ],
+)
+def test_what_is_cut(spec: RunSpec, weights: list[float], pieces: tuple[float, ...]) -> None:
+    assert weights_of_pieces(spec, weights) == pieces
+
+
+@given(st.integers(2, 40), st.data(), st.booleans())
+def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.DataObject, at_workers: bool) -> None:
+    asked = data.draw(st.integers(2, rows))
+    content = torch.arange(rows)
+    batch = LoadedBatch(0, content, tuple(range(rows)), rows, source=int(at_workers))
+    message, buffers = Question(batch, content, (1.0, 2.0), RowSplitter()).message("run-1", 3, asked)
+    came = unpack(message.batch, memoryview(b"".join(bytes(buffer) for buffer in buffers)))
+    assert came[0].tolist() == list(range(asked)) and message.rows[0] == asked == sum(message.rows[1:])
+    assert [len(piece) for piece in came[1:]] == ([] if at_workers else list(message.rows[1:]))
+    assert torch.cat(came[1:] or [came[0]]).tolist() == came[0].tolist()
+
+
+def test_small_batches_are_looked_at_whole() -> None:
+    assert [first_rows(rows) for rows in (2, 8, 16, 17, 512)] == [2, 8, 16, 8, 8]
