@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["NEW_CODE_NEEDED", "OwnFigures", "RunStatus", "Status", "WireBytes", "WorkerStatus"]
+__all__ = ["NEW_CODE_NEEDED", "OwnFigures", "RunStatus", "Status", "Validated", "WireBytes", "WorkerStatus"]
+
+#: One validation: step, loss, accuracy, perplexity; the last two are None where they have no meaning.
+Validated = tuple[int, float, float | None, float | None]
 
 #: In what a worker says of itself whose session is away behind a tunnel.
 NEW_CODE_NEEDED = "a new join code may be needed"
@@ -128,7 +131,7 @@ class RunStatus:
     samples_per_s: float | None = None
     loss: float | None = None
     losses: tuple[tuple[int, float], ...] = ()  # (step, loss), thinned to at most 500 points
-    val: tuple[tuple[int, float, float | None], ...] = ()  # (step, loss, accuracy)
+    val: tuple[Validated, ...] = ()
     learning_rate: float | None = None
     message: str = ""  # what it waits for, or why it ended
     wire: WireBytes = field(default_factory=WireBytes)

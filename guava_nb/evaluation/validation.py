@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +20,26 @@ __all__ = ["EvaluationResult", "Validation"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Mean loss, accuracy (None where it has no meaning), number of samples, and the user's metrics."""
+    """What a validation came to.
+
+    Attributes:
+        loss: the mean.
+        accuracy: share of right predictions, 0 to 1; None where it has no meaning. Ignored targets do not count.
+        samples: how many.
+        perplexity: exp of the mean negative log-likelihood of a language model's targets; None for all others.
+        metrics: the user's.
+    """
 
     loss: float
     accuracy: float | None
     samples: int
+    perplexity: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {"loss": self.loss, "accuracy": self.accuracy, "samples": self.samples, **self.metrics}
+        """Return it as plain data; a metric of the user's may have the name "perplexity"."""
+        language = {} if self.perplexity is None else {"perplexity": self.perplexity}
+        return {"loss": self.loss, "accuracy": self.accuracy, "samples": self.samples, **language, **self.metrics}
 
 
 class Validation:
@@ -46,7 +57,8 @@ class Validation:
         self._specs, self._merges = tuple(specs), list(merges)
         self._loss_sum = self._count = 0.0
         self._correct: int | None = 0
-        self._rows = 0
+        self._nll: float | None = 0.0
+        self._rows = self._scored = 0
 
     def part(self, batch: Any, treated: bool) -> Any:
         """Return the whole batch: the loss needs the targets."""
@@ -67,8 +79,9 @@ class Validation:
             self._loss_sum += message.loss_sum
             self._count += message.count
             self._rows += message.rows
-            if self._correct is not None:
-                self._correct = None if message.correct is None else self._correct + message.correct
+            self._scored += message.scored
+            self._correct = _added(self._correct, message.correct)
+            self._nll = _added(self._nll, message.nll)
             if message.metrics.structure:
                 for merge, state in zip(self._merges, unpack(message.metrics, payload), strict=True):
                     merge.add(state)
@@ -77,7 +90,17 @@ class Validation:
         """Return the figures of all batches."""
         return EvaluationResult(
             loss=self._loss_sum / self._count if self._count else float("nan"),
-            accuracy=self._correct / self._rows if self._rows and self._correct is not None else None,
+            accuracy=self._correct / self._scored if self._scored and self._correct is not None else None,
             samples=self._rows,
+            perplexity=_exp(self._nll / self._scored) if self._scored and self._nll is not None else None,
             metrics={spec.name: merge.result() for spec, merge in zip(self._specs, self._merges, strict=True)},
         )
+
+
+def _added(total: Any, more: Any) -> Any:
+    """A sum that has no meaning once a part of it has none."""
+    return None if total is None or more is None else total + more
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700.0 else math.inf

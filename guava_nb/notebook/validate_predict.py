@@ -61,7 +61,8 @@ def validate(
     figures: list[str] = []
     with _progress_on(panel, "validating", "validated", look, figures) as progress:
         found = orchestrator.validate(**arguments, progress=progress)
-        figures += [f"{name} {show_float(found[name])}" for name in ("loss", "accuracy") if found[name] is not None]
+        names_shown = ("loss", "accuracy", "perplexity")
+        figures += [f"{name} {show_float(found[name])}" for name in names_shown if found.get(name) is not None]
     return found
 
 

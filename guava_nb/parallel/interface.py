@@ -52,7 +52,7 @@ class ModelPart(Protocol):
         """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`."""
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
-        """Do a forward only and count right predictions; `observer` sees real outputs and targets where they are."""
+        """Do a forward only and score the outputs; `observer` sees real outputs and targets where they are."""
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:
         """Do a forward only and return outputs and rows of each micro-batch, on ranks that have them; others have none.

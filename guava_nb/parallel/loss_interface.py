@@ -34,7 +34,7 @@ class Loss(Protocol):
         value: scalar with the graph; the sum over the batch is `value * weight`.
         weight: 1 for a sum, the number of samples for a mean.
         count: denominator of this batch; None: the plain sum over the global batch is minimised.
-        correct: right predictions, where asked for and where that has a meaning.
+        scores: `[right, scored, nll]`, see `guava_nb.replica.scores`, where asked for and where they have a meaning.
     """
 
     @property
@@ -44,7 +44,7 @@ class Loss(Protocol):
     @property
     def count(self) -> float | Tensor | None: ...  # noqa: D102
     @property
-    def correct(self) -> Tensor | None: ...  # noqa: D102
+    def scores(self) -> Tensor | None: ...  # noqa: D102
 
 
 #: Sees outputs, targets and rows, for whoever measures something beside the loss.
@@ -52,10 +52,10 @@ Observer = Callable[[Any, Any, int], None]
 
 
 class Objective(Protocol):
-    """Runs a whole model on a batch of so many rows; with `count_correct` also counts right predictions."""
+    """Runs a whole model on a batch of so many rows; with `want_scores` also scores the outputs."""
 
     def __call__(
-        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+        self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
     ) -> Loss:
         """Return the loss; `observer` sees outputs and targets."""
 
@@ -93,17 +93,17 @@ class Measured:
     Attributes:
         loss_sum: sum of the loss over the rows.
         count: its denominator; None where the plain sum is minimised.
-        correct: right predictions, None where that has no meaning.
+        scores: `[right, scored, nll]`, None where they have no meaning.
         rows: samples; 0 for a stand-in.
     """
 
     loss_sum: float | Tensor
     count: float | Tensor | None
-    correct: Tensor | None
+    scores: Tensor | None
     rows: int
 
 
 def measured(loss: Loss, rows: int) -> Measured:
     """Return a loss without its graph."""
     count = loss.count.detach() if isinstance(loss.count, Tensor) else loss.count
-    return Measured(loss.value.detach() * loss.weight, count, loss.correct, rows)
+    return Measured(loss.value.detach() * loss.weight, count, loss.scores, rows)

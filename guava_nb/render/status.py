@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from guava_nb.render.values import show_bytes, show_float, show_joules, show_rate, show_seconds, show_used
 from guava_nb.render.view import Curve, Progress, Table, View
 from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
-from guava_nb.status import RunStatus, Status, WorkerStatus
+from guava_nb.status import RunStatus, Status, Validated, WorkerStatus
 
 __all__ = ["awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "waiting_view"]
 
@@ -99,7 +99,7 @@ def _curve(run: RunStatus) -> Curve | None:
     """Two points make a line; fewer say no more than the number beside them."""
     if len(run.losses) < 2:
         return None
-    return Curve(run.losses, tuple((step, loss) for step, loss, _ in run.val))
+    return Curve(run.losses, tuple((step, loss) for step, loss, *_ in run.val))
 
 
 def _notes(run: RunStatus, notices: Sequence[str]) -> tuple[str, ...]:
@@ -141,9 +141,10 @@ def _steps(run: RunStatus) -> str:
     return f"{run.step} after the {run.steps_before} of the checkpoint, now at epoch {run.epoch} of {run.num_epochs}"
 
 
-def _validation(point: tuple[int, float, float | None]) -> str:
-    _, loss, accuracy = point
-    return f"loss {show_float(loss)}" + ("" if accuracy is None else f" accuracy {show_float(accuracy)}")
+def _validation(point: Validated) -> str:
+    _, *figures = point
+    named = zip(("loss", "accuracy", "perplexity"), figures, strict=False)
+    return " ".join(f"{name} {show_float(value)}" for name, value in named if value is not None)
 
 
 def _loss_path(run: RunStatus) -> str:

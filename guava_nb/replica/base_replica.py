@@ -209,9 +209,12 @@ class BaseReplica(ABC):
             with self._autocast():
                 one = self._evaluate(treated, rows, observer)
         if one is None:
-            return EvalSums(0.0, 0.0, 0, 0)
+            return EvalSums(0.0, 0.0, 0, correct=0, nll=0.0)
         count = float(one.rows) if one.count is None else float(one.count)
-        return EvalSums(float(one.loss_sum), count, None if one.correct is None else int(one.correct), one.rows)
+        if one.scores is None:
+            return EvalSums(float(one.loss_sum), count, one.rows)
+        right, scored, nll = one.scores.tolist()
+        return EvalSums(float(one.loss_sum), count, one.rows, int(right), int(scored), None if math.isnan(nll) else nll)
 
     @abstractmethod
     def _evaluate(self, batch: Any, rows: int | None, observer: Observer | None) -> Measured | None:

@@ -31,7 +31,7 @@ from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import OnBucket
-from guava_nb.replica.objective import build_criterion, counting_correct
+from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
@@ -69,7 +69,7 @@ class GroupReplica(BaseReplica):
         super().__init__(spec, resolve, device)
         assert spec.parallel is not None
         self._shape, self._habit = spec.parallel, Habit()
-        self._criterion = None if spec.criterion is None else counting_correct(build_criterion(spec, resolve, device))
+        self._criterion = None if spec.criterion is None else scoring(build_criterion(spec, resolve, device))
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
         self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))

@@ -24,6 +24,7 @@ from torch.nn import functional
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.build import place_module
+from guava_nb.replica.scores import Scoring
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 
 __all__ = [
@@ -33,7 +34,7 @@ __all__ = [
     "Objective",
     "build_criterion",
     "build_objective",
-    "counting_correct",
+    "scoring",
     "user_function",
 ]
 
@@ -46,20 +47,20 @@ class Loss:
         value: scalar with the graph; the sum over the batch is `value * weight`.
         weight: 1 for a sum, the number of samples for a mean.
         count: denominator of this batch; None: the user wants the plain sum over the global batch (reduction="sum").
-        correct: right predictions as a tensor, where outputs are [N, C] and targets [N] integers.
+        scores: as `Scoring.scores` gives them, where asked for and where they have a meaning.
     """
 
     value: Tensor
     weight: float
     count: float | Tensor | None
-    correct: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Objective(Protocol):
     """Runs the model on a batch and measures it."""
 
     def __call__(
-        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+        self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
     ) -> Loss:
         """Return the loss of a batch of `rows` samples.
 
@@ -67,7 +68,7 @@ class Objective(Protocol):
             model: to be called.
             batch: its samples.
             rows: how many.
-            count_correct: count right predictions too.
+            want_scores: also score outputs against targets.
             observer: called with outputs, targets and rows, for whoever measures something else.
         """
 
@@ -103,12 +104,13 @@ def build_criterion(spec: RunSpec, resolve: Resolve, device: torch.device) -> Cr
     return _build_criterion(spec.criterion, resolve, device, spec.precision == "fp64")
 
 
-def counting_correct(criterion: Criterion) -> Criterion:
-    """Return a criterion that also counts right predictions."""
+def scoring(criterion: Criterion) -> Criterion:
+    """Return a criterion that also scores outputs against targets."""
+    own = getattr(criterion, "scoring", None) or Scoring()
 
     def measure(outputs: Any, targets: Any, rows: int) -> Loss:
         loss = criterion(outputs, targets, rows)
-        return Loss(loss.value, loss.weight, loss.count, _correct(outputs, targets))
+        return Loss(loss.value, loss.weight, loss.count, own.scores(outputs, targets))
 
     return measure
 
@@ -120,7 +122,7 @@ class _StepObjective:
         self._step = step
 
     def __call__(
-        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+        self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
     ) -> Loss:
         if observer is not None:
             raise ConfigError(
@@ -133,10 +135,10 @@ class _CriterionObjective:
     """A criterion over batches of the form (inputs, targets)."""
 
     def __init__(self, criterion: Criterion) -> None:
-        self._criterion = criterion
+        self._criterion, self._scoring = criterion, scoring(criterion)
 
     def __call__(
-        self, model: nn.Module, batch: Any, rows: int, count_correct: bool = False, observer: Observer | None = None
+        self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
     ) -> Loss:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             shape = (
@@ -149,19 +151,10 @@ class _CriterionObjective:
             )
         inputs, targets = batch
         outputs = model(inputs)
-        loss = (counting_correct(self._criterion) if count_correct else self._criterion)(outputs, targets, rows)
+        loss = (self._scoring if want_scores else self._criterion)(outputs, targets, rows)
         if observer is not None:  # last: a metric may write into outputs
             observer(outputs, targets, rows)
         return loss
-
-
-def _correct(outputs: Any, targets: Any) -> Tensor | None:
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return None
-    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
-    if outputs.ndim != 2 or targets.ndim != 1 or not whole or len(outputs) != len(targets) or outputs.shape[1] == 0:
-        return None
-    return (outputs.argmax(dim=1) == targets).sum()
 
 
 # ------------------------------------------------------------------------------------------------------ user functions
@@ -326,14 +319,25 @@ def _adapt_torch_module(name: str, module: nn.Module, count: _Denominator) -> Cr
     elif reduction not in ("mean", "sum"):
         raise ConfigError(f"criterion {name}: reduction={reduction!r} gives no scalar loss; use 'mean' or 'sum'")
     module.reduction = "sum"  # type: ignore[assignment]
+    return _TorchCriterion(name, module, None if reduction == "sum" else count)
 
-    def criterion(outputs: Any, targets: Any, rows: int) -> Loss:
+
+class _TorchCriterion:
+    """One of torch's criteria, which adds up and knows its denominator; None: the plain sum is minimised."""
+
+    def __init__(self, name: str, module: nn.Module, count: _Denominator | None) -> None:
+        self._name, self._module, self._count = name, module, count
+        self.scoring: Scoring | None = None
+        if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
+            self.scoring = Scoring(module.ignore_index, takes_logits=True)
+
+    def __call__(self, outputs: Any, targets: Any, rows: int) -> Loss:
         if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
             raise ConfigError(
-                f"criterion {name} needs tensors, the model returned a {type(outputs).__name__} for targets of type "
+                f"criterion {self._name} needs tensors, the model returned a {type(outputs).__name__} for targets of type "
                 f"{type(targets).__name__}; share a loss function that takes them apart"
             )
-        value = module(outputs, targets)
-        return Loss(value, 1.0, None if reduction == "sum" else count(module, outputs, targets))
-
-    return criterion
+        if self.scoring is not None:
+            outputs, targets = self.scoring.in_torchs_order(outputs, targets)
+        value = self._module(outputs, targets)
+        return Loss(value, 1.0, None if self._count is None else self._count(self._module, outputs, targets))

@@ -259,8 +259,8 @@ class Replica(BaseReplica):
 
     def _evaluate(self, batch: Any, rows: int | None, observer: Observer | None) -> Measured:
         rows = rows_of_batch(batch) if rows is None else rows
-        loss = self._objective(self.model, batch, rows, count_correct=True, observer=observer)
-        return Measured(float(loss.value) * loss.weight, loss.count, loss.correct, rows)
+        loss = self._objective(self.model, batch, rows, want_scores=True, observer=observer)
+        return Measured(float(loss.value) * loss.weight, loss.count, loss.scores, rows)
 
     def _predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
         return [(forward(self.model, batch), rows)]

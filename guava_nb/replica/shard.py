@@ -67,12 +67,22 @@ class ShardResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalSums:
-    """Sums over one batch; `correct` is None where accuracy has no meaning."""
+    """Sums over one batch.
+
+    Attributes:
+        loss_sum, count: of the loss, and its denominator.
+        rows: samples.
+        correct: right predictions; None where accuracy has no meaning.
+        scored: targets that they are counted over.
+        nll: negative log-likelihood of these, in nats, for a language model; else None.
+    """
 
     loss_sum: float
     count: float
-    correct: int | None
     rows: int
+    correct: int | None = None
+    scored: int = 0
+    nll: float | None = None
 
 
 def rows_of_parts(work: ShardWork) -> Sequence[int]:

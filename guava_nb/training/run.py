@@ -226,7 +226,7 @@ class Run:
                 samples_per_s=sum(r["samples"] for r in recent[1:]) / span if span > 0 else None,
                 loss=last["loss"] if last else None,
                 losses=tuple((r["step"], r["loss"]) for r in thin(history)),
-                val=tuple((v["step"], v["loss"], v["accuracy"]) for v in self.validations),
+                val=tuple((v["step"], v["loss"], v["accuracy"], v.get("perplexity")) for v in self.validations),
                 learning_rate=next(
                     (r["learning_rate"] for r in reversed(recent) if r["learning_rate"] is not None), None
                 ),

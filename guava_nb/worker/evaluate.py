@@ -58,6 +58,8 @@ class Evaluator:
             loss_sum=sums.loss_sum,
             count=sums.count,
             correct=sums.correct,
+            scored=sums.scored,
+            nll=sums.nll,
             rows=rows,
             metrics=tree,
         )

@@ -163,7 +163,7 @@ def test_evaluation_prediction_and_state(pool: Ranks) -> None:
         for (loss, count, correct, outputs), (inputs, targets, rows) in zip(found[1], batches_of(case), strict=True):
             wanted = pipeline_cases.CRITERIA["classes"](plain(inputs), targets, rows)
             assert loss == pytest.approx(float(wanted.value), rel=1e-12, abs=1e-12)
-            assert (count, correct) == (float(wanted.count), int(wanted.correct))
+            assert (count, correct) == (float(wanted.count), int(wanted.scores[0]))
             assert torch.allclose(torch.from_numpy(outputs), plain(inputs), rtol=0, atol=1e-12)
 
 

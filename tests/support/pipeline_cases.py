@@ -28,7 +28,7 @@ class Part:
     value: Tensor
     weight: float
     count: float | Tensor | None
-    correct: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _classes(outputs: Any, targets: Any, rows: int) -> Part:
     assert len(outputs) == len(targets) == rows
     outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
     total = functional.cross_entropy(outputs, targets, reduction="sum")
-    return Part(total, 1.0, (targets != -100).sum(), (outputs.argmax(1) == targets).sum())
+    return Part(total, 1.0, (targets != -100).sum(), (outputs.argmax(1) == targets).sum()[None])
 
 
 def _mean(outputs: Any, targets: Any, rows: int) -> Part:
@@ -454,7 +454,7 @@ def evaluate(group: dist.ProcessGroup, case: Case) -> Any:
         found = part.eval_batch(_batch(part, inputs, targets), rows)
         outputs = [o for o, _ in part.predict_batch(_batch(part, inputs, targets), rows, lambda model, batch: None)]
         if part.reports:
-            correct = None if found.correct is None else int(found.correct)
+            correct = None if found.scores is None else int(found.scores[0])
             results.append((float(found.loss_sum), float(found.count), correct, torch.cat(outputs).numpy()))
     assert all(module.training for module in part.model.modules())
     assert all(parameter.grad is None for parameter in part.named.values())

@@ -138,7 +138,7 @@ class Measure:
     value: Tensor
     weight: float
     count: Tensor
-    correct: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def criterion(outputs: Tensor, targets: Tensor, rows: int) -> Measure:
@@ -146,7 +146,7 @@ def criterion(outputs: Tensor, targets: Tensor, rows: int) -> Measure:
     return Measure(total, 1.0, (targets != -100).sum())
 
 
-def objective(model: nn.Module, batch: Any, rows: int, count_correct: bool = False) -> Measure:
+def objective(model: nn.Module, batch: Any, rows: int, want_scores: bool = False) -> Measure:
     return criterion(model(batch[0]), batch[1], rows)
 
 
@@ -612,7 +612,7 @@ def error_before_a_forward(case: Scenario) -> tuple[str, float]:
     axes = MeshAxes.build(Mesh(case.spec.dp, 1, case.spec.tp), CPU)
     faults = [ValueError("a strange batch")]
 
-    def failing(model: nn.Module, batch: Any, rows: int, count_correct: bool = False) -> Measure:
+    def failing(model: nn.Module, batch: Any, rows: int, want_scores: bool = False) -> Measure:
         if faults:
             raise faults.pop()
         return objective(model, batch, rows)

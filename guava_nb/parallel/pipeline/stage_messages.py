@@ -236,9 +236,8 @@ def _flat(tensor: Tensor, spec: TensorSpec, slot: Slot) -> Tensor:
         return functional.pad(flat, (0, slot.length - flat.numel())) if flat.numel() < slot.length else flat
     # A buffer of its own: only that is sure to be aligned for another dtype.
     bits = torch.zeros(slot.length * 4, dtype=torch.uint8, device=tensor.device)
-    if spec.numel:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        bits[: raw.numel()] = raw
+    if spec.numel:  # copied, not viewed: a tensor of one element may have any stride and still counts as contiguous
+        bits[: spec.numel * tensor.element_size()].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
     return bits.view(torch.float32)
 
 

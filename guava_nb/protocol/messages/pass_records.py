@@ -34,8 +34,10 @@ class Evaluate(Message, frozen=True, kw_only=True):
 
 
 class Evaluated(Message, frozen=True, kw_only=True):
-    """Worker to orchestrator (BATCH): sums over the batch; `correct` is None where accuracy has no meaning.
+    """Worker to orchestrator (BATCH): sums over the batch.
 
+    `correct` right predictions of `scored` targets, None where accuracy has no meaning; `nll` is the negative log-likelihood
+    of these targets in nats, None where the model is no language model.
     `metrics` is a list with the state of each metric after this batch alone; without a structure where none was asked for,
     or where this rank's figures do not count.
     """
@@ -50,6 +52,8 @@ class Evaluated(Message, frozen=True, kw_only=True):
     correct: int | None
     rows: int
     metrics: Tree = Tree(b"")
+    scored: int = 0
+    nll: float | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):

@@ -112,9 +112,9 @@ def test_shared_modules_and_aliases_of_torch_criteria_keep_their_true_denominato
 def test_right_predictions_are_counted_where_they_have_a_meaning() -> None:
     outputs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
     run = objective("CrossEntropyLoss")
-    assert int(run(identity(), (outputs, torch.tensor([0, 1, 1])), 3, count_correct=True).correct) == 2
-    assert run(identity(), (outputs, torch.tensor([0, 1, 1])), 3).correct is None
-    assert objective("MSELoss")(identity(), (outputs, torch.zeros(3, 2)), 3, count_correct=True).correct is None
+    assert int(run(identity(), (outputs, torch.tensor([0, 1, 1])), 3, want_scores=True).scores[0]) == 2
+    assert run(identity(), (outputs, torch.tensor([0, 1, 1])), 3).scores is None
+    assert objective("MSELoss")(identity(), (outputs, torch.zeros(3, 2)), 3, want_scores=True).scores is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_metric_that_writes_into_outputs_changes_no_loss() -> None:
         identity(),
         (outputs.clone(), labels),
         6,
-        count_correct=True,
+        want_scores=True,
         observer=lambda outputs, targets, rows: outputs.zero_(),
     )
-    assert mean(loss) == pytest.approx(float(plain)) and loss.correct is not None and int(loss.correct) == right
+    assert mean(loss) == pytest.approx(float(plain)) and loss.scores is not None and int(loss.scores[0]) == right

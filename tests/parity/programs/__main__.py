@@ -1,0 +1,56 @@
+"""Prints the table: `python -m tests.parity.programs [--program GLOB] [--mode GLOB] [--workers N] [--faults]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main() -> int:
+    """Run the cells that were asked for, one line each; 1 where one is not right."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.programs", description=__doc__)
+    parser.add_argument("--program", default="*", help="names of programs, as a shell pattern")
+    parser.add_argument("--mode", default="*", help="data, relay, site, 'zero 1', 'zero 3', tensor, pipeline")
+    parser.add_argument("--workers", type=int, choices=(2, 3))
+    parser.add_argument("--covering", action="store_true", help="only the cells that the tests run")
+    parser.add_argument("--faults", action="store_true", help="print only what is not right")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a cell")
+    parser.add_argument("--file", type=Path, help="where the lines go too")
+    args = parser.parse_args()
+    from tests.support import warm
+
+    warm.install()
+    from tests.parity.programs.table import CELLS, Table, covering
+
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
+    asked = [
+        cell for cell in (covering() if args.covering else CELLS)
+        if fnmatch(cell.program, args.program) and fnmatch(cell.mode, args.mode) and args.workers in (None, cell.workers)
+    ]  # fmt: skip
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        table = Table(Path(folder))
+        for cell in asked:
+            outcome = table.run(cell, args.limit)
+            verdict = "" if outcome.is_right else f" AWAITS {cell.awaits}" if cell.awaits else " FAULT"
+            counts[verdict.split()[0] if verdict else outcome.kind] += 1
+            line = f"{cell} | {outcome.kind}{verdict} | {outcome.seconds:.1f} s | {outcome.text[:400]}"
+            if not args.faults or verdict:
+                print(line, flush=True)
+            if args.file:
+                with args.file.open("a") as file:
+                    file.write(line + "\n")
+        table.close()
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    return 1 if counts["FAULT"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""Modules, optimizers, schedules and loaders of all kinds."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from tests.parity.programs.program import Program, batches, draw, labels
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(8, 3)
+
+    def forward(self, pair):
+        return self.head(torch.cat([self.a(pair[0]), self.b(pair[1])], 1).relu())
+
+
+class DictOut(Mlp):
+    def forward(self, x):
+        return {"logits": self.net(x), "features": x}
+
+
+def dict_loss(outputs, targets):
+    return F.cross_entropy(outputs["logits"], targets) + 0.01 * outputs["logits"].pow(2).mean()
+
+
+class Checkpointed(Mlp):
+    def forward(self, x):
+        return self.net[4](checkpoint(self.net[:4], x, use_reentrant=False))
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Binary(Mlp):
+    def forward(self, x):
+        return self.net[2:](Straight.apply(self.net[0](x)))
+
+
+class Spectral(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net[0] = parametrizations.spectral_norm(self.net[0])
+
+
+class Weighted(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net[0], self.net[2] = (parametrizations.weight_norm(self.net[k]) for k in (0, 2))
+
+
+class Experts(nn.Module):
+    """The best expert of each sample only: a replica may leave an expert out."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(5, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(3))
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            rows = (chosen == k).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return out
+
+
+class SoftExperts(Experts):
+    def forward(self, x):
+        return torch.einsum("be,ebc->bc", self.gate(x).softmax(-1), torch.stack([one(x) for one in self.experts]))
+
+
+class EarlyExit(nn.Module):
+    """Stops after one or two blocks, as the first sample says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        for block in self.blocks[: 1 + int(x[0, 0] > 0) + int(x[0, 1] > 0)]:
+            x = block(x)
+        return self.head(x)
+
+
+class MultiTask(nn.Module):
+    """Kendall's learned weights of the losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+        self.logs = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.a(h), self.b(h).squeeze(1)
+
+
+def multi_task_step(model, batch):
+    x, y, z = batch
+    a, b = model(x)
+    losses = torch.stack([F.cross_entropy(a, y), F.mse_loss(b, z)])
+    return (losses * (-model.logs).exp() + model.logs).sum()
+
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(8, 5) * 0.3).t())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head((x @ self.weight).relu())
+
+
+# --------------------------------------------------------------------------------------------- optimizers, schedules
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-2, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
+                    p.add_(average.sign(), alpha=-group["lr"])
+
+
+class Sam(torch.optim.Optimizer):
+    """Needs two gradients for each step: its step wants a closure."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        assert closure is not None, "SAM needs a closure"
+
+
+def lion(named, lr):
+    return Lion([p for _, p in named], lr)
+
+
+def sam(named):
+    return Sam([p for _, p in named])
+
+
+def no_decay_on_biases(named, lr):
+    named = list(named)
+    groups = [
+        {"params": [p for n, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for n, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def warmup(optimizer, steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
+
+
+def warmup_then_cosine(optimizer):
+    schedules = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [2])
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+Named = collections.namedtuple("Named", ["x", "y"])
+
+
+def as_dataclass(samples):
+    return Sample(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+
+def as_named(samples):
+    return Named(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+
+
+def as_arrays(samples):
+    return np.stack([x.numpy() for x, _ in samples]), np.array([int(y) for _, y in samples])
+
+
+def attribute_step(model, batch):
+    return F.cross_entropy(model(batch.x), batch.y)
+
+
+def dict_step(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return {"x": draw(5, seed=index), "y": index % 3, "id": f"sample {index}"}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(draw(5, seed=k), k % 3) for k in range(22)])
+
+
+def tensors():
+    return TensorDataset(draw(22, 5), labels(3, 22))
+
+
+def classified():
+    return batches(draw(22, 5), labels(3, 22))
+
+
+def equal_batches():
+    return batches(draw(24, 5), labels(3, 24))
+
+
+def ready_batches():
+    """Batches that the data set makes: no automatic batching."""
+    x, y = draw(24, 5), labels(3, 24)
+    return DataLoader([(x[k : k + 8], y[k : k + 8]) for k in range(0, 24, 8)], batch_size=None)
+
+
+def weighted():
+    sampler = WeightedRandomSampler([1.0] * 11 + [5.0] * 11, 24, generator=torch.Generator().manual_seed(4))
+    return DataLoader(tensors(), 8, sampler=sampler)
+
+
+def collated(collate):
+    return batches(tensors(), collate_fn=collate)
+
+
+def two_inputs():
+    class Pairs(Dataset):
+        def __len__(self):
+            return 22
+
+        def __getitem__(self, index):
+            return (draw(5, seed=index), draw(4, seed=50 + index)), index % 3
+
+    return batches(Pairs())
+
+
+def own_dictionaries():
+    return DataLoader(Dicts(), 8)
+
+
+def one_tuple():
+    """A user gives (X, y) instead of a loader."""
+    return draw(22, 5), labels(3, 22)
+
+
+CE = "CrossEntropyLoss"
+
+
+def mlp(name, **words):
+    return Program(name=name, **{"model": Mlp, "data": classified, "criterion": CE, **words})
+
+
+PROGRAMS = [
+    mlp("one cycle", scheduler="OneCycleLR", scheduler_args={"max_lr": 0.3, "total_steps": 6}),
+    mlp("one cycle, too short", scheduler="OneCycleLR", scheduler_args={"max_lr": 0.3, "total_steps": 4},
+        refused={"*": "total_steps"}),
+    mlp("warm-up function", scheduler=warmup, scheduler_args={"steps": 4}),
+    mlp("warm-up, then cosine", scheduler=warmup_then_cosine),
+    mlp("cosine each epoch", scheduler="CosineAnnealingLR", scheduler_args={"T_max": 2},
+        options={"scheduler_interval": "epoch"}),
+    mlp("clipping", options={"max_grad_norm": 0.1}),
+    mlp("accumulation", data=equal_batches, options={"accumulation_steps": 3}),
+    mlp("adamw without decay on biases", optimizer=no_decay_on_biases, optimizer_args={"lr": 0.01}),
+    mlp("lion", optimizer=lion, optimizer_args={"lr": 0.01}),
+    mlp("sam", optimizer=sam, optimizer_args={}, refused={"*": "closure"}),
+    mlp("lbfgs", optimizer="LBFGS", optimizer_args={"lr": 0.1}, refused={"*": "closure"}),
+    mlp("muon-like: adafactor", optimizer="Adafactor", optimizer_args={"lr": 0.01},
+        refused={"zero 3": "looks at whole parameters", "tensor": "looks at whole parameters"}),
+    mlp("rmsprop, momentum", optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9}),
+    mlp("adam, amsgrad", optimizer="Adam", optimizer_args={"lr": 0.01, "amsgrad": True}),
+    mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    mlp("checkpointed module", model=Checkpointed),
+    mlp("own autograd function", model=Binary),
+    mlp("spectral norm", model=Spectral),
+    mlp("weight norm", model=Weighted),
+    mlp("experts, best one", model=Experts),
+    mlp("experts, all", model=SoftExperts),
+    mlp("early exit", model=EarlyExit, told={"*": "samples", "tensor": ""}),
+    mlp("transposed parameter", model=Transposed),
+    mlp("two inputs", model=TwoInputs, data=two_inputs),
+    mlp("outputs as dict", model=DictOut, criterion=dict_loss),
+    Program(name="several tasks, learned weights", model=MultiTask, step=multi_task_step,
+            data=lambda: batches(draw(22, 5), labels(3, 22), draw(22, seed=2))),
+    Program(name="dataclass batches", model=Mlp, step=attribute_step, data=lambda: collated(as_dataclass)),
+    Program(name="named tuple batches", model=Mlp, step=attribute_step, data=lambda: collated(as_named)),
+    mlp("named tuple (x, y)", data=lambda: collated(as_named)),
+    Program(name="dict batches with words", model=Mlp, step=dict_step, data=own_dictionaries),
+    mlp("numpy collate", data=lambda: collated(as_arrays)),
+    mlp("stream", data=lambda: DataLoader(Stream(), 8)),
+    mlp("batches ready made", data=ready_batches),
+    mlp("a list of batches", data=lambda: list(equal_batches())),
+    mlp("weighted sampler", data=weighted),
+    mlp("dropping the last", data=lambda: batches(tensors(), drop_last=True)),
+    mlp("loader workers", data=lambda: batches(tensors(), num_workers=1), epochs=1),
+    mlp("(X, y) for a loader", data=one_tuple, refused={"*": "loader"}),
+]  # fmt: skip

@@ -1,0 +1,211 @@
+"""The table: every program in every mode on 2 and 3 workers, and what came of a cell.
+
+A cell is right when its weights equal plain PyTorch's to 1e-9; when it was refused with the sentence that its program
+expects; or when a notice tells of the difference. All else is a fault.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from guava_nb.errors import GuavaError
+from tests.parity.programs import contrastive, detection, language, recipes, signals, vision
+from tests.parity.programs.program import Plain, Program, plain
+from tests.support.processes import Session
+
+__all__ = ["AWAITS", "CELLS", "MODES", "PROGRAMS", "Cell", "Outcome", "Table", "covering"]
+
+TOLERANCE = 1e-9
+LIMIT_S = 30.0  # of a cell; one that takes longer hangs
+
+#: name of the column: mode, settings of it, options of the run.
+MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "data": ("data", {}, {}),
+    "relay": ("data", {"path": "relay"}, {}),
+    "site": ("data", {}, {"optimizer_site": "orchestrator"}),
+    "zero 1": ("zero", {"zero_stage": 1}, {}),
+    "zero 3": ("zero", {"zero_stage": 3}, {}),
+    "tensor": ("tensor", {}, {}),
+    "pipeline": ("pipeline", {}, {}),
+}
+
+PROGRAMS: dict[str, Program] = {
+    program.name: program
+    for module in (vision, detection, language, signals, contrastive, recipes)
+    for program in module.PROGRAMS
+}
+
+#: Cells that are wrong today, and the entry of the list of faults whose mending they await: (program, mode) patterns.
+AWAITS: dict[tuple[str, str], str] = {}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One program in one mode on so many workers."""
+
+    workers: int
+    program: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.program} | {self.mode} | {self.workers}"
+
+    @property
+    def awaits(self) -> str:
+        """The entry that this cell awaits, or ""."""
+        found = (
+            entry for (name, mode), entry in AWAITS.items() if fnmatch(self.program, name) and fnmatch(self.mode, mode)
+        )
+        return next(found, "")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a cell.
+
+    Attributes:
+        kind: "equal", "refused", "told", "silent" (another result and not a word), "error" (a sentence that nobody expected)
+            or "hang".
+        text: difference, refusal or notice.
+        seconds: it took.
+        is_right: whether it is what the program expects.
+    """
+
+    kind: str
+    text: str
+    seconds: float
+    is_right: bool
+
+
+CELLS = sorted(
+    Cell(workers, name, mode)
+    for name, program in PROGRAMS.items()
+    for mode in program.modes or MODES
+    for workers in (2, 3)
+)
+
+
+def covering() -> list[Cell]:
+    """Each program once, so that every mode and both numbers of workers come up often."""
+    columns = [(mode, workers) for workers in (2, 3) for mode in MODES]
+    chosen = []
+    for number, (name, program) in enumerate(PROGRAMS.items()):
+        fitting = [
+            (m, w) for m, w in columns if m in (program.modes or MODES) and not (m == "pipeline" and program.step)
+        ]
+        mode, workers = fitting[number * 5 % len(fitting)]
+        chosen.append(Cell(workers, name, mode))
+    return sorted(chosen)
+
+
+@functools.cache
+def _plain(name: str) -> Plain:
+    return plain(PROGRAMS[name])
+
+
+class Table:
+    """Runs cells on worker processes of this machine, which stay from one cell to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._session: Session | None = None
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def run(self, cell: Cell, limit_s: float = LIMIT_S) -> Outcome:
+        """Train a program, and say what came of it."""
+        if self._session is None:
+            self._session = Session(self._folder, num_workers=2)
+        self._session.ensure(cell.workers)
+        program, started = PROGRAMS[cell.program], time.monotonic()
+        try:
+            kind, text = self._trained(self._session.orch, program, cell.mode, limit_s)
+        except (GuavaError, TypeError) as error:
+            kind, text = "refused", f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+        if kind == "hang":
+            self.close()
+        expected, phrase = program.expected(cell.mode, cell.workers)
+        if kind == "refused" and (expected != kind or phrase.lower() not in text.lower()):
+            kind = "error"
+        is_right = kind == expected or (kind == "equal" and expected == "told")
+        return Outcome(kind, " ".join(text.split()), seconds, is_right)
+
+    def _trained(self, orch: Any, program: Program, mode: str, limit_s: float) -> tuple[str, str]:
+        name, settings, options = MODES[mode]
+        orch.set_mode(name, **{**settings, **program.settings})
+        before = set(orch.status().note_numbers)
+        orch.register_model(_built(program) if program.instance else program.model)
+        run = orch.start_training(
+            program.data(), num_epochs=program.epochs, detach=True, fresh=True, progress=False,
+            **_options(program), **options,
+        )  # fmt: skip
+        if not run.wait(limit_s):
+            state = repr(run)
+            run.interrupt()
+            run.interrupt()
+            return "hang", state
+        run.result()
+        status = orch.status()
+        told = zip(status.note_numbers, status.notes, strict=True)
+        notices = [sentence for number, sentence in told if number not in before]
+        state, reference = run.model().state_dict(), _plain(program.name)
+        return _compared(state, [record["loss"] for record in run.history], reference, program, mode, notices)
+
+
+def _built(program: Program) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return program.model()
+
+
+def _options(program: Program) -> dict[str, Any]:
+    given: dict[str, Any] = {"optimizer": program.optimizer, "optimizer_args": dict(program.optimizer_args)}
+    if program.step is not None:
+        given["step"] = program.step
+    else:
+        given |= {"criterion": program.criterion, "criterion_args": dict(program.criterion_args) or None}
+    if program.scheduler is not None:
+        given |= {"scheduler": program.scheduler, "scheduler_args": dict(program.scheduler_args)}
+    return {**given, **program.options}
+
+
+def _compared(
+    state: dict[str, torch.Tensor],
+    losses: list[float],
+    reference: Plain,
+    program: Program,
+    mode: str,
+    notices: list[str],
+) -> tuple[str, str]:
+    if state.keys() != reference.state.keys():
+        return "silent", f"other keys: {sorted(state.keys() ^ reference.state.keys())}"
+    if len(losses) != len(reference.losses):
+        return "silent", f"{len(losses)} steps instead of {len(reference.losses)}"
+    gaps = {name: _gap(state[name], value) for name, value in reference.state.items()}
+    gaps["loss"] = max(abs(a - b) for a, b in zip(losses, reference.losses, strict=True))
+    worst = max(gaps, key=lambda name: gaps[name])
+    difference = f"{gaps[worst]:.1e}" + (f" ({worst})" if gaps[worst] > TOLERANCE else "")
+    if gaps[worst] <= TOLERANCE:
+        return "equal", difference
+    phrase = program.expected(mode, 0)[1] if program.told else None
+    said = [sentence for sentence in notices if phrase and phrase.lower() in sentence.lower()]
+    return ("told", f"{difference}: {said[0]}") if said else ("silent", " / ".join([difference, *notices]))
+
+
+def _gap(mine: torch.Tensor, other: torch.Tensor) -> float:
+    if mine.shape != other.shape or mine.is_complex() != other.is_complex():
+        return float("inf")
+    if not mine.numel():
+        return 0.0
+    gap = float((mine.to(torch.complex128) - other.to(torch.complex128)).abs().max())
+    return gap if gap == gap else float("inf")
