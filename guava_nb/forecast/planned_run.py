@@ -23,7 +23,7 @@ from guava_nb.forecast.run_facts import RunFacts, Sizes, peeked, rows_of
 from guava_nb.forecast.run_parts import parts_of
 from guava_nb.forecast.savings import savings
 from guava_nb.protocol.messages import DataSpec, RunSpec
-from guava_nb.replica.resident import held
+from guava_nb.replica.model.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.run_spec import mode_of

@@ -19,7 +19,7 @@ from guava_nb.parallel.pipeline.forward_only import is_trainable
 from guava_nb.parallel.pipeline.stage_messages import slots_of, take_apart
 from guava_nb.parallel.tensor.tensor_plan import Plan, split_modules
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.replica.build import autocast_dtype
+from guava_nb.replica.model.build import autocast_dtype
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import Preprocessing

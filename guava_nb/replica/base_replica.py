@@ -21,8 +21,8 @@ from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predic
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.build import autocast_dtype, check_spec
 from guava_nb.replica.gradient_buckets import OnBucket
+from guava_nb.replica.model.build import autocast_dtype, check_spec
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler
 from guava_nb.replica.preprocess import Preprocessing

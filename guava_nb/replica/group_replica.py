@@ -29,8 +29,8 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import OnBucket
+from guava_nb.replica.model.build import build_model, place_model
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of

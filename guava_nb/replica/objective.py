@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
-from guava_nb.replica.build import place_module
+from guava_nb.replica.model.build import place_module
 from guava_nb.replica.scores import Scoring
 from guava_nb.spec.factories import Resolve, build, check_arguments, find
 

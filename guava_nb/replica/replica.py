@@ -27,15 +27,15 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
-from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
+from guava_nb.replica.model.build import build_model, place_model
+from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
 from guava_nb.replica.timer import StepTimer
-from guava_nb.replica.wrappers import unwrapped
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]

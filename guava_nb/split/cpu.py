@@ -15,7 +15,7 @@ from guava_nb.datasets.open_dataset import open_dataset
 from guava_nb.errors import ClusterError, ConfigError
 from guava_nb.orchestrator import Orchestrator
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.replica.resident import OWN_CRITERION, OWN_MODEL, OWN_OPTIMIZER, OWN_PREPROCESS
+from guava_nb.replica.model.resident import OWN_CRITERION, OWN_MODEL, OWN_OPTIMIZER, OWN_PREPROCESS
 from guava_nb.split.codes import Codes, ShowCode, given_codes, show_code, token_prompt
 from guava_nb.training.run import Run
 from guava_nb.tunnels import Tunnel

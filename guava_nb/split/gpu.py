@@ -14,7 +14,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
 from guava_nb.link.tunnel_keeper import asked_here
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.replica.resident import ResidentParts
+from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.split.codes import ShowCode, given_codes, show_code, show_notice, token_prompt
 from guava_nb.telemetry.hardware import pick_device
 from guava_nb.tunnels import NgrokTunnel, Tunnel, make_tunnel

@@ -16,8 +16,8 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
+from guava_nb.replica.model.resident import OWN_MODEL, held, likeness
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.resident import OWN_MODEL, held, likeness
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.replica_set import preparation_text
 from guava_nb.sync.whole_replica_set import WholeReplicaSet

@@ -13,9 +13,9 @@ import torch
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
-from guava_nb.replica.build import build_model
+from guava_nb.replica.model.build import build_model
+from guava_nb.replica.model.structure import first_difference
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.structure import first_difference
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs

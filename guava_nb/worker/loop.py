@@ -39,7 +39,7 @@ from guava_nb.protocol.messages import (
     StepWithoutShard,
     SumBucket,
 )
-from guava_nb.replica.resident import ResidentParts
+from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send

@@ -19,7 +19,7 @@ from guava_nb.link.options import link_options
 from guava_nb.processes.interrupts import interrupts_call
 from guava_nb.processes.launcher import ListenAt, WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.replica.resident import ResidentParts
+from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.telemetry.hardware import pick_device
 from guava_nb.tunnels import Tunnel
 from guava_nb.worker.listening import ListeningLoop

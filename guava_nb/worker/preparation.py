@@ -27,9 +27,9 @@ from guava_nb.protocol.messages import (
     TensorInfo,
 )
 from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
 from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.resident import OWN_MODEL, ResidentParts, describe_model
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
 from guava_nb.worker.error_text import error_text, problem_text, trace_text

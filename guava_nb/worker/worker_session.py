@@ -27,7 +27,7 @@ from guava_nb.link.session_events import (
 )
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Abort, Message, channel_of
-from guava_nb.replica.resident import ResidentParts
+from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.telemetry.hardware import describe

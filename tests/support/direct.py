@@ -20,7 +20,7 @@ from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionR
 from guava_nb.protocol.framing import message_bytes
 from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, Message, channel_of, counted_as
 from guava_nb.protocol.tensor_bounds import check_tensors
-from guava_nb.replica.resident import ResidentParts
+from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.worker.loop import WorkerLoop
 
 

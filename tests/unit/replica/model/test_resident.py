@@ -11,7 +11,7 @@ from torch import nn
 from guava_nb.errors import ConfigError, GuavaError, PreparationError
 from guava_nb.protocol.messages import TensorInfo
 from guava_nb.replica.buckets import build_layout
-from guava_nb.replica.resident import HeldOptimizer, ResidentParts, describe_model, likeness
+from guava_nb.replica.model.resident import HeldOptimizer, ResidentParts, describe_model, likeness
 
 
 class Odd(nn.Module):
