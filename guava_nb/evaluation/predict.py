@@ -49,6 +49,7 @@ def predict(
     resume: bool = False,
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     progress: Progress | None = None,
+    batch: str | None = None,
 ) -> Predictions:
     """Predict all of a loader; arguments and errors as for `Orchestrator.predict`.
 
@@ -61,9 +62,10 @@ def predict(
         resume: go on with what `path` holds.
         deadlines: how long workers are waited for.
         progress: as for `ask`.
+        batch: how batches are read, as for `LoaderFeed`.
     """
     _check_fits(replica_set, wanted, path, resume)
-    feed = LoaderFeed(loader)
+    feed = LoaderFeed(loader, batch=batch)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
         fetch_between_runs(replica_set, cluster, deadlines.fetch_s)

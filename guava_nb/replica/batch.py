@@ -11,17 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from guava_nb.data.split import num_rows, split_rows
-from guava_nb.nested import map_leaves
+from guava_nb.nested import axes_of, cut_parts, map_leaves, sliced
 
 __all__ = ["cut", "place"]
 
 
-def cut(batch: Any, pieces: int) -> list[Any]:
-    """Cut a batch into at most `pieces` parts of about equal size, by the rule of `guava_nb.data.split`."""
-    rows = num_rows(batch)
+def cut(batch: Any, marks: bytes, rows: int, pieces: int) -> list[tuple[Any, int]]:
+    """Cut a batch into at most `pieces` parts of about equal size; returns them with their samples.
+
+    Args:
+        batch: of `rows` samples.
+        marks: which parts have an entry per sample, as `guava_nb.nested.marks_of` wrote them down.
+    """
     edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
-    return split_rows(batch, list(zip(edges, edges[1:], strict=False)))
+    ranges = list(zip(edges, edges[1:], strict=False))
+    parts = cut_parts(
+        batch, axes_of(marks), lambda part, axis: [sliced(part, axis, *one) for one in ranges], len(ranges)
+    )
+    return [(part, stop - start) for part, (start, stop) in zip(parts, ranges, strict=True)]
 
 
 def place(batch: Any, device: torch.device, double: bool = False) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guava_nb.data.split import count_rows
+from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
 
 __all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
@@ -26,6 +26,7 @@ class ShardWork:
         rows: samples over all parts.
         global_rows: samples of the whole step.
         part_rows: samples of each part; None: counted from the first tensor of each.
+        axes: how each part is cut into micro-batches, by `guava_nb.nested.marks_of`; empty: its replica reads it.
     """
 
     step: int
@@ -34,6 +35,7 @@ class ShardWork:
     rows: int
     global_rows: int
     part_rows: Sequence[int] | None = None
+    axes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

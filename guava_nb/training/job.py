@@ -44,6 +44,9 @@ __all__ = ["TrainingJob"]
 
 log = logging.getLogger(__name__)
 
+#: Steps in which a worker's error tells how batches are read.
+_FIRST_STEPS = 3
+
 
 class TrainingJob(Job):
     """Runs a plan to its end on its own thread.
@@ -77,7 +80,7 @@ class TrainingJob(Job):
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
         credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
-        walk = pass_over(self, replica_set)
+        walk = pass_over(self, replica_set, split_fn=plan.split_fn)
         exchange = replica_set.exchange(self, replica_set, accounting.on_commit, accounting.on_applied, credit)
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
@@ -103,6 +106,7 @@ class TrainingJob(Job):
             waits=lambda: note_waits(self.cluster.members()),
             energy=self._energy,
             precision=replica_set.spec.precision,
+            reading=lambda: plan.reading_text,
             interrupt=self.interrupt,
             model=model,
             budget=plan.budget,
@@ -229,6 +233,7 @@ class TrainingJob(Job):
                 group = feeder.take()
                 if group is None:
                     return
+                self.window.read_ahead(feeder)
                 cost = self.budget_gate.afford_step(group)
                 self.budget_gate.issued(self._issue(epoch, group), cost)
 
@@ -312,6 +317,11 @@ class TrainingJob(Job):
         ended = at.batches and at.batches == self.plan.feed.batches_per_epoch and self.plan.val_feed is not None
         lacks = f" (the validation that ends epoch {at.epoch + 1} had no room, and comes first then)" if ended else ""
         return budget.sentence(steps, self.run.total_steps, saved, self.accounting.first_step, lacks)
+
+    def reading_note(self) -> str:
+        """What a worker's error in the first steps may come of: how its batches are cut."""
+        text = self.plan.reading_text
+        return f" (batches are read so: {text})" if text and len(self.run.history) < _FIRST_STEPS else ""
 
     # ---------------------------------------------------------------------------------------------- what happens to members
 

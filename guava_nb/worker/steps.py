@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import (
     Abort,
     Commit,
@@ -254,11 +256,16 @@ class StepRunner:
             )  # fmt: skip
             self._send(head, [tensor_bytes(flat)])
 
+        rows = message.part_rows or (message.rows,)
         while True:
-            pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
+            pieces = list(zip(parts, rows, strict=True))
+            if self._pieces > 1 and (axes := _axes(message, parts, rows)):
+                each = list(zip(pieces, axes, strict=True))
+                pieces = [piece for (part, count), marks in each for piece in cut(part, marks, count, self._pieces)]
             work = ShardWork(
-                message.step, message.shard, pieces, message.rows, message.global_rows, message.part_rows or None
-            )
+                message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
+                [count for _, count in pieces], message.axes,
+            )  # fmt: skip
             try:
                 with self._flops.around(message.rows):
                     result = replica.run_shard(work, None if message.solo else on_bucket)
@@ -266,7 +273,8 @@ class StepRunner:
                     self._energy.flops = self._flops.per_sample
                 return result
             except torch.OutOfMemoryError:
-                if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
+                # A group's members must do the same operations.
+                if self._pieces >= message.rows or not isinstance(replica, Replica) or not _axes(message, parts, rows):
                     raise
                 self._pieces *= 2
                 log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
@@ -316,6 +324,18 @@ class StepRunner:
             run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
         )  # fmt: skip
         self._send(failure, ())
+
+
+def _axes(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
+    """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here."""
+    if not message.source:
+        return message.axes
+    readings = [BatchReading() for _ in parts]
+    for reading, part, count in zip(readings, parts, rows, strict=True):
+        reading.read(part, count)
+    if any(reading.problem for reading in readings):
+        return ()
+    return [marks_of(part, one.axes(count)) for one, part, count in zip(readings, parts, rows, strict=True)]
 
 
 def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
