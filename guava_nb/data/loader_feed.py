@@ -161,6 +161,11 @@ class LoaderFeed:
             state.put(generators)
 
     @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the loader says it."""
+        return self._source.batch_size
+
+    @property
     def gives_ids(self) -> bool:
         """Whether batches are ids of samples that the workers have."""
         return self._number > 0

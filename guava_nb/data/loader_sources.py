@@ -82,6 +82,11 @@ class Source:
         """Batches per epoch; TypeError when it is unknown."""
         return len(self._theirs)
 
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the loader says it."""
+        return getattr(self._theirs, "batch_size", None)
+
     def num_samples(self) -> int | None:
         """Samples drawn in an epoch; None when it is unknown."""
         return None  # a stream's length is a promise at best

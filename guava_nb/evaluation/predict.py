@@ -49,23 +49,21 @@ def predict(
     resume: bool = False,
     deadlines: Deadlines = Deadlines(),  # noqa: B008 - immutable
     progress: Progress | None = None,
-    batch: str | None = None,
 ) -> Predictions:
     """Predict all of a loader; arguments and errors as for `Orchestrator.predict`.
 
     Args:
         cluster: the workers of the session.
         replica_set: whose last committed state predicts.
-        loader: the user's.
+        loader: the user's, or a feed of it.
         wanted: what comes back.
         path: of memory maps; None keeps results in memory.
         resume: go on with what `path` holds.
         deadlines: how long workers are waited for.
         progress: as for `ask`.
-        batch: how batches are read, as for `LoaderFeed`.
     """
     _check_fits(replica_set, wanted, path, resume)
-    feed = LoaderFeed(loader, batch=batch)
+    feed = loader if isinstance(loader, LoaderFeed) else LoaderFeed(loader)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
         fetch_between_runs(replica_set, cluster, deadlines.fetch_s)

@@ -370,8 +370,9 @@ class Orchestrator(SessionHost):
         replica_set = self._for_question(None, preprocess)
         with reporting("predicting", progress) as report:
             return predict(
-                cluster, replica_set, loader, wanted, path=None if path is None else Path(path), resume=resume,
-                deadlines=Deadlines(self._patience_s, self.config.interrupt_grace_s), progress=report, batch=batch,
+                cluster, replica_set, LoaderFeed(loader, batch=batch), wanted,
+                path=None if path is None else Path(path), resume=resume,
+                deadlines=Deadlines(self._patience_s, self.config.interrupt_grace_s), progress=report,
             )  # fmt: skip
 
     def _for_question(self, criterion: Reference | None, preprocess: Reference | None) -> ReplicaSet:
