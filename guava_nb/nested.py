@@ -1,18 +1,15 @@
-"""Nested batches: one walker over every container that a batch may have, and the table by which rows are cut.
+"""Nested batches: one walker over every container that a batch may have, and the knife that cuts them.
 
 Knows Python's containers, tensors and arrays; knows nothing of the wire, workers or models. It stands below `data` and
-`parallel`, which must not import each other and must agree on what a batch is. What happens to each part of a batch of
-`rows` samples that is cut:
+`parallel`, which must not import each other and must agree on what a batch is. Which parts of a batch have an entry per
+sample, and along which axis, is decided elsewhere (`guava_nb.data.batch_reading`); here a share gets of
 
-| part | what a share gets |
+| part | what |
 |---|---|
-| tensor or array whose first axis has `rows` entries | its rows (a view, nothing is copied) |
-| list or tuple of `rows` elements, one per sample | its elements |
-| dict, dataclass, namedtuple, any other list or tuple | the same container, looked into |
+| a tensor or array with an axis of samples | its samples (a view, nothing is copied) |
+| a list or tuple with one element per sample | its elements |
+| a dict, dataclass, namedtuple, any other list or tuple | the same container, looked into |
 | everything else (numbers, text, sets, other tensors, None) | all of it |
-
-A list of `rows` elements is ambiguous when it may as well be a list of fields: `[images, labels]` with two samples. It
-is taken as fields when its tensors all have `rows` entries.
 """
 
 from __future__ import annotations
@@ -27,14 +24,31 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from guava_nb.errors import ConfigError
-
-__all__ = ["ARRAYS", "Path", "Range", "RowCut", "children", "fields_of", "leaves", "map_leaves", "rebuild"]
+__all__ = [
+    "ARRAYS",
+    "AxisOf",
+    "Path",
+    "Range",
+    "axes_at",
+    "axes_by_length",
+    "axes_of",
+    "children",
+    "cut_parts",
+    "fields_of",
+    "has_entries",
+    "leaves",
+    "map_leaves",
+    "marks_of",
+    "rebuild",
+    "sliced",
+]
 
 #: Rows from the first to before the second.
 Range = tuple[int, int]
 #: Keys from the root of a batch to a part of it.
 Path = tuple[Any, ...]
+#: Tells of a part with entries along which axis it has one per sample; None: along none, all of it goes to every share.
+AxisOf = Callable[[Path, Any], int | None]
 ARRAYS = (Tensor, np.ndarray)
 
 _Kinds = type | tuple[type, ...]
@@ -126,72 +140,91 @@ def map_leaves(value: Any, change: Callable[[Any], Any], kind: _Kinds = Tensor) 
 
 def fields_of(value: Any) -> list[tuple[Any, Any]]:
     """Return the children that have a place of their own, by which a batch is cut; elements of a set have none."""
-    return [] if isinstance(value, set | frozenset | slice | np.ndarray) else children(value) or []
+    return [] if isinstance(value, set | frozenset | slice | np.ndarray | PackedSequence) else children(value) or []
 
 
-class RowCut:
-    """One batch being cut by the table of this module.
+def has_entries(value: Any) -> bool:
+    """Whether a part can be cut: a dense tensor or an array with axes, a list, a tuple (no namedtuple)."""
+    if isinstance(value, ARRAYS):
+        return bool(value.ndim) and (not isinstance(value, Tensor) or value.layout is torch.strided)
+    return type(value) in (list, tuple)
+
+
+def sliced(value: Any, axis: int, start: int, stop: int) -> Any:
+    """Return the entries from `start` to before `stop` along an axis; of a list or tuple the axis is 0."""
+    return value[(slice(None),) * axis + (slice(start, stop),)] if axis else value[start:stop]
+
+
+def cut_parts(
+    value: Any, axis_of: AxisOf, cut: Callable[[Any, int], list[Any]], shares: int, path: Path = ()
+) -> list[Any]:
+    """Return the value of every share.
 
     Args:
-        rows: samples of the batch.
-        ranges: which of them each share gets.
-        per_row: what is known of the parts at each path: whether they have an entry per sample. It learns.
+        value: a batch, or what lies at `path` of it.
+        axis_of: asked about every part that can be cut, in the order of the walk.
+        cut: gives what each share gets of a part with an axis of samples.
+        shares: how many there are.
+        path: where the value lies.
+    """
+    if has_entries(value) and (axis := axis_of(path, value)) is not None:
+        return cut(value, axis)
+    inside = [] if isinstance(value, ARRAYS) else fields_of(value)
+    if not inside:
+        return [value] * shares
+    columns = [cut_parts(child, axis_of, cut, shares, (*path, key)) for key, child in inside]
+    return [rebuild(value, items) for items in zip(*columns, strict=True)]
 
-    Attributes:
-        found_rows: whether anything was cut.
+
+def marks_of(value: Any, axis_of: AxisOf) -> bytes:
+    """Return how a value is cut as one byte per part that `cut_parts` asks about: the axis and 1, or 0."""
+    marks = bytearray()
+
+    def marked(path: Path, part: Any) -> int | None:
+        axis = axis_of(path, part)
+        marks.append(0 if axis is None else axis + 1)
+        return axis
+
+    cut_parts(value, marked, lambda part, axis: [part], 1)
+    return bytes(marks)
+
+
+def axes_of(marks: bytes) -> AxisOf:
+    """Return what `marks_of` wrote down, for one walk over a value of the same structure; StopIteration: it has more parts."""
+    given = iter(marks)
+
+    def axis_of(path: Path, part: Any) -> int | None:
+        mark = next(given)
+        return mark - 1 if mark else None
+
+    return axis_of
+
+
+def axes_at(value: Any, marks: bytes) -> dict[Path, int]:
+    """Return the axes that `marks_of` wrote down of a value, by path."""
+    found: dict[Path, int] = {}
+    axis_of = axes_of(marks)
+
+    def noted(path: Path, part: Any) -> int | None:
+        axis = axis_of(path, part)
+        if axis is not None:
+            found[path] = axis
+        return axis
+
+    cut_parts(value, noted, lambda part, axis: [part], 1)
+    return found
+
+
+def axes_by_length(rows: int) -> AxisOf:
+    """Return the guess for a value that nobody has read: what has `rows` entries has one per sample.
+
+    A list of `rows` elements may as well be one of fields: it is, when the tensors in it all have `rows` entries.
     """
 
-    def __init__(self, rows: int, ranges: Sequence[Range], per_row: dict[Path, bool] | None = None) -> None:
-        self.rows = rows
-        self.ranges = ranges
-        self.per_row = {} if per_row is None else per_row
-        self.found_rows = False
+    def axis_of(path: Path, part: Any) -> int | None:
+        if isinstance(part, ARRAYS):
+            return 0 if part.shape[0] == rows else None
+        stacked = [leaf.shape[0] == rows for leaf in leaves(part, ARRAYS) if leaf.ndim]
+        return 0 if len(part) == rows and not (stacked and all(stacked)) else None
 
-    def parts(self, value: Any, path: Path = ()) -> list[Any]:
-        """Return the value of every share.
-
-        Raises:
-            ConfigError: a packed sequence has no rows that can be cut.
-        """
-        if isinstance(value, Tensor) and value.layout is not torch.strided:
-            pass  # has no rows that could be cut, and does not travel: `pack` says so
-        elif isinstance(value, ARRAYS):
-            if value.ndim and self._is_per_row(path, value.shape[0], lambda: True):
-                return self._slices(value)
-        elif type(value) in (list, tuple) and self._is_per_row(path, len(value), lambda: self._guess(value, path)):
-            return self._slices(value)
-        elif isinstance(value, PackedSequence):
-            raise ConfigError(
-                "a PackedSequence cannot be shared out by rows: pack inside the model, or give a split function"
-            )
-        elif inside := fields_of(value):
-            columns = [self.parts(child, (*path, key)) for key, child in inside]
-            return [rebuild(value, items) for items in zip(*columns, strict=True)]
-        return [value] * len(self.ranges)
-
-    def _slices(self, value: Any) -> list[Any]:
-        self.found_rows = True
-        return [value[start:stop] for start, stop in self.ranges]
-
-    def _is_per_row(self, path: Path, length: int, guess: Callable[[], bool]) -> bool:
-        if length != self.rows:
-            self.per_row[path] = False
-            return False
-        if path in self.per_row:
-            return self.per_row[path]
-        if guess():
-            self.per_row[path] = True
-            return True
-        return False  # it may be either; a later batch decides
-
-    def _guess(self, value: Sequence[Any], path: Path) -> bool:
-        """Whether a sequence of `rows` elements has one per sample, and not one per field."""
-        stacked = [leaf.shape[0] == self.rows for leaf in leaves(value, ARRAYS) if leaf.ndim]
-        if path:
-            return not (stacked and all(stacked))
-        # The batch itself is nearly always fields, of which some may be whole (weights, masks) or not stacked.
-        return not (any(stacked) or all(self._is_column(item) for item in value))
-
-    def _is_column(self, value: Any) -> bool:
-        """Whether a value may be one field of all samples, not stacked: as long as the batch, and of one type."""
-        return type(value) in (list, tuple) and len(value) == self.rows and len(set(map(type, value))) == 1
+    return axis_of

@@ -136,6 +136,7 @@ class RunStatus:
     message: str = ""  # what it waits for, or why it ended
     wire: WireBytes = field(default_factory=WireBytes)
     path: str = ""  # how the workers reach each other, and why
+    batch: str = ""  # how batches are read, in the words of the option `batch`
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
     loaded_bytes: int = 0
     joules: float | None = None  # of all workers, each board once

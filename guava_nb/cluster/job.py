@@ -205,12 +205,16 @@ class Job:
         if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
             where = f" {about}" if about else ""
             raise ours(
-                f"worker {self.cluster.name(rank)}{where}: {message.text}"
+                f"worker {self.cluster.name(rank)}{where}: {message.text}{self.reading_note()}"
             )  # a sentence of ours needs no traceback
-        text = f"{message.text} ({about})" if about else message.text
+        text = (f"{message.text} ({about})" if about else message.text) + self.reading_note()
         raise RemoteError(self.cluster.name(rank), message.type_name, text, message.traceback)
 
     # What a job does when the membership changes; the views above are already up to date.
+
+    def reading_note(self) -> str:
+        """Return what an error of the user's code should say of how its batches are read; "" for nothing."""
+        return ""
 
     def on_suspected(self, rank: int) -> None:
         """A member's connections broke."""

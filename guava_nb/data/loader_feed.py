@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.loader_sources import LoadError, Source, make_source
 from guava_nb.data.loader_wrappers import LeaveOut
 from guava_nb.data.randomness import RandomState
@@ -61,13 +62,18 @@ class LoaderFeed:
         loader: a DataLoader, or an iterable of batches. A DataLoader subclass with its own `__iter__` counts as the
             latter. `pin_memory` and `in_order=False` are not followed; everything else of a DataLoader is.
         source: goes into every batch, see `LoadedBatch`.
+        batch: how the user says that batches are read, see `guava_nb.data.reading_words`.
+
+    Attributes:
+        reading: how they are read.
 
     Raises:
-        ConfigError: batches do not come from this, or it has none.
+        ConfigError: batches do not come from this, or it has none; `batch` has another form.
     """
 
-    def __init__(self, loader: Any, source: int = 0) -> None:
+    def __init__(self, loader: Any, source: int = 0, batch: str | None = None) -> None:
         self._source: Source = make_source(loader)
+        self.reading = self._source.reading = BatchReading(batch or "", self._source.stacks, self._few)
         self._number = source
         self._one_shot = isinstance(loader, Iterator)
         self._drawn_once = _is_drawn_once(loader)
@@ -153,6 +159,26 @@ class LoaderFeed:
             return self._source.example(parts)
         finally:
             state.put(generators)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the loader says it."""
+        return self._source.batch_size
+
+    @property
+    def gives_ids(self) -> bool:
+        """Whether batches are ids of samples that the workers have."""
+        return self._number > 0
+
+    def _few(self, samples: int) -> Any:
+        """A batch of so many samples, to see which of its axes grows with them; None where none can be made."""
+        state = RandomState.take(self._source.generators())
+        try:
+            return self._source.few(samples)
+        except Exception:  # of the user's data set or collate function: told in its turn, if it happens there too
+            return None
+        finally:
+            state.put(self._source.generators())
 
     @property
     def is_shuffled(self) -> bool:

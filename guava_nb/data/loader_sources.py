@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data.datapipes.datapipe import MapDataPipe
 
+from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.frozen_batch import snapshot
 from guava_nb.data.loader_wrappers import TOLD, Collate, Counted, LeaveOut, Located, Recorder, Unread, rebuild
-from guava_nb.data.split import has_rows, num_rows
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
@@ -60,10 +60,13 @@ class Source:
 
     Attributes:
         in_process: whether batches are loaded in this process, so that its random state is part of a position.
+        stacks: whether torch's own collate function makes the batches.
+        reading: reads them; its owner may put another one here.
         skipped: samples in the batches that the last walk skipped; None where these are not loaded and nobody counts them.
     """
 
     in_process = True
+    stacks = False
     skipped: int | None = 0
 
     def __init__(self, theirs: Any) -> None:
@@ -73,10 +76,16 @@ class Source:
         self._is_kept = isinstance(theirs, list | tuple)
         self._random_parts = {"loader": theirs}
         self._epoch_parts = [theirs]
+        self.reading = BatchReading()
 
     def __len__(self) -> int:
         """Batches per epoch; TypeError when it is unknown."""
         return len(self._theirs)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a batch, where the loader says it."""
+        return getattr(self._theirs, "batch_size", None)
 
     def num_samples(self) -> int | None:
         """Samples drawn in an epoch; None when it is unknown."""
@@ -94,11 +103,12 @@ class Source:
 
         for index, loaded in _each(iter(self._walked), 0, failing, self.in_process):
             drawn, batch = self._counted(loaded)
-            rows = _count_rows(batch, drawn)
+            batch = self._own(batch) if index >= skip_batches else batch
+            rows = self.reading.read(batch, drawn)
             ids = tuple(range(ordinal, ordinal + (rows if drawn is None else drawn)))
             ordinal += len(ids)
             if index >= skip_batches:
-                yield self._own(batch), ids, rows
+                yield batch, ids, rows
             else:
                 self.skipped = ordinal
 
@@ -130,6 +140,10 @@ class Source:
             f"this {type(self._theirs).__name__} has no data set with indices, so no sample can be looked at before its "
             "turn; balance stages by parameters, or name the split points"
         )
+
+    def few(self, samples: int) -> Any:
+        """A batch of so many first samples; None where none can be made. Raises LoadError."""
+        return None
 
     def generators(self) -> dict[str, torch.Generator]:
         """The generators that decide about order, by name."""
@@ -163,7 +177,12 @@ def make_source(loader: Any) -> Source:
         )
     if isinstance(loader, Dataset):
         raise ConfigError(f"a data set ({type(loader).__name__}) gives samples, not batches: wrap it in a DataLoader")
-    if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, dict, torch.Tensor)):
+    if _are_arrays(loader):
+        raise ConfigError(
+            f"{_whole(loader)}, not batches; make batches of it: DataLoader({_rows_of(loader)}, batch_size=32, shuffle=True), "
+            "with DataLoader and TensorDataset of torch.utils.data"
+        )
+    if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, dict)):
         raise ConfigError(
             f"batches come from a DataLoader or an iterable of batches, not from a {type(loader).__name__}"
         )
@@ -186,6 +205,7 @@ class _MapSource(Source):
         self._dataset = loader.dataset if isinstance(loader.dataset, MapDataPipe) else Located(loader.dataset)
         self._walked = rebuild(loader, self._dataset, Collate(loader.collate_fn), sampling)
         self.in_process, self._is_kept = loader.num_workers == 0, _is_made_anew(loader)
+        self.stacks = self._batched and loader.collate_fn is default_collate
         inner = getattr(loader.batch_sampler, "sampler", None)
         samplers = {"sampler": loader.sampler, "batch_sampler": loader.batch_sampler, "batch_sampler.sampler": inner}
         self._random_parts |= samplers
@@ -228,10 +248,10 @@ class _MapSource(Source):
             yield loaded
 
     def _identify(self, batch: Any, indices: Any, ordinal: int) -> Loaded:
-        ids = _int_ids(indices)
-        rows = _count_rows(batch, len(ids) if self._batched or ids else None)
+        ids, batch = _int_ids(indices), self._own(batch)
+        rows = self.reading.read(batch, len(ids) if self._batched or ids else None)
         # Indices that are no integers, or one index for a whole batch, do not tell samples apart: their place does.
-        return self._own(batch), ids or tuple(range(ordinal, ordinal + rows)), rows
+        return batch, ids or tuple(range(ordinal, ordinal + rows)), rows
 
     def _collated(self, dataset: Any, ids: tuple[int, ...], batch: int) -> Any:
         try:
@@ -246,6 +266,11 @@ class _MapSource(Source):
             return super().example(parts)
         return self._collated(theirs.dataset, tuple(range(min(rows, len(theirs.dataset)))), 0)
 
+    def few(self, samples: int) -> Any:
+        theirs = self._theirs
+        enough = self._batched and hasattr(theirs.dataset, "__len__") and len(theirs.dataset) >= samples
+        return self._collated(theirs.dataset, tuple(range(samples)), 0) if enough else None
+
 
 class _StreamSource(Source):
     """A loader over a stream."""
@@ -253,6 +278,7 @@ class _StreamSource(Source):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         self._batched = loader.batch_size is not None
+        self.stacks = self._batched and loader.collate_fn is default_collate
         collate = Counted(loader.collate_fn) if self._batched else loader.collate_fn
         sampling = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         self._walked = rebuild(loader, loader.dataset, collate, sampling)
@@ -293,32 +319,54 @@ def _each(
         index += 1
 
 
+def _are_arrays(loader: Any) -> bool:
+    """Whether a user gave whole arrays or tables in the place of a loader: one, or some that are equally long.
+
+    A list of tensors of one kind may be a list of batches; a tuple is one of columns, such as (X, y).
+    """
+    if isinstance(loader, Mapping):
+        loader = tuple(loader.values())
+    if not isinstance(loader, list | tuple):
+        return hasattr(loader, "__array__")
+    if len(loader) < 2 or not all(hasattr(part, "__array__") and getattr(part, "shape", ()) for part in loader):
+        return False
+    kinds = {(len(part.shape), str(getattr(part, "dtype", ""))) for part in loader}
+    return len({part.shape[0] for part in loader}) == 1 and (isinstance(loader, tuple) or len(kinds) > 1)
+
+
+def _whole(loader: Any) -> str:
+    """What was given, as the beginning of a sentence."""
+    if isinstance(loader, Mapping):
+        return f"a {type(loader).__name__} of whole arrays ({', '.join(map(str, loader))}) was given"
+    if isinstance(loader, list | tuple):
+        return (
+            f"a {type(loader).__name__} of {len(loader)} whole arrays with {loader[0].shape[0]} entries each was given"
+        )
+    return f"a whole {type(loader).__name__} of shape {list(loader.shape)} was given"
+
+
+def _rows_of(loader: Any) -> str:
+    """The expression that makes a data set of the rows of what was given."""
+    if isinstance(loader, Mapping):
+        parts = [(f"data[{key!r}]", part) for key, part in loader.items()]
+    elif isinstance(loader, list | tuple):
+        names = ("X", "y") if len(loader) == 2 else tuple(f"part{number}" for number in range(len(loader)))
+        parts = list(zip(names, loader, strict=True))
+    else:
+        parts = [("X", loader)]
+    made = [
+        name if isinstance(part, torch.Tensor) else f"torch.as_tensor({_plain(name, part)})" for name, part in parts
+    ]
+    return f"TensorDataset({', '.join(made)})"
+
+
+def _plain(name: str, part: Any) -> str:
+    return f"{name}.to_numpy()" if hasattr(part, "iloc") else name
+
+
 def _is_made_anew(loader: DataLoader[Any]) -> bool:
     """Whether each batch lies in memory of its own."""
     return loader.num_workers > 0 or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
-
-
-def _count_rows(batch: Any, drawn: int | None) -> int:
-    """Rows of a batch for which `drawn` samples were taken; a collate function may have dropped or added some."""
-    if drawn is not None and has_rows(batch, drawn) and not _are_fields(batch, drawn):
-        return drawn
-    try:
-        return num_rows(batch)
-    except ConfigError:
-        if drawn is None:
-            raise
-        return drawn
-
-
-def _are_fields(batch: Any, drawn: int) -> bool:
-    """Whether a list of `drawn` elements is not one of samples: (images, labels) of two drawn samples, one of them dropped.
-
-    Fields have equally many rows and differ in kind; samples of one data set are of one kind.
-    """
-    if type(batch) not in (list, tuple) or not all(isinstance(field, torch.Tensor) and field.ndim for field in batch):
-        return False
-    rows, kinds = {len(field) for field in batch}, {(field.ndim, field.dtype) for field in batch}
-    return len(rows) == 1 and rows != {drawn} and len(kinds) > 1
 
 
 def _int_ids(indices: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ torch can show as bytes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,7 +39,8 @@ def pack(value: Any, name: str = "batch") -> tuple[Tree, list[memoryview]]:
 
     Args:
         value: any nesting of tensors, numpy arrays and scalars, str, bytes, bytearray, numbers, bool, None, dict, list,
-            tuple, set, slice, namedtuple, dataclass, torch.Size, torch.dtype, torch.device.
+            tuple, set, slice, namedtuple, dataclass, torch.Size, torch.dtype, torch.device. A `UserDict`, such as a
+            tokenizer's `BatchEncoding`, arrives as a dict.
         name: what to call the value in an error.
 
     Returns:
@@ -221,6 +222,8 @@ def _pack_by_kind(packer: _Packer, value: Any) -> _Node:
         return _scalar(packer, value)
     if isinstance(value, np.memmap):
         return _array(packer, value.view(np.ndarray))
+    if isinstance(value, UserDict):  # what the collate functions of Hugging Face return
+        return _mapping(node_kinds.DICT)(packer, value.data)
     raise Refused(value, hint(value))
 
 

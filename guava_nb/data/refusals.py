@@ -44,6 +44,11 @@ def hint(value: Any) -> str:
             return advice
     if type(value).__module__.partition(".")[0] == "PIL":
         return "turn images into tensors in the dataset's transform"
+    if type(value).__module__.partition(".")[0] == "torch_geometric":
+        return (
+            "the graphs of a batch are joined, and what joins them names places in the whole batch: let the data set and "
+            "collate_fn give a list of dicts, one per graph, and join them on the worker, in step"
+        )
     if callable(value):
         return "code does not travel inside a batch; define it in a %%guava_share cell"
     return "turn it into tensors, numbers, strings, lists or dicts in collate_fn, or make its class a dataclass"

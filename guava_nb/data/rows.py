@@ -148,12 +148,14 @@ class Rows:
     """
 
     def __init__(self, batch: Any, count: int, splitter: RowSplitter) -> None:
-        if not splitter.by_table:
-            raise NotSeparable("a split function of your own cuts it, by a rule that only it knows")
         self.count = count
         self._leaves: list[_Leaf] = []
         self._slots: list[int] = []
-        self._batch, self.marks = splitter.rewrite(batch, count, self._note)
+        try:
+            self.marks = splitter.row_marks(batch, count)
+        except ConfigError as error:
+            raise NotSeparable(str(error)) from error
+        self._batch = rewrite_marked(batch, self.marks, self._note)
         self.slots = tuple(self._slots)
         if not self._leaves:
             raise NotSeparable("nothing in it has one entry per sample")

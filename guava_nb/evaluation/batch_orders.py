@@ -11,9 +11,10 @@ import msgspec
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
+from guava_nb.nested import ARRAYS
 from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
-from guava_nb.sync.group_exchange import shares_of
+from guava_nb.sync.group_exchange import micro_batch_marks, shares_of
 from guava_nb.sync.step_in_flight import NO_BATCH
 
 __all__ = ["Answer", "BatchOrders", "Order", "Question", "span_text"]
@@ -52,6 +53,9 @@ class BatchOrders:
         treated: the user's preprocess needs whole batches at the worker.
         writer: knows which rows workers hold.
         splitter: cuts the batches.
+
+    Raises:
+        ConfigError: a batch cannot be cut.
     """
 
     question: Question
@@ -79,12 +83,16 @@ class BatchOrders:
             share = shares[rank // (mesh.stages * mesh.tensor)]
             rows = sum(share.rows)
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
-                piece: Any = share.pieces[0]
+                piece: Any = self.question.part(share.pieces[0], self.treated)
+                axes = micro_batch_marks(mesh, self.splitter, [piece], [max(1, rows)], self.treated)
+                if isinstance(piece, ARRAYS):  # inputs alone become the first of a pair
+                    axes = tuple(b"\0" + marks for marks in axes)
                 if mesh.stages > 1:
                     piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
                 piece = taken_apart(self.writer, piece, max(1, rows), self.splitter)
                 outgoing = OutgoingBatch([piece], single=True)
-            orders.append((self._record(request, batch, rows, True), outgoing))
+            record = self._record(request, batch, rows, True)
+            orders.append((msgspec.structs.replace(record, axes=axes), outgoing))
         return orders
 
 

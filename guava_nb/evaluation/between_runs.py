@@ -9,6 +9,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Interrupted
 from guava_nb.data.loader_feed import LoaderFeed
+from guava_nb.data.split import SplitFunction
 from guava_nb.errors import ClusterError, ConfigError, WorkerLost
 from guava_nb.evaluation.batch_orders import Question
 from guava_nb.evaluation.passes import Progress, pass_over
@@ -27,6 +28,7 @@ def ask(
     skip_batches: int = 0,
     grace_s: float = 5.0,
     progress: Progress | None = None,
+    split_fn: SplitFunction | None = None,
 ) -> None:
     """Ask about every batch of the feed's next epoch; no run may be in progress.
 
@@ -38,6 +40,7 @@ def ask(
         skip_batches: of the loader, that were done before.
         grace_s: seconds that a group gets to end the batch in work after an interrupt.
         progress: called a few times a second on the calling thread.
+        split_fn: the user's function that cuts batches, where they are shared out; None cuts them as they are read.
 
     Raises:
         KeyboardInterrupt: an interrupt came; it is raised after cleaning up, never in between.
@@ -48,7 +51,7 @@ def ask(
     """
     job = Job(cluster)
     replica_set.attach(job)
-    walk = pass_over(job, replica_set, lambda lost: _bring_up(job, replica_set, lost))
+    walk = pass_over(job, replica_set, lambda lost: _bring_up(job, replica_set, lost), split_fn)
     with interrupts_call(lambda: job.post(Interrupted())), job.attached(), closing(feed), _errors_for_users():
         try:
             replica_set.look_at(feed)

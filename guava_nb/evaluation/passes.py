@@ -18,7 +18,7 @@ from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Wake
 from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.rows import Rows
-from guava_nb.data.split import RowSplitter
+from guava_nb.data.split import RowSplitter, SplitFunction
 from guava_nb.errors import WorkerLost
 from guava_nb.evaluation.batch_orders import Answer, BatchOrders, Order, Question, span_text
 from guava_nb.protocol.messages import Evaluated, Predicted
@@ -67,6 +67,7 @@ class Pass(ABC):
     Args:
         job: attached, or about to be.
         replica_set: stands at the last committed state when `run` is called.
+        split_fn: the user's function that cuts batches; None cuts them as they are read.
 
     Attributes:
         before_batch: called with each batch before it is sent; may raise, and the pass is given up.
@@ -74,12 +75,13 @@ class Pass(ABC):
 
     _question: Question
     _orders: BatchOrders
+    _cuts = False  # whether batches are shared out
 
-    def __init__(self, job: Job, replica_set: ReplicaSet) -> None:
+    def __init__(self, job: Job, replica_set: ReplicaSet, split_fn: SplitFunction | None = None) -> None:
         """Register for the workers' answers."""
         self._job, self._replica_set = job, replica_set
         self._asked: list[Asked] = []  # in the loader's order
-        self._splitter = RowSplitter()
+        self._split_fn = split_fn
         self._progress: Progress = lambda done, total: None
         self._done, self._shown = 0, 0.0
         self._total: int | None = None
@@ -109,7 +111,8 @@ class Pass(ABC):
         self._question, self._progress = question, progress or self._progress
         replicas = self._replica_set
         treated = replicas.spec.preprocess is not None
-        self._orders = BatchOrders(question, replicas.run_id, treated, replicas.writer, self._splitter)
+        splitter = RowSplitter(self._split_fn, feed.reading)
+        self._orders = BatchOrders(question, replicas.run_id, treated, replicas.writer, splitter)
         self._done, self._total = 0, feed.samples_per_epoch
         self._asked.clear()
         feeder = BatchFeeder(feed.epoch(skip_batches), 1, WINDOW, lambda: self._job.post(Wake()))
@@ -120,6 +123,8 @@ class Pass(ABC):
                 if group is None:
                     break
                 if group[0].rows:
+                    if self._cuts and feed.reading.seen < 2:  # a second batch shows what belongs to one batch alone
+                        self._pump(feeder.available)
                     self._pump(self._has_room)
                     self.before_batch(group[0])
                     self._deal(group[0])
@@ -269,13 +274,20 @@ class GroupPass(Pass):
         job: attached, or about to be.
         replica_set: parts of one model.
         form_again: forms another group after one was lost, or raises; None: `run` raises that one was lost.
+        split_fn: as for `Pass`.
     """
 
+    _cuts = True
+
     def __init__(
-        self, job: Job, replica_set: GroupReplicaSet, form_again: Callable[[GroupLost], None] | None = None
+        self,
+        job: Job,
+        replica_set: GroupReplicaSet,
+        form_again: Callable[[GroupLost], None] | None = None,
+        split_fn: SplitFunction | None = None,
     ) -> None:
         """Register for the workers' answers."""
-        super().__init__(job, replica_set)
+        super().__init__(job, replica_set, split_fn)
         self._group = replica_set
         self._form_again = form_again
 
@@ -321,8 +333,7 @@ class GroupPass(Pass):
         return len(self._open) < WINDOW
 
     def _deal(self, batch: LoadedBatch) -> None:
-        part = self._question.part(batch.batch, self._orders.treated)
-        self._asked.append(Asked(replace(batch, batch=part), 0, {}))
+        self._asked.append(Asked(batch, 0, {}))
         self._ask(self._asked[-1])
 
     def _ask(self, asked: Asked) -> None:
@@ -333,8 +344,13 @@ class GroupPass(Pass):
         self._send(asked, self._group.team)
 
 
-def pass_over(job: Job, replicas: ReplicaSet, form_again: Callable[[GroupLost], None] | None = None) -> Pass:
-    """Return what walks a loader on these replicas; `form_again` as for `GroupPass`."""
+def pass_over(
+    job: Job,
+    replicas: ReplicaSet,
+    form_again: Callable[[GroupLost], None] | None = None,
+    split_fn: SplitFunction | None = None,
+) -> Pass:
+    """Return what walks a loader on these replicas; `form_again` and `split_fn` as for `GroupPass`."""
     if isinstance(replicas, GroupReplicaSet):
-        return GroupPass(job, replicas, form_again)
+        return GroupPass(job, replicas, form_again, split_fn)
     return StarPass(job, replicas)

@@ -55,7 +55,7 @@ def predict(
     Args:
         cluster: the workers of the session.
         replica_set: whose last committed state predicts.
-        loader: the user's.
+        loader: the user's, or a feed of it.
         wanted: what comes back.
         path: of memory maps; None keeps results in memory.
         resume: go on with what `path` holds.
@@ -63,7 +63,7 @@ def predict(
         progress: as for `ask`.
     """
     _check_fits(replica_set, wanted, path, resume)
-    feed = LoaderFeed(loader)
+    feed = loader if isinstance(loader, LoaderFeed) else LoaderFeed(loader)
     results: MemoryResults | DiskResults = MemoryResults(feed.samples_per_epoch)
     if path is not None:
         fetch_between_runs(replica_set, cluster, deadlines.fetch_s)

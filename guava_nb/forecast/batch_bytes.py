@@ -36,7 +36,8 @@ def writer_for(spec: RunSpec, workers: int) -> RowWriter:
 
 def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:
     """Return what the batches of training take; `exchanged`: between the ranks of a group, for a batch."""
-    mesh, team, plan, splitter = run.mesh, tuple(range(run.workers)), run.plan, RowSplitter(run.plan.split_fn)
+    mesh, team, plan = run.mesh, tuple(range(run.workers)), run.plan
+    splitter = RowSplitter(plan.split_fn, plan.feed.reading)
     head, weights = StepHead(run.replica_set.run_id, 1, STEP, solo=run.solo), plan.weights(team)
 
     def orders(group: Sequence[LoadedBatch], writer: RowWriter) -> Iterable[_Order]:
@@ -58,9 +59,13 @@ def validation_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding |
     if run.val is None:
         return None
     mesh, grouped = run.mesh, run.spec.parallel is not None
+    assert run.plan.val_feed is not None
+    splitter = RowSplitter(run.plan.split_fn, run.plan.val_feed.reading)
 
     def orders(group: Sequence[LoadedBatch], writer: RowWriter) -> Iterable[_Order]:
-        made = BatchOrders(run.plan.validation(), run.replica_set.run_id, run.spec.preprocess is not None, writer)
+        made = BatchOrders(
+            run.plan.validation(), run.replica_set.run_id, run.spec.preprocess is not None, writer, splitter
+        )
         for batch in group:
             asked = made.shared(STEP, batch, mesh) if grouped else [made.whole(STEP, batch)]
             yield from ((rank, *order, 0 if rank else batch.rows) for rank, order in enumerate(asked))
@@ -116,7 +121,11 @@ def _size(buffers: Sequence[memoryview]) -> int:
 def _travel(run: RunFacts, sizes: Sizes, validating: bool) -> tuple[float, ...]:
     """Which part of the samples travels to whole replicas in each pass."""
     cache, rows = run.spec.cache, sizes.rows
-    apart = None if cache is None or rows is None or sizes.first is None else rows_of(sizes.first)  # looks at every row
+    feed = run.plan.val_feed if validating else run.plan.feed
+    assert feed is not None
+    splitter = RowSplitter(run.plan.split_fn, feed.reading)
+    first = sizes.first
+    apart = None if cache is None or rows is None or first is None else rows_of(first, splitter)  # looks at every row
     if cache is None or rows is None or apart is None:
         return (1.0,)
     entry = round(sum(apart.sizes) / max(1, len(apart.sizes)))

@@ -92,9 +92,10 @@ def _tried(run: RunFacts) -> tuple[float, float]:
     if first is None or not CODECS:
         return 1.0, 0.0
     batch = first.batch
-    if run.spec.parallel is None:
+    splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
+    if run.spec.parallel is None and not first.source and not splitter.problem:
         rows = min(first.rows, max(1, round(run.train.batch_rows / run.workers)))
-        batch = RowSplitter().split(batch, [(0, rows)], first.rows)[0]
+        batch = splitter.split(batch, [(0, rows)], first.rows)[0]
     _, buffers = pack(batch)
     whole = b"".join(bytes(buffer) for buffer in buffers[:64])[: _TRIED_CHUNKS * CHUNK_BYTES]
     if len(whole) < MIN_BYTES:

@@ -15,6 +15,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.randomness import RandomState
 from guava_nb.data.sizes import size_of
+from guava_nb.data.split import RowSplitter
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.compression import NOT_SQUEEZED, Squeezed, squeezed_in
@@ -83,19 +84,23 @@ class PlannedRun:
         """Which part of the first samples some worker holds already."""
         if self.composed.spec.cache is None:
             return 0.0
-        apart = [rows_of(batch) for group in sizes.groups for batch in group]
+        splitter = RowSplitter(self.plan.split_fn, self.plan.feed.reading)
+        apart = [rows_of(batch, splitter) for group in sizes.groups for batch in group]
         keys = [key for rows in apart if rows is not None for key in rows.keys]
         return sum(any(key in held for held in self.caches.values()) for key in keys) / max(1, len(keys))
 
 
-def guessed_feeds(loaders: tuple[Any, Any]) -> tuple[LoaderFeed, LoaderFeed | None]:
-    """Return feeds to look at; of data that lies at the workers, ids of a batch, since nobody was asked how much there is."""
+def guessed_feeds(loaders: tuple[Any, Any], batch: str | None = None) -> tuple[LoaderFeed, LoaderFeed | None]:
+    """Return feeds to look at; of data that lies at the workers, ids of a batch, since nobody was asked how much there is.
+
+    `batch` says how batches are read, as for `LoaderFeed`.
+    """
 
     def feed(loader: Any, number: int) -> LoaderFeed:
         return (
             LoaderFeed(loader.loader(loader.batch_size), number)
             if isinstance(loader, WorkerData)
-            else LoaderFeed(loader)
+            else LoaderFeed(loader, batch=batch)
         )
 
     train, val = loaders

@@ -76,10 +76,10 @@ def peeked(feed: LoaderFeed, accumulation: int, lengths_known: bool = True) -> S
     return Sizes(tuple(whole), total if batches else None, rows)
 
 
-def rows_of(batch: LoadedBatch) -> Rows | None:
+def rows_of(batch: LoadedBatch, splitter: RowSplitter) -> Rows | None:
     """Return a batch row by row as workers keep it; None where its samples cannot be kept one by one."""
     with contextlib.suppress(NotSeparable, ConfigError):
-        return None if batch.source else Rows(batch.batch, batch.rows, RowSplitter())
+        return None if batch.source else Rows(batch.batch, batch.rows, splitter)
     return None
 
 

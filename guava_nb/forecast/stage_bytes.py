@@ -42,8 +42,9 @@ def _few_rows(run: RunFacts) -> tuple[Any, int]:
             "the loader is an iterator that can be drawn once only, so what passes between the parts of the model cannot be "
             "looked at before the run: give a DataLoader or a list of batches for a forecast of this mode"
         )
-    rows = min(_FEW_ROWS, first.rows)
-    cut = RowSplitter(run.plan.split_fn).split(first.batch, [(0, rows)], first.rows)[0]
+    splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
+    rows = first.rows if splitter.problem else min(_FEW_ROWS, first.rows)
+    cut = splitter.split(first.batch, [(0, rows)], first.rows)[0]
     return Preprocessing(run.spec, run.resolve, _CPU).train(cut), rows
 
 

@@ -55,6 +55,11 @@ def _file(flag_name: str, text: str, metavar: str = "PATH") -> Option:
     return option(flag_name, metavar=metavar, complete=("<files>",), help=text)
 
 
+def _words(flag_name: str, text: str) -> Option:
+    return option(flag_name, metavar="WORDS", help=text)
+
+
+_BATCH = _words("--batch", "how batches are read where they are shared out, as for %%guava_train")
 #: Of magics that ask a model which may not have been trained in this session.
 _MODEL = (
     _shared(
@@ -196,6 +201,7 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "text": lambda flag_name, text, info: option(flag_name, metavar="NAME", help=text),
     "switch": lambda flag_name, text, info: flag(flag_name, help=text),
     "file": lambda flag_name, text, info: _file(flag_name, text),
+    "words": lambda flag_name, text, info: _words(flag_name, text),
 }
 
 
@@ -238,6 +244,7 @@ VALIDATE = Command(
         _metrics("shared functions(outputs, targets) or torchmetrics metrics: names with commas, or an expression"),
         _shared("--loss", "criterion, where nothing was trained yet (default: CrossEntropyLoss)", *LOSSES),
         *_MODEL,
+        _BATCH,
     ),
     "%guava_validate --data test --metrics top5,f1",
 )
@@ -255,6 +262,7 @@ PREDICT = Command(
         flag("--resume", help="go on with what --path holds"),
         option("--into", metavar="NAME", help="also store the results in this variable"),
         *_MODEL,
+        _BATCH,
     ),
     "%guava_predict --data test --top-k 3 --into results",
 )

@@ -26,6 +26,8 @@ def _validate_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) 
     given = {"loader": resolve(args.data, namespace, "--data")}
     if args.metrics is not None:
         given["metrics"] = metrics_argument(args.metrics, namespace)
+    if args.batch is not None:
+        given["batch"] = args.batch
     return given if args.loss is None else {**given, "criterion": args.loss}
 
 
@@ -43,6 +45,7 @@ def _predict_arguments(args: argparse.Namespace, namespace: Mapping[str, Any]) -
         "confidence_threshold": args.threshold,
         "path": args.path,
         "predict_step": args.step,
+        "batch": args.batch,
     }
     flags = {"return_full_probabilities": args.full, "raw": args.raw, "resume": args.resume}
     chosen = {name: value for name, value in {**given, **flags}.items() if value is not None and value is not False}

@@ -171,7 +171,9 @@ class Orchestrator(SessionHost):
             if composed.own:
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
-            plan = TrainingPlan.of(chosen, self.config, feeds(loaders, composed.spec.data), composed.validation)
+            plan = TrainingPlan.of(
+                chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), composed.validation
+            )
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
@@ -239,7 +241,7 @@ class Orchestrator(SessionHost):
         cluster = self._cluster
         workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
         composed = self._builder().compose(options, model, loaders, workers)
-        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders), composed.validation)
+        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), composed.validation)
         limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
         replica_set, trained = self._replica_sets.guess(composed, plan, options)
         caches = WorkerCaches() if cluster is None else cluster.caches
@@ -300,6 +302,7 @@ class Orchestrator(SessionHost):
         metrics: Metrics | None = None,
         preprocess: Reference | None = None,
         *,
+        batch: str | None = None,
         progress: bool | Progress = True,
     ) -> dict[str, Any]:
         """Evaluate the current weights; returns loss, accuracy (None where it has no meaning), samples and the metrics.
@@ -312,6 +315,8 @@ class Orchestrator(SessionHost):
             metrics: a mapping of names to metrics, or a list of them: shared functions `metric(outputs, targets)` that
                 return the mean over the rows or (sum, count); torchmetrics metrics, or (class, {arguments}); or shared
                 functions that make one.
+            batch: how batches are read, as for `start_training`, in modes that share a batch out; None takes that of the last
+                run, and its split_fn.
             progress: show a bar in a terminal; or a function of (samples done, samples in all or None).
 
         Raises:
@@ -319,12 +324,17 @@ class Orchestrator(SessionHost):
             ConfigError: a metric cannot be made on the workers.
             RemoteError: the model, the loss or a metric raised on a worker.
         """
-        feed, cluster, shared = LoaderFeed(loader), self._open_cluster(), self._models.shared()
+        plan = None if self._job is None else self._job.plan
+        cluster, shared = self._open_cluster(), self._models.shared()
+        feed = LoaderFeed(loader, batch=plan.batch if batch is None and plan is not None else batch)
+        split_fn = None if batch or plan is None else plan.split_fn
         specs = metric_specs(metrics, shared)
         question = Validation(specs, merges_for(specs, shared))
         replica_set = self._for_question(criterion, preprocess)
         with reporting("validating", progress) as report:
-            ask(cluster, replica_set, feed, question, grace_s=self.config.interrupt_grace_s, progress=report)
+            ask(
+                cluster, replica_set, feed, question, grace_s=self.config.interrupt_grace_s, progress=report, split_fn=split_fn
+            )  # fmt: skip
         return question.result().record()
 
     def predict(
@@ -339,6 +349,7 @@ class Orchestrator(SessionHost):
         preprocess: Reference | None = None,
         *,
         predict_step: Reference | None = None,
+        batch: str | None = None,
         progress: bool | Progress = True,
     ) -> Predictions:
         """Return what the current weights make of every sample, in the order of the data set.
@@ -357,6 +368,7 @@ class Orchestrator(SessionHost):
             resume: go on with what an interrupted call left in `path`, without predicting it again.
             preprocess: None takes that of the last run.
             predict_step: a shared function of (model, batch) that returns the outputs, for batches of other forms.
+            batch: how batches are read, as for `start_training`, in modes that share a batch out.
             progress: as for `validate`.
 
         Raises:
@@ -371,7 +383,8 @@ class Orchestrator(SessionHost):
         replica_set = self._for_question(None, preprocess)
         with reporting("predicting", progress) as report:
             return predict(
-                cluster, replica_set, loader, wanted, path=None if path is None else Path(path), resume=resume,
+                cluster, replica_set, LoaderFeed(loader, batch=batch), wanted,
+                path=None if path is None else Path(path), resume=resume,
                 deadlines=Deadlines(self._patience_s, self.config.interrupt_grace_s), progress=report,
             )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from guava_nb.nested import AxisOf
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.state.full_state import StatePiece
 
@@ -25,6 +26,7 @@ class ModelPart(Protocol):
         named: full name to local parameter, a tied one once.
         optimizer: of these parameters.
         layout: how the whole model is spread, in words; "" for whole replicas.
+        cut_along: how the next batch, a pair, is cut into micro-batches; None goes by length.
     """
 
     takes_inputs: bool
@@ -34,6 +36,7 @@ class ModelPart(Protocol):
     named: dict[str, nn.Parameter]
     optimizer: Optimizer
     layout: str
+    cut_along: AxisOf | None
 
     def train_batch(
         self, batch: Any, rows: int, factor: float, stand_in: bool = False, *, last: bool = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
+from guava_nb.nested import AxisOf
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
@@ -43,11 +44,13 @@ class WholeModelPart:
         named: full name to local parameter.
         optimizer: of these parameters.
         layout: how the whole model is spread, in words.
+        cut_along: of no use here.
     """
 
     takes_inputs = True
     takes_targets = True
     layout = ""
+    cut_along: AxisOf | None = None
 
     def __init__(
         self,

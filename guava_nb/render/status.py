@@ -42,6 +42,7 @@ def session_view(status: Status) -> View:
             ("wire", _wire(run)),
             *_budget(run),
             *_path(run),
+            *_batch(run),
             *_loaded(run),
             *_energy(run),
         ]
@@ -56,7 +57,7 @@ def session_view(status: Status) -> View:
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_loaded(run), *_energy(run))
+    facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_loaded(run), *_energy(run))
     there = _taking_part(workers)
     title, headline, notes = _state(run, workers), _headline(run, workers), _notes(run, notices)
     tables = (Table((), facts), glance(there))
@@ -72,7 +73,7 @@ def summary_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: 
         ("loss", _loss_path(run)),
     ]
     facts += [("validation", _validation(run.val[-1]))] if run.val else []
-    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_energy(run)]
+    facts += [("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_energy(run)]
     there = _taking_part(workers)
     tables = (Table((), tuple(facts)), workers_at_the_end(there))
     told = notices if run.state == "failed" else _notes(run, notices)  # the error itself comes after the summary
@@ -177,6 +178,10 @@ def _budget(run: RunStatus) -> list[tuple[str, str]]:
 
 def _path(run: RunStatus) -> list[tuple[str, str]]:
     return [("path", run.path)] if run.path else []
+
+
+def _batch(run: RunStatus) -> list[tuple[str, str]]:
+    return [("batch", run.batch)] if run.batch else []
 
 
 def _loaded(run: RunStatus) -> list[tuple[str, str]]:

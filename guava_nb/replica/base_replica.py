@@ -193,19 +193,23 @@ class BaseReplica(ABC):
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, batch: Any, rows: int | None = None, observer: Observer | None = None) -> EvalSums:
+    def evaluate(
+        self, batch: Any, rows: int | None = None, observer: Observer | None = None, axes: Sequence[bytes] = ()
+    ) -> EvalSums:
         """Measure a batch at the committed state, in evaluation mode. Not between a lone worker's shard and its commit.
 
         Args:
             batch: as in training; in a group this rank's part.
             rows: its samples; None counts them. In a group all ranks measure together, and 0 or None mark a stand-in.
             observer: sees outputs, targets and rows, on the ranks that have them.
+            axes: as in `ShardWork`, of the one part.
 
         Returns:
             The sums; in a group all 0 on ranks whose figures do not count.
         """
         with self._evaluation_mode():
             treated = self._preprocessing.for_evaluation(batch)
+            self._read(treated, rows or 0, axes[0] if axes else b"")
             with self._autocast():
                 one = self._evaluate(treated, rows, observer)
         if one is None:
@@ -216,23 +220,32 @@ class BaseReplica(ABC):
         right, scored, nll = one.scores.tolist()
         return EvalSums(float(one.loss_sum), count, one.rows, int(right), int(scored), None if math.isnan(nll) else nll)
 
+    def _read(self, batch: Any, rows: int, marks: bytes) -> None:  # noqa: B027 - whole replicas cut nothing
+        """Know how a preprocessed batch is cut into micro-batches, where it is; `marks`: how it was read before.
+
+        Raises:
+            ConfigError: it was not read before, and cannot be cut.
+        """
+
     @abstractmethod
     def _evaluate(self, batch: Any, rows: int | None, observer: Observer | None) -> Measured | None:
         """Do a forward of a preprocessed batch; None on a rank whose figures do not count."""
 
-    def predict(self, batch: Any, rows: int, forward: Forward) -> list[Predicted]:
+    def predict(self, batch: Any, rows: int, forward: Forward, axes: Sequence[bytes] = ()) -> list[Predicted]:
         """Return outputs and rows of a batch, at the committed state and in evaluation mode.
 
         Args:
             batch: in the form that `forward` takes; in a group this rank's part, stages get (inputs, nothing).
             rows: its samples; in a group 0 marks a stand-in.
             forward: calls a whole model with the batch.
+            axes: as for `evaluate`.
 
         Returns:
             One pair; in a group one for each micro-batch, and none on ranks whose outputs do not count.
         """
         with self._evaluation_mode():
             treated = self._preprocessing.for_evaluation(batch)
+            self._read(treated, rows, axes[0] if axes else b"")
             with self._autocast():
                 return self._predict(treated, rows, forward)
 

@@ -5,23 +5,37 @@ Knows nested batches; knows nothing of models or losses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from guava_nb.data.split import num_rows, split_rows
-from guava_nb.nested import map_leaves
+from guava_nb.nested import axes_of, cut_parts, map_leaves, sliced
 
-__all__ = ["cut", "place"]
+__all__ = ["cut", "cut_at", "place"]
 
 
-def cut(batch: Any, pieces: int) -> list[Any]:
-    """Cut a batch into at most `pieces` parts of about equal size, by the rule of `guava_nb.data.split`."""
-    rows = num_rows(batch)
+def cut(batch: Any, marks: bytes, rows: int, pieces: int) -> list[tuple[Any, int]]:
+    """Cut a batch into at most `pieces` parts of about equal size; returns them with their samples.
+
+    Args:
+        batch: of `rows` samples.
+        marks: which parts have an entry per sample, as `guava_nb.nested.marks_of` wrote them down.
+    """
     edges = sorted({round(rows * k / pieces) for k in range(pieces + 1)})
-    return split_rows(batch, list(zip(edges, edges[1:], strict=False)))
+    ranges = list(zip(edges, edges[1:], strict=False))
+    return [(part, stop - start) for part, (start, stop) in zip(cut_at(batch, marks, ranges), ranges, strict=True)]
+
+
+def cut_at(batch: Any, marks: bytes, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return the samples of each range (start, stop) of a batch; `marks` as for `cut`."""
+
+    def entries(part: Any, axis: int) -> list[Any]:
+        return [sliced(part, axis, *one) for one in ranges]
+
+    return cut_parts(batch, axes_of(marks), entries, len(ranges))
 
 
 def place(batch: Any, device: torch.device, double: bool = False) -> Any:

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from guava_nb.config.mesh import Mesh
-from guava_nb.errors import LocalProtocolError
+from guava_nb.data.batch_reading import BatchReading
+from guava_nb.errors import ConfigError, LocalProtocolError
+from guava_nb.nested import axes_at
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Forward, Learning, Measured, Observer, Predicted
 from guava_nb.parallel.mesh import MeshAxes
@@ -69,6 +71,9 @@ class GroupReplica(BaseReplica):
         super().__init__(spec, resolve, device)
         assert spec.parallel is not None
         self._shape, self._habit = spec.parallel, Habit()
+        self._reading = (
+            BatchReading()
+        )  # of batches that the orchestrator has not read in the form in which they are cut here
         self._criterion = None if spec.criterion is None else scoring(build_criterion(spec, resolve, device))
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
@@ -162,10 +167,11 @@ class GroupReplica(BaseReplica):
         parts = self._treated(work, axes.dp, counts)
         staged = gathering(refusing(_STAGED)) if self._shape.pp > 1 or self._shape.mode == "pipeline" else nullcontext()
         with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False), staged:
-            sums = [
-                self._train_part(part, batch, rows, factor, last=number == len(parts))
-                for number, (batch, rows) in enumerate(parts, start=1)
-            ]
+            sums = []
+            for number, (batch, rows) in enumerate(parts, start=1):
+                self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
+                taken = _taken(part, batch)
+                sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
         part.finish_gradients()
         return self._result(part, work, sums, counts, started)
 
@@ -184,8 +190,25 @@ class GroupReplica(BaseReplica):
                 treated = self._preprocessing.train(batch)
                 if part.reports and rows:
                     counts.append(self._preprocessing.tokens(treated))
-                found.append((_taken(part, treated), rows))
+                found.append((treated, rows))
         return found
+
+    def _read(self, batch: Any, rows: int, marks: bytes) -> None:
+        part, shape = self._standing, self._shape
+        part.cut_along = None
+        if shape.pp == 1 or shape.micro_batches == 1 or rows < 2 or not (part.takes_inputs or part.takes_targets):
+            return
+        if marks:
+            found = axes_at(batch, marks)
+            part.cut_along = lambda path, value: found.get(path)
+            return
+        self._reading.read(batch if isinstance(batch, list | tuple) else (batch, None), rows)
+        if self._reading.problem:
+            raise ConfigError(
+                "what preprocess= or split_fn= gave cannot be cut into the micro-batches of a pipeline "
+                f"(micro_batches=1 cuts none): {self._reading.problem}"
+            )
+        part.cut_along = self._reading.axes(rows)
 
     def _result(
         self, part: ModelPart, work: ShardWork, sums: list[Measured], counts: list[Any], started: float

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.data.split import count_rows
+from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.batch import place

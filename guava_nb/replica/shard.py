@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guava_nb.data.split import count_rows
+from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
 
 __all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
@@ -27,6 +27,7 @@ class ShardWork:
         global_rows: samples of the whole step.
         part_rows: samples of each part; None: counted from the first tensor of each.
         is_cut: parts are pieces of loader batches that did not fit the memory as a whole.
+        axes: how each part is cut into micro-batches, by `guava_nb.nested.marks_of`; empty: its replica reads it.
     """
 
     step: int
@@ -36,6 +37,7 @@ class ShardWork:
     global_rows: int
     part_rows: Sequence[int] | None = None
     is_cut: bool = False
+    axes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ Reference = str | Callable[..., Any] | type
 #: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
 Kind = Literal[
     "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
-    "function", "objects", "text",
+    "words", "function", "objects", "text",
 ]  # fmt: skip
 
 #: What most people use of torch; any other name is as good.
@@ -112,7 +112,10 @@ class TrainingOptions:
         shares: relative share of each worker, in the order they joined; by default equal ones.
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
         callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
-        split_fn: splits a batch into row ranges where the usual rule does not fit; see `guava_nb.data.split`.
+        batch: how batches are read, where it is not plain, in the words in which the status tells it, such as "cut: image,
+            label; cut on axis 1: frames; one per sample: boxes; whole: anchors". What it does not name is read as usual.
+        split_fn: splits a batch into row ranges where no words fit: function(batch, ranges) that returns one part per
+            (start, stop).
         preprocess: shared function(batch), run on the workers' devices for every batch of training and validation, so that
             data travels in the dtype it has (uint8 images, say) and becomes floats there.
         augment: shared function(batch), run there before it, in training only; what it draws depends on seed, step and share
@@ -162,6 +165,7 @@ class TrainingOptions:
     optimizer_site: str | None = option(
         None, "choice", flag="optimizer-site", choices=("workers", "orchestrator"), setting="optimizer_site"
     )
+    batch: str | None = option(None, "words", flag="batch")
     callbacks: Sequence[Any] = option((), "objects", unsayable="objects of this process")
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = option(
         None, "function", unsayable="a function of this process"
@@ -195,6 +199,8 @@ class TrainingOptions:
             if (value is not None or one.default is not None) and (rule := _broken_rule(one, value)):
                 shown = f"a {type(value).__name__}" if one.kind in ("function", "objects") else repr(value)
                 raise ConfigError(f"{one.name} is {shown}; {rule}")
+        if self.batch and self.split_fn is not None:
+            raise ConfigError("batch= says how batches are cut, and so does split_fn=: give one of them")
         if (self.criterion is None) == (self.step is None):
             raise ConfigError(
                 "give either a criterion (loss of outputs and targets) or a step (of model and batch), exactly one"
@@ -263,6 +269,7 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int | float) and value >= 0, "give a number above 0, or 0 for no clipping"
     ),
     "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above"),
+    "words": (lambda value: isinstance(value, str), "give it like 'cut: image, label; whole: anchors'"),
     "function": (callable, "give a function of a batch and row ranges"),
     "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
     "text": (lambda value: isinstance(value, str), "give a name"),

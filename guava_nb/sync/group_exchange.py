@@ -13,14 +13,23 @@ import msgspec
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
+from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Ready
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
 from guava_nb.sync.exchange import Replicas, StepExchange
-from guava_nb.sync.step_in_flight import PlannedShards, Share, StepHead, StepInFlight, add_to_shares, no_samples
+from guava_nb.sync.step_in_flight import (
+    PlannedShards,
+    Share,
+    StepHead,
+    StepInFlight,
+    add_to_shares,
+    marks_for,
+    no_samples,
+)
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["GroupExchange", "parts_for", "shares_of", "tasks_of"]
+__all__ = ["GroupExchange", "micro_batch_marks", "parts_for", "shares_of", "tasks_of"]
 
 
 class Group(Replicas, Protocol):
@@ -43,6 +52,9 @@ class GroupExchange(StepExchange[Group]):
         self, batches: Sequence[LoadedBatch], team: tuple[int, ...], weights: Sequence[float], splitter: RowSplitter
     ) -> tuple[StepMachine, PlannedShards]:
         members, mesh, spec = self._replicas.team, self._replicas.mesh, self._replicas.spec
+        assert spec.parallel is not None
+        if splitter.problem and mesh.stages > 1 and spec.parallel.micro_batches > 1 and not spec.wants_whole_batches:
+            raise ConfigError(splitter.problem)
         weights = [weights[team.index(rank)] for rank in members]  # a replica takes the share of its first rank
         shares = shares_of(batches, mesh, weights[:: mesh.stages * mesh.tensor], splitter)
         self._tell_few_rows(max(rows for share in shares for rows in share.rows))
@@ -136,10 +148,22 @@ def tasks_of(
         share, stage, tensor = shares[rank // (mesh.stages * mesh.tensor)], mesh.stage_of(rank), rank % mesh.tensor
         reports = stage == mesh.stages - 1 and tensor == 0
         if tensor == 0:  # the ranks that share layers share one batch
-            parts = zip(parts_for(mesh, stage, share.pieces, treated), share.rows, strict=True)
-            outgoing = OutgoingBatch([taken_apart(writer, part, max(1, count), splitter) for part, count in parts])
+            pieces, counts = parts_for(mesh, stage, share.pieces, treated), [max(1, count) for count in share.rows]
+            axes = micro_batch_marks(mesh, splitter, pieces, counts, treated)
+            parts = zip(pieces, counts, strict=True)
+            outgoing = OutgoingBatch([taken_apart(writer, part, count, splitter) for part, count in parts])
         task = ShardTask(rank, sum(share.rows) if reports else 0, owner, tuple(share.ids) if reports else ())
         tasks.append(task)
         shard = head.shard(task, global_rows)
-        shards.append((msgspec.structs.replace(shard, part_rows=tuple(share.rows)), outgoing))
+        shards.append((msgspec.structs.replace(shard, part_rows=tuple(share.rows), axes=axes), outgoing))
     return tasks, shards
+
+
+def micro_batch_marks(
+    mesh: Mesh, splitter: RowSplitter, pieces: Sequence[Any], rows: Sequence[int], treated: bool
+) -> tuple[bytes, ...]:
+    """Return how a stage cuts its pieces into micro-batches; () where it reads them itself, or cuts nothing.
+
+    It reads what a function of the user's made there, and what a split function cut, by a rule that only that knows.
+    """
+    return () if mesh.stages == 1 or treated else marks_for(splitter, pieces, rows)

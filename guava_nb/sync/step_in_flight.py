@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.rows import Rows
@@ -18,7 +19,17 @@ from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
-__all__ = ["NO_BATCH", "PlannedShards", "Share", "StepHead", "StepInFlight", "add_to_shares", "no_samples", "plan_step"]
+__all__ = [
+    "NO_BATCH",
+    "PlannedShards",
+    "Share",
+    "StepHead",
+    "StepInFlight",
+    "add_to_shares",
+    "marks_for",
+    "no_samples",
+    "plan_step",
+]
 
 #: Stands in a record until its receiver is known.
 NO_BATCH = Tree(b"")
@@ -135,8 +146,19 @@ def plan_step(
         share = shares[place]
         tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
         shard = head.shard(tasks[-1], global_rows, batches[0].source)
-        shards.append((shard, OutgoingBatch(share.pieces)))
+        several = tuple(share.rows) if len(share.rows) > 1 else ()
+        axes = () if group[0].source else marks_for(splitter, share.pieces, share.rows)
+        shards.append((replace(shard, part_rows=several, axes=axes), OutgoingBatch(share.pieces)))
     return tasks, shards
+
+
+def marks_for(splitter: RowSplitter, pieces: Sequence[Any], rows: Sequence[int]) -> tuple[bytes, ...]:
+    """Return how a worker may cut pieces with these samples further; () where it must not."""
+    marks = tuple(
+        piece.rows.marks if isinstance(piece, RowSlice) else splitter.marks(piece, count)
+        for piece, count in zip(pieces, rows, strict=True)
+    )
+    return marks if all(marks) else ()
 
 
 def no_samples(batches: Sequence[LoadedBatch]) -> ConfigError:
@@ -151,6 +173,8 @@ def _pieces_of(
 ) -> list[tuple[int, Any, Sequence[int]]]:
     """Share one batch: place in the team, part, and its rows, of every share that is not empty."""
     ranges = share_ranges(batch.rows, weights)
+    if not batch.source and splitter.problem and sum(last > first for first, last in ranges) > 1:
+        raise ConfigError(splitter.problem)
     apart = batch.batch if batch.source else writer.apart(batch.batch, batch.rows, splitter, batch.sample_ids)
     if isinstance(apart, Rows):
         dealt = deal(writer.holders(apart, team), [last - first for first, last in ranges])

@@ -112,7 +112,7 @@ class FirstStepCheck:
     def __init__(self, job: Job, members: Membership, plan: TrainingPlan, run: Run, gate: BudgetGate) -> None:
         """Nothing is checked yet."""
         self._job, self._members, self._plan, self._run, self._gate = job, members, plan, run, gate
-        self._splitter = RowSplitter(plan.split_fn)
+        self._splitter = RowSplitter(plan.split_fn, plan.feed.reading)
         self._settled = plan.check == "off"
         self._answers = job.collect(StepChecked, self._is_asked)
         self._request = -1
@@ -128,7 +128,7 @@ class FirstStepCheck:
                 or could not be compared.
         """
         batch = next((batch for batch in group if batch.rows > 1), None)
-        if self._settled or batch is None:
+        if self._settled or batch is None or self._splitter.problem:  # what cannot be cut is refused before it is sent
             return False
         replicas = self._members.replica_set
         team = list(getattr(replicas, "team", ())) or self._members.available()

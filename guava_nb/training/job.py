@@ -46,6 +46,9 @@ __all__ = ["TrainingJob"]
 
 log = logging.getLogger(__name__)
 
+#: Steps in which a worker's error tells how batches are read.
+_FIRST_STEPS = 3
+
 
 class TrainingJob(Job):
     """Runs a plan to its end on its own thread.
@@ -79,7 +82,7 @@ class TrainingJob(Job):
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
         credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
-        walk = pass_over(self, replica_set)
+        walk = pass_over(self, replica_set, split_fn=plan.split_fn)
         exchange = replica_set.exchange(self, replica_set, accounting.on_commit, accounting.on_applied, credit)
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
@@ -104,6 +107,7 @@ class TrainingJob(Job):
             waits=lambda: note_waits(self.cluster.members()),
             energy=self._energy,
             precision=replica_set.spec.precision,
+            reading=lambda: plan.reading_text,
             interrupt=self.interrupt,
             model=model,
             budget=plan.budget,
@@ -262,6 +266,7 @@ class TrainingJob(Job):
                 batches = feeder.take()
                 if batches is None:
                     return
+                self.window.read_ahead(feeder)
                 if self._check.before(batches) and coming is not None:  # members may have come or gone meanwhile
                     self.window.wait_for_room(coming)
                 cost = self.budget_gate.afford_step(batches)
@@ -345,6 +350,11 @@ class TrainingJob(Job):
         ended = at.batches and at.batches == self.plan.feed.batches_per_epoch and self.plan.val_feed is not None
         lacks = f" (the validation that ends epoch {at.epoch + 1} had no room, and comes first then)" if ended else ""
         return budget.sentence(steps, self.run.total_steps, saved, self.accounting.first_step, lacks)
+
+    def reading_note(self) -> str:
+        """What a worker's error in the first steps may come of: how its batches are cut."""
+        text = self.plan.reading_text
+        return f" (batches are read so: {text})" if text and len(self.run.history) < _FIRST_STEPS else ""
 
     # ---------------------------------------------------------------------------------------------- what happens to members
 

@@ -84,6 +84,8 @@ class TrainingPlan:
     Attributes:
         val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
         accumulation_steps: loader batches per optimizer step.
+        batch: how the user says that batches are read; the feeds have it.
+        split_fn: cuts batches; None cuts them as the feed reads them.
         shares: relative share of each worker in order of rank; None shares equally.
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
@@ -106,6 +108,7 @@ class TrainingPlan:
     accumulation_steps: int = 1
     shares: Sequence[float] | None = None
     callbacks: Sequence[Any] = ()
+    batch: str | None = None
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = None
     prefetch_steps: int = 1
     prefetch_bytes: int = 64 << 20
@@ -153,6 +156,13 @@ class TrainingPlan:
                 "save_folder": Path(config.checkpoint_dir),
             }
         )
+
+    @property
+    def reading_text(self) -> str:
+        """How batches are read, in words; "" before the first, or where only ids of samples travel."""
+        if self.split_fn is not None:
+            return "shared out by split_fn"
+        return "" if self.feed.gives_ids else self.feed.reading.text
 
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""

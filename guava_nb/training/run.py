@@ -41,6 +41,7 @@ class RunSources:
         waits: who waited for whom.
         energy: of the workers; None knows of none.
         precision: arithmetic of the run.
+        reading: how batches are read, in the words of the option `batch`.
         interrupt: stops the run after the current step; the second time at once.
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
@@ -53,6 +54,7 @@ class RunSources:
     waits: Callable[[], list[dict[str, Any]]] = list
     energy: RunEnergy | None = None
     precision: str = "fp32"
+    reading: Callable[[], str] = str
     interrupt: Callable[[], None] = lambda: None
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
@@ -60,8 +62,10 @@ class RunSources:
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
         wire, route, layout, waits = self.wire(), self.route(), self.layout(), self.waits()
+        reading = self.reading()
         return replace(
             self,
+            reading=lambda: reading,
             wire=lambda: wire,
             route=lambda: route,
             layout=lambda: layout,
@@ -234,6 +238,7 @@ class Run:
                 waits_s=None if self._waits_until is None else max(0.0, self._waits_until - time.monotonic()),
                 wire=self.wire,
                 path=_path_text(self._sources.route()),
+                batch=self._sources.reading(),
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
@@ -251,6 +256,7 @@ class Run:
             "sync": "step",
             "path": None if route is None else route.record(),
             "layout": self._sources.layout(),
+            "batch": self._sources.reading(),
             "state": self._state,
             "workers": self.workers,
             "steps": len(self.history),

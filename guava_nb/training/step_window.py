@@ -42,7 +42,10 @@ class StepWindow:
         """No step is issued."""
         self.exchange = exchange
         self._job, self._membership, self._plan, self._credit = job, membership, plan, credit
-        self._splitter = RowSplitter(plan.split_fn)
+        self._splitter = RowSplitter(plan.split_fn, plan.feed.reading)
+        self._has_read = self._told_alone = False
+        self._alone: int | None = None  # the worker that did every batch of the run so far; None: they were shared out
+        self._issued = False
         self._feeder: BatchFeeder | None = None
         self._blocking: tuple[int, ...] = ()
 
@@ -85,9 +88,39 @@ class StepWindow:
         self._blocking = busy or self._blocking
         return not busy
 
+    def read_ahead(self, feeder: BatchFeeder) -> None:
+        """Before the first step wait until a second one is loaded: it shows what belongs to one batch alone; and tell.
+
+        What has to be cut and cannot be is refused by the exchange, before anything is sent.
+        """
+        if not self._has_read:
+            self._has_read = True
+            self._job.pump(feeder.available)
+            if not self._plan.feed.reading.is_plain and not self._plan.split_fn and not self._plan.feed.gives_ids:
+                self._membership.cluster.notice(f"batches are read so: {self._plan.reading_text}")
+
+    def _weights(self, team: tuple[int, ...]) -> list[float]:
+        """What part of a step each member gets.
+
+        Nothing was refused while one worker did every batch whole. So it goes on like that when others join it.
+        """
+        weights = self._plan.weights(team)
+        busy = [rank for rank, weight in zip(team, weights, strict=True) if weight > 0]
+        if len(busy) == 1:
+            self._alone = busy[0] if self._alone is not None or not self._issued else None
+        elif self._alone is None or not self._splitter.problem:
+            self._alone = None
+        else:
+            if not self._told_alone:
+                self._told_alone = True
+                self._membership.cluster.notice(f"further workers get no share, because {self._splitter.problem}")
+            self._alone = self._alone if self._alone in busy else busy[0]
+            return [float(rank == self._alone) for rank in team]
+        return weights
+
     def issue(self, epoch: int, batches: Sequence[LoadedBatch], team: tuple[int, ...]) -> int:
         """Send a step to these members; returns its number."""
-        weights = self._plan.weights(team)
+        weights, self._issued = self._weights(team), True
         for rank, weight in zip(team, weights, strict=True):
             self._membership.cluster.roster.members[rank].share = weight / sum(weights)
         return self.exchange.issue(epoch, batches, team, weights, self._splitter).machine.step

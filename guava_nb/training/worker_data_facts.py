@@ -76,8 +76,13 @@ def refuse_static(spec: RunSpec) -> None:
         )
 
 
-def feeds(loaders: tuple[object, object], specs: Sequence[DataSpec]) -> tuple[LoaderFeed, LoaderFeed | None]:
-    """Return the feeds to train and to validate with; those of `WorkerData` give ids and are numbered as in `specs`."""
+def feeds(
+    loaders: tuple[object, object], specs: Sequence[DataSpec], batch: str | None = None
+) -> tuple[LoaderFeed, LoaderFeed | None]:
+    """Return the feeds to train and to validate with; those of `WorkerData` give ids and are numbered as in `specs`.
+
+    `batch` says how batches are read, as for `LoaderFeed`.
+    """
     made: list[LoaderFeed | None] = []
     number = 0
     for loader in loaders:
@@ -85,7 +90,7 @@ def feeds(loaders: tuple[object, object], specs: Sequence[DataSpec]) -> tuple[Lo
             number += 1
             made.append(LoaderFeed(loader.loader(specs[number - 1].length), number))
         else:
-            made.append(None if loader is None else LoaderFeed(loader))
+            made.append(None if loader is None else LoaderFeed(loader, batch=batch))
     train, val = made
     assert train is not None  # a loader to train with is always given
     return train, val

@@ -46,7 +46,7 @@ class Evaluator:
         for measure in self._measures:
             measure.begin()
         observer = self._see if self._measures else None
-        sums = self._replica.evaluate(batch, message.rows, observer)
+        sums = self._replica.evaluate(batch, message.rows, observer, message.axes)
         rows = sums.rows if message.grouped else message.rows
         tree = Tree(b"")
         buffers: Sequence[memoryview] = ()
@@ -75,7 +75,7 @@ class Evaluator:
             step = message.wanted.step
             self._forward = _call if step is None else user_function("predict_step", step, self._resolve, 2)
             self._wanted = message.wanted
-        parts = self._replica.predict(batch, message.rows, self._forward)
+        parts = self._replica.predict(batch, message.rows, self._forward, message.axes)
         if not parts:
             return Predicted(message.run_id, message.request_id, 0), ()
         columns = [columns_of(outputs, rows, message.wanted) for outputs, rows in parts]

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from guava_nb.data.codec import class_resolver, unpack
-from guava_nb.data.split import split_rows
+from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError, PreparationError
 from guava_nb.protocol.messages import (
     AskData,
@@ -167,7 +167,7 @@ class Preparation:
             if message.source:  # pieces of what was loaded once: a data set may draw random numbers
                 whole = self.datasets.batches(message, batches[0], run.spec.seed)
                 edges = accumulate(rows[1:], initial=0)
-                batches = [whole, *split_rows(whole, list(pairwise(edges)), rows[0])]
+                batches = [whole, *RowSplitter().split(whole, list(pairwise(edges)), rows[0])]
             found = compare(run.replica, run.spec, run.resolve, batches, rows)
         except USER_ERRORS as error:  # the batch itself cannot be made here
             found = Finding("whole failed", problem=error_text(error))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
-from guava_nb.data.split import num_rows, split_rows
 from guava_nb.errors import TrainingError
+from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import (
     Abort,
     Commit,
@@ -36,7 +37,7 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.base_replica import BaseReplica
-from guava_nb.replica.batch import cut
+from guava_nb.replica.batch import cut, cut_at
 from guava_nb.replica.flops import FlopCount
 from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
 from guava_nb.replica.optimizer import ApplyFailed
@@ -271,17 +272,16 @@ class StepRunner:
             )  # fmt: skip
             self._send(head, [tensor_bytes(flat)])
 
+        rows = message.part_rows or (message.rows,)
         while True:
-            pieces = parts if self._pieces == 1 else [p for part in parts for p in cut(part, self._pieces)]
+            pieces = list(zip(parts, rows, strict=True))
+            if self._pieces > 1 and (axes := _axes(message, parts, rows)):
+                each = list(zip(pieces, axes, strict=True))
+                pieces = [piece for (part, count), marks in each for piece in cut(part, marks, count, self._pieces)]
             work = ShardWork(
-                message.step,
-                message.shard,
-                pieces,
-                message.rows,
-                message.global_rows,
-                message.part_rows or None,
-                is_cut=self._pieces > 1,
-            )
+                message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
+                [count for _, count in pieces], message.axes, is_cut=self._pieces > 1,
+            )  # fmt: skip
             try:
                 with self._flops.around(message.rows):
                     result = replica.run_shard(work, None if message.solo else on_bucket)
@@ -289,7 +289,9 @@ class StepRunner:
                     self._energy.flops = self._flops.per_sample
                 return result
             except torch.OutOfMemoryError:
-                if self._pieces >= message.rows or message.part_rows:  # a group's members must do the same operations
+                # A group's members must do the same operations.
+                axes = _axes(message, parts, rows)
+                if self._pieces >= message.rows or not isinstance(replica, Replica) or not axes:
                     raise
                 self._pieces *= 2
                 log.warning("out of memory with %d rows: cutting shards into %d pieces", message.rows, self._pieces)
@@ -297,7 +299,7 @@ class StepRunner:
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
                 if message.solo and self._pieces == 2:  # with several workers this was looked at before the first step
-                    _refuse_coupled(run, parts[0])
+                    _refuse_coupled(run, parts[0], rows[0], axes[0])
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
@@ -358,17 +360,16 @@ class StepRunner:
         self._send(failure, ())
 
 
-def _refuse_coupled(run: PreparedRun, batch: Any) -> None:
+def _refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> None:
     """See on a few samples whether a batch may be cut.
 
     Raises:
         TrainingError: pieces come to another loss than the whole.
     """
-    rows = num_rows(batch)
     few = min(rows, 8)
     if few < 2:
         return
-    pieces = split_rows(batch, [(0, few), (0, few // 2), (few // 2, few)], rows)
+    pieces = cut_at(batch, marks, [(0, few), (0, few // 2), (few // 2, few)])
     found = compare(run.replica, run.spec, run.resolve, pieces, (few, few // 2, few - few // 2))
     if found.outcome == "piece failed" or {COUPLED, WEIGHTS} & set(found.causes):
         raise TrainingError(
@@ -376,6 +377,18 @@ def _refuse_coupled(run: PreparedRun, batch: Any) -> None:
             f"samples depend on each other ({found.loss[0]:.6g} whole and {found.loss[1]:.6g} in two pieces, of {few} samples"
             f"{found.problem and ', ' + found.problem}): give smaller batches, or more workers with gather_batch in the loss"
         )
+
+
+def _axes(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
+    """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here."""
+    if not message.source:
+        return message.axes
+    readings = [BatchReading() for _ in parts]
+    for reading, part, count in zip(readings, parts, rows, strict=True):
+        reading.read(part, count)
+    if any(reading.problem for reading in readings):
+        return ()
+    return [marks_of(part, one.axes(count)) for one, part, count in zip(readings, parts, rows, strict=True)]
 
 
 def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from guava_nb.data.codec import pack
-from guava_nb.data.split import has_rows
+from guava_nb.data.sample_count import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Cell, CheckStep, DataSpec, Evaluate, Predict, Shard
 from guava_nb.replica.rng import seeded, shard_seed

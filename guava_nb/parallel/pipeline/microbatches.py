@@ -11,12 +11,9 @@ from itertools import accumulate
 from typing import Any
 
 from guava_nb.errors import ConfigError
-from guava_nb.nested import ARRAYS, RowCut, leaves
+from guava_nb.nested import ARRAYS, AxisOf, axes_by_length, cut_parts, leaves, sliced
 
 __all__ = ["check_micro_batches", "count_micro_batches", "cut_rows", "micro_batch_sizes"]
-
-#: Inputs and targets are fields of a batch, so a list in their place is judged as one inside a batch.
-_IN_A_BATCH = ("field",)
 
 
 def _fits(schedule: str, count: int, ranks: int) -> bool:
@@ -59,21 +56,29 @@ def micro_batch_sizes(rows: int, count: int) -> list[int]:
     return [base + (index < larger) for index in range(count)]
 
 
-def cut_rows(value: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
-    """Cut the inputs or the targets of a batch into consecutive parts, by the table of `guava_nb.nested`.
+def cut_rows(value: Any, rows: int, sizes: Sequence[int], axis_of: AxisOf | None = None, half: int = 0) -> list[Any]:
+    """Cut the inputs or the targets of a batch into consecutive parts.
 
     Args:
         value: any nesting of containers, tensors and arrays.
         rows: samples.
         sizes: rows of each part.
+        axis_of: how the pair of inputs and targets was read; None goes by length, see `axes_by_length`.
+        half: 0 for inputs, 1 for targets.
 
     Raises:
         ConfigError: there are tensors or arrays, and none of them has `rows` rows.
     """
     stops = list(accumulate(sizes))
-    cut = RowCut(rows, list(zip([0, *stops], stops, strict=False)))
-    parts = cut.parts(value, _IN_A_BATCH)
-    arrays = [] if cut.found_rows else list(leaves(value, ARRAYS))
+    ranges, cut = list(zip([0, *stops], stops, strict=False)), False
+
+    def share(part: Any, axis: int) -> list[Any]:
+        nonlocal cut
+        cut = True
+        return [sliced(part, axis, start, stop) for start, stop in ranges]
+
+    parts = cut_parts(value, axis_of or axes_by_length(rows), share, len(ranges), (half,))
+    arrays = [] if cut else list(leaves(value, ARRAYS))
     if arrays:
         shapes = ", ".join(str(tuple(array.shape)) for array in arrays[:4])
         raise ConfigError(

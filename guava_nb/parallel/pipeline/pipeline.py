@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError
+from guava_nb.nested import AxisOf
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Criterion, Forward, MakeOptimizer, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import evaluating, to_device
@@ -91,6 +92,7 @@ class PipelinePart(ModelPart):
         self._split = _without_modules(self._split)
         self.begins = self._split.begins
         self.layout = ""
+        self.cut_along: AxisOf | None = None
         self.takes_inputs = self._rank == 0
         self.takes_targets = self._rank == self._ranks - 1
         self.reports = self.takes_targets and place.tp == 0
@@ -164,8 +166,8 @@ class PipelinePart(ModelPart):
         inputs, targets = batch
         count = count_micro_batches(self._spec.schedule, self._spec.micro_batches, rows, self._ranks)
         sizes = tuple(micro_batch_sizes(rows, count))
-        parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
-        labels = cut_rows(to_device(targets, self._place.device), rows, sizes) if self.takes_targets else []
+        parts = self._cut(inputs, rows, sizes, 0) if self.takes_inputs else []
+        labels = self._cut(targets, rows, sizes, 1) if self.takes_targets else []
         tally = MicrobatchSums()
 
         def loss(number: int, outputs: Any) -> Tensor:
@@ -177,6 +179,9 @@ class PipelinePart(ModelPart):
             self._programs.run(inputs, parts, sizes, loss)
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
+
+    def _cut(self, value: Any, rows: int, sizes: Sequence[int], half: int) -> list[Any]:
+        return cut_rows(to_device(value, self._place.device), rows, sizes, self.cut_along, half)
 
     def forget(self) -> None:
         """Forget all shapes; after a batch that failed on some ranks only, call it on all of them."""
@@ -209,7 +214,7 @@ class PipelinePart(ModelPart):
         count = min(self._spec.micro_batches, rows)
         sizes = micro_batch_sizes(rows, count)
         if self.takes_targets:
-            targets += cut_rows(to_device(batch[1], self._place.device), rows, sizes)
+            targets += self._cut(batch[1], rows, sizes, 1)
         self._forward(batch[0], rows, sizes, last)
         return tally.measured(0 if stand_in else rows)
 
@@ -227,7 +232,7 @@ class PipelinePart(ModelPart):
         return [] if stand_in else outputs
 
     def _forward(self, inputs: Any, rows: int, sizes: Sequence[int], last: Callable[[int, Any], None]) -> None:
-        parts = cut_rows(to_device(inputs, self._place.device), rows, sizes) if self.takes_inputs else []
+        parts = self._cut(inputs, rows, sizes, 0) if self.takes_inputs else []
         with torch.no_grad(), evaluating(self.model):
             self._programs.passage.run(parts, len(sizes), last)
 

@@ -17,7 +17,7 @@ class Evaluate(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): forward only on this batch, at the last committed state.
 
     When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `metrics` are wanted beside
-    loss and accuracy. `cached` (at most one) and `source` are those of `Shard`.
+    loss and accuracy. `cached`, `axes` (at most one each) and `source` are those of `Shard`.
     """
 
     NUMBER: ClassVar[int] = 33
@@ -31,6 +31,7 @@ class Evaluate(Message, frozen=True, kw_only=True):
     metrics: tuple[MetricSpec, ...] = ()
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
+    axes: tuple[bytes, ...] = ()
 
 
 class Evaluated(Message, frozen=True, kw_only=True):
@@ -77,8 +78,8 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 class Predict(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (BATCH): the model's outputs on this batch, at the last committed state.
 
-    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached` (at most one) and
-    `source` are those of `Shard`.
+    When `grouped`, every member of the group gets one, and `rows` is 0 for a stand-in row. `cached`, `axes` (at most
+    one each) and `source` are those of `Shard`.
     """
 
     NUMBER: ClassVar[int] = 80
@@ -92,6 +93,7 @@ class Predict(Message, frozen=True, kw_only=True):
     grouped: bool = False
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
+    axes: tuple[bytes, ...] = ()
 
 
 class Predicted(Message, frozen=True):

@@ -88,6 +88,7 @@ class Shard(Message, frozen=True, kw_only=True):
         cached: one per part when the worker keeps rows; empty when all parts came whole.
         batch: a list of parts, each of rows of one loader batch; more than one with accumulation.
         source: the parts are int64 tensors of sample ids in this data set of `RunSpec.data`, from 1; 0: they are batches.
+        axes: how each part is cut further, by `guava_nb.nested.marks_of`; empty where it must not be.
     """
 
     NUMBER: ClassVar[int] = 24
@@ -105,6 +106,7 @@ class Shard(Message, frozen=True, kw_only=True):
     part_rows: tuple[int, ...] = ()
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
+    axes: tuple[bytes, ...] = ()
 
 
 class StepWithoutShard(Message, frozen=True):

@@ -357,7 +357,7 @@ def test_only_dataclasses_and_namedtuples_can_be_named(name: str) -> None:
         ([torch.ones(2).to_sparse()], "batch[0] is a torch.Tensor", "make it dense"),
         ([torch.ones(2, device="meta")], "batch[0]", "make it dense"),
         ({"f": print}, "batch['f']", "%%guava_share"),
-        ([collections.UserDict(a=1)], "batch[0]", "dict(value)"),
+        ([types.MappingProxyType({"a": 1})], "batch[0]", "dict(value)"),
         ((1, (WordNumber(3),)), "batch[1][0]", "plain value"),
         ([np.ma.masked_array([1])], "batch[0]", "numpy.asarray"),
         ([np.zeros(2, dtype=[("a", "i4")])], "batch[0]", "plain arrays"),

@@ -341,9 +341,21 @@ def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch_silently()
         (Numbers(), "wrap it in a DataLoader"),
         (3, "not from a int"),
         ("batches", "not from a str"),
-        (torch.zeros(3), "not from a Tensor"),
+        (
+            torch.zeros(3),
+            r"whole Tensor of shape \[3\] was given, not batches.*DataLoader\(TensorDataset\(X\), batch_size=32",
+        ),
+        (
+            (torch.zeros(30, 2), np.zeros(30)),
+            r"tuple of 2 whole arrays with 30 entries.*TensorDataset\(X, torch.as_tensor\(y\)\)",
+        ),
+        (
+            {"x": torch.zeros(9, 2), "y": torch.zeros(9)},
+            r"dict of whole arrays \(x, y\).*TensorDataset\(data\['x'\], data\['y'\]\)",
+        ),
+        (np.zeros((5, 2)), r"whole ndarray of shape \[5, 2\].*torch.as_tensor\(X\)"),
     ],
-    ids=["dropped", "no samples", "empty list", "data set", "number", "text", "tensor"],
+    ids=["dropped", "no samples", "empty list", "data set", "number", "text", "tensor", "pair", "dict", "array"],
 )
 def test_what_gives_no_batches_is_refused(loader: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

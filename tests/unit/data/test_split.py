@@ -12,10 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.data.split import RowSplitter, num_rows, share_ranges, split_rows
+from guava_nb.data.batch_reading import BatchReading
+from guava_nb.data.sample_count import num_rows
+from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 
 COMMON = settings(max_examples=80, deadline=None)
+
+
+def split_rows(batch: Any, ranges: Any, rows: int | None = None) -> list[Any]:
+    """Cut a batch that a loader gave twice, so that it is known what is the same in each batch."""
+    reading = BatchReading()
+    count = [reading.read(batch, rows) for _ in range(2)][1]
+    return RowSplitter(reading=reading).split(batch, ranges, count)
 
 
 class Pair(NamedTuple):
@@ -159,7 +168,14 @@ HALVES = [(0, 1), (1, 2)]
 def test_two_samples_of_two_stacked_fields_are_fields() -> None:
     images, labels = torch.zeros(2, 3), torch.tensor([4, 5])
     assert_equal(split_rows([images, labels], HALVES)[1], [images[1:], labels[1:]])
-    assert_equal(split_rows(([images, images], labels), HALVES)[0], ([images[:1], images[:1]], labels[:1]))
+    with pytest.raises(
+        ConfigError, match=r"inputs is a list of 2 elements in a batch of 2 samples.*inputs\.0, inputs\.1"
+    ):
+        split_rows(([images, images], labels), HALVES)
+    named = BatchReading("cut: inputs.0, inputs.1, targets")
+    assert named.read(([images, images], labels), None) == 2
+    parts = RowSplitter(reading=named).split(([images, images], labels), HALVES, 2)
+    assert_equal(parts[0], ([images[:1], images[:1]], labels[:1]))
     weights = torch.ones(10)
     assert_equal(split_rows((images, weights), HALVES)[0], (images[:1], weights))
 
@@ -174,12 +190,12 @@ def test_samples_that_were_not_stacked_are_given_out_one_by_one() -> None:
 
 
 def test_what_once_had_another_length_is_never_taken_for_rows() -> None:
-    splitter = RowSplitter()
     weights = torch.ones(3)
     captions = [["a", "b", "c"], ["d", "e", "f"], ["g", "h", "i"], ["j", "k", "l"]]
     fields = [("a", "b", "c", "d"), ("e", "f", "g", "h"), ("i", "j", "k", "l")]
-    splitter.split((torch.zeros(4), weights, captions, fields), [(0, 2), (2, 4)])
-    short = splitter.split((torch.zeros(3), weights, captions[:3], [field[:3] for field in fields]), [(0, 1), (1, 3)])
+    reading, shorter = BatchReading(), (torch.zeros(3), weights, captions[:3], [field[:3] for field in fields])
+    assert reading.read((torch.zeros(4), weights, captions, fields), 4) == 4 and reading.read(shorter, 3) == 3
+    short = RowSplitter(reading=reading).split(shorter, [(0, 1), (1, 3)], 3)
     assert_equal(short[0], (torch.zeros(1), weights, captions[:1], [("a",), ("e",), ("i",)]))
 
 
@@ -236,12 +252,15 @@ def test_a_sparse_tensor_is_left_to_be_refused_with_a_sentence() -> None:
     assert all(part["s"] is sparse and part["x"].shape == (2, 2) for part in parts)
 
 
-def test_an_ambiguous_first_batch_decides_nothing() -> None:
+def test_an_ambiguous_first_batch_is_refused_and_asks() -> None:
     """Two sequences of two steps may be fields of two samples; three and one steps can only be one per sample."""
-    splitter = RowSplitter()
     x = torch.zeros(2, 4)
     ranges = [(0, 1), (1, 2)]
-    splitter.split({"x": x, "s": [torch.zeros(2), torch.zeros(2)]}, ranges, 2)
+    with pytest.raises(
+        ConfigError, match='one per sample, or 2 fields of all samples.*batch="cut: x .*; one per sample: s'
+    ):
+        RowSplitter().split({"x": x, "s": [torch.zeros(2), torch.zeros(2)]}, ranges, 2)
+    splitter = RowSplitter()
     for _ in range(2):
         first, second = splitter.split({"x": x, "s": [torch.zeros(3), torch.ones(1)]}, ranges, 2)
         assert [len(t) for t in first["s"]] == [3] and [len(t) for t in second["s"]] == [1]

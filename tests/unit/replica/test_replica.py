@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from guava_nb.data.split import count_rows
+from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Commit, Factory
 from guava_nb.replica.batch import place

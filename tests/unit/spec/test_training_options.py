@@ -35,6 +35,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "size": ("2MB", 2_000_000),
     "weights": ("2,1", (2.0, 1.0)),
     "file": ("~/a.pt", Path("~/a.pt").expanduser()),
+    "words": ("'cut: x; whole: y'", "cut: x; whole: y"),
 }
 #: Of the kinds that no line says.
 VALUES = {"function": len, "objects": [1], "whole": 3, "switch": True}
