@@ -147,7 +147,7 @@ def plan_step(
         tasks.append(ShardTask(index, sum(share.rows), team[place], tuple(share.ids)))
         shard = head.shard(tasks[-1], global_rows, batches[0].source)
         several = tuple(share.rows) if len(share.rows) > 1 else ()
-        axes = () if group[0].source else marks_for(splitter, share.pieces, share.rows)
+        axes = () if batches[0].source else marks_for(splitter, share.pieces, share.rows)
         shards.append((replace(shard, part_rows=several, axes=axes), OutgoingBatch(share.pieces)))
     return tasks, shards
 

@@ -280,7 +280,7 @@ class StepRunner:
                 pieces = [piece for (part, count), marks in each for piece in cut(part, marks, count, self._pieces)]
             work = ShardWork(
                 message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
-                [count for _, count in pieces], message.axes, is_cut=self._pieces > 1,
+                [count for _, count in pieces], is_cut=self._pieces > 1, axes=message.axes,
             )  # fmt: skip
             try:
                 with self._flops.around(message.rows):

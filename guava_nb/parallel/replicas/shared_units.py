@@ -257,7 +257,8 @@ class SharedUnits:
 
 
 def _mark(token: Tensor, call: Callable[[], None] | None = None) -> Tensor:
-    return _Mark.apply(token, call)  # type: ignore[no-untyped-call]
+    marked: Tensor = _Mark.apply(token, call)  # type: ignore[no-untyped-call]
+    return marked
 
 
 def _in_backward() -> bool:
