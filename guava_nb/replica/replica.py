@@ -173,6 +173,9 @@ class Replica(BaseReplica):
             self._scale_own(factor)
         else:
             self._take_sums(sums, factor)
+            self._adopt_buffers(
+                sums
+            )  # before the optimizer: its hooks may read what the forward changed, and change it further
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
@@ -182,12 +185,13 @@ class Replica(BaseReplica):
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
 
         Args:
-            buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 the mean of the
+            buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 what became of the
                 buffers if the model has any. They are copied and not kept.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
         """
+        self._adopt_buffers(buckets)
         with torch.no_grad():
             for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
                 _, flat = _pick(buckets, bucket.index)
@@ -203,6 +207,10 @@ class Replica(BaseReplica):
             flat = torch.cat([p.detach().reshape(-1).to(bucket.dtype) for p in parameters]).cpu()
             yield bucket.index, pack_present([True] * len(parameters)), flat
 
+    def buffer_changes(self) -> tuple[bytes, Tensor] | None:
+        """Return what the last step changed of the buffers if hooks of the optimizer changed some, which runs here only."""
+        return self._buffers.last_changes() if self._buffers.has_followed else None
+
     def restore(self) -> None:
         """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
         self._exchange.cancel()
@@ -215,7 +223,11 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         if sums is None:
             self._buffers.commit()
-        elif self.layout.buffers is not None:
+        else:
+            self._buffers.follow()
+
+    def _adopt_buffers(self, sums: Buckets) -> None:
+        if self.layout.buffers is not None:
             self._buffers.adopt(*_pick(sums, BUFFERS))
 
     def _scale_own(self, factor: float) -> None:

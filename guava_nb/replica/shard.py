@@ -50,6 +50,7 @@ class ShardResult:
         culprit: for a lone worker or a group, the first parameter or buffer that is not finite.
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
         tokens: as the user's function counted them; None where it is not asked.
+        unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
     """
 
     loss_sum: float
@@ -61,6 +62,7 @@ class ShardResult:
     culprit: str = ""
     gradient_square: float | None = None
     tokens: float | None = None
+    unlike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

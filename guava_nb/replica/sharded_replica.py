@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -90,7 +91,7 @@ class ShardedReplica(BaseReplica):
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),
-            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
+            sync_batchnorm=self._spec.sync_batchnorm, buffers=self._spec.buffers, example=self._inputs_of(example),
         )  # fmt: skip
         self._use_optimizer(self.part.optimizer)
 
@@ -155,8 +156,8 @@ class ShardedReplica(BaseReplica):
                 self._train_part(part, batch, rows, factor, last=number == len(parts))
                 for number, (batch, rows) in enumerate(parts, start=1)
             ]
-        part.finish_gradients()
-        return self._result(part, work, sums, counts, started)
+        unlike = tuple(sorted(part.finish_gradients()))
+        return replace(self._result(part, work, sums, counts, started), unlike=unlike)
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():

@@ -16,6 +16,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
+from guava_nb.sync.buffer_merge import BufferMerge, changes_in
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
@@ -69,13 +70,23 @@ class StarExchange(StepExchange[Replicas]):
         )
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor)
-                raise self._not_finite(in_flight, instruction, names[0] if names else "")
+                raise self._not_finite(in_flight, instruction, self._culprit(message, tensor))
             if isinstance(instruction, Add):
-                if message.bucket == BUFFERS:  # averaged by rows, where gradients are summed
-                    tensor.mul_(in_flight.machine.tasks[message.shard].rows / in_flight.machine.rows)
+                if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
+                    in_flight.sums[BUFFERS] = self._merge_of(in_flight)
                 in_flight.add(message.bucket, message.shard, tensor, message.present)
         self._carry_out(in_flight, instructions)
+
+    def _culprit(self, message: GradientBucket, tensor: torch.Tensor) -> str:
+        bucket = self._replicas.master.layout.bucket(message.bucket)
+        if message.bucket == BUFFERS:  # only those that moved are there
+            changes = changes_in(bucket, tensor, message.present)
+            return next((bucket.names[i] for i, change in changes.items() if not is_finite(change)), "")
+        return next(iter(bucket.not_finite(tensor)), "")
+
+    def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
+        bucket = self._replicas.master.layout.bucket(BUFFERS)
+        return BufferMerge(bucket, [task.rows for task in in_flight.machine.tasks], self._replicas.spec.buffers)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -88,8 +99,14 @@ class StarExchange(StepExchange[Replicas]):
                     self._commit(in_flight, instruction)
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
-        present, total = in_flight.sums[bucket].result(self._replicas.master.layout.bucket(bucket).present_bytes)
-        self._send_flat(SumBucket, in_flight, bucket, present, total, commit)
+        self._send_flat(SumBucket, in_flight, bucket, *self._result(in_flight, bucket), commit)
+
+    def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
+        total = in_flight.sums[bucket]
+        result = total.result(self._replicas.master.layout.bucket(bucket).present_bytes)
+        if isinstance(total, BufferMerge):
+            self._tell_unlike(in_flight.machine.step, total.unlike)
+        return result
 
     def _send_flat(
         self,
@@ -116,11 +133,12 @@ class StarExchange(StepExchange[Replicas]):
     def _apply_here(self, in_flight: StepInFlight, commit: Commit) -> None:
         """optimizer_site="orchestrator": the master takes the step, its new values go out."""
         master = self._replicas.master
-        sums = {b: in_flight.sums[b].result(master.layout.bucket(b).present_bytes) for b in in_flight.machine.buckets}
-        buffers = sums.get(BUFFERS)
-        averaged = None if buffers is None else (buffers[0], buffers[1].clone())
+        sums = {b: self._result(in_flight, b) for b in in_flight.machine.buckets}
+        changes = [(BUFFERS, sums[BUFFERS][0], sums[BUFFERS][1].clone())] if BUFFERS in sums else []
         master.apply(sums, commit)
-        values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
+        if hooked := None if commit.skip else master.buffer_changes():
+            changes = [(BUFFERS, *hooked)]
+        values = [*master.parameter_buckets(), *changes]
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
             self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)

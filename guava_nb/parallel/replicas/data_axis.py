@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas.batch_norm import SyncedNorms
-from guava_nb.parallel.replicas.buffer_sync import BufferAverage
+from guava_nb.parallel.replicas.buffer_sync import BufferSync
 from guava_nb.parallel.replicas.gradient_sum import GradientSum, sum_gradients
 from guava_nb.parallel.replicas.zero23_fsdp import Sharded, shard_over_data
 
@@ -26,13 +26,13 @@ class DataAxis:
 
     Attributes:
         summing: sums gradients of whole parameters.
-        buffers: averages buffers.
+        buffers: makes buffers equal.
         sharded: FSDP2's part, with ZeRO 2 and 3.
         norms: batch norms that share their statistics.
     """
 
     summing: GradientSum | None = None
-    buffers: BufferAverage | None = None
+    buffers: BufferSync | None = None
     sharded: Sharded | None = None
     norms: SyncedNorms | None = None
 
@@ -56,14 +56,16 @@ class DataAxis:
         if self.summing:
             self.summing.end()
 
-    def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> None:
-        """Complete all sums of the step, of which this replica had `rows` samples."""
+    def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> Collection[str]:
+        """Complete all sums of the step, of which this replica had `rows` samples; returns `BufferSync.unlike`."""
         if self.summing:
             self.summing.finish()
         if self.sharded:
             self.sharded.drop_unused(named)
-        if self.buffers:
-            self.buffers.finish(rows)
+        if self.buffers is None:
+            return ()
+        self.buffers.finish(rows)
+        return self.buffers.unlike
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -102,9 +104,17 @@ class DataAxis:
 
 
 def make_data_axis(
-    model: nn.Module, zero_stage: int, axes: MeshAxes, full_names: Mapping[str, str], sync_batchnorm: bool = False
+    model: nn.Module,
+    zero_stage: int,
+    axes: MeshAxes,
+    full_names: Mapping[str, str],
+    sync_batchnorm: bool = False,
+    buffers: str = "auto",
 ) -> DataAxis:
     """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place.
+
+    Args:
+        buffers: the run's option of this name.
 
     Raises:
         ConfigError: batch norms shall share statistics, and one of them cannot.
@@ -115,7 +125,7 @@ def make_data_axis(
     sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names) if zero_stage >= 2 else None
     named = {full_names[name]: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     summing = GradientSum(named, axes.group("dp")) if named else None
-    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms)
+    return DataAxis(summing, BufferSync(model, axes.group("dp"), full_names, buffers), sharded, norms)
 
 
 def sum_over_data(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
