@@ -98,20 +98,27 @@ class BufferBook:
         """Return which tensors moved in this shard, and by how much, as one flat CPU tensor.
 
         Raises:
-            TrainingError: one changed its shape, or a parameter moved that is too large to be followed.
+            TrainingError: one changed its shape.
         """
         assert self._bucket is not None
+        moved = self._moved()
+        parts = [self._outgoing(i) for i in moved]
+        flat = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=self._bucket.dtype)
+        chosen = set(moved)
+        return pack_present([i in chosen for i in range(len(self._owners))]), flat
+
+    def refuse_unfollowed(self) -> None:
+        """Check that no forward changed a parameter without gradient that is too large to be followed.
+
+        Raises:
+            TrainingError: one did.
+        """
         for name, parameter, mark in self._unfollowed:
             if _mark(parameter) != mark:
                 raise TrainingError(
                     f"parameter {name!r} takes no gradient, and the forward changes it; such parameters are larger here than all "
                     "that is trained, so they are not followed. Keep what the forward changes in a buffer (register_buffer)"
                 )
-        moved = self._moved()
-        parts = [self._outgoing(i) for i in moved]
-        flat = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=self._bucket.dtype)
-        chosen = set(moved)
-        return pack_present([i in chosen for i in range(len(self._owners))]), flat
 
     def nothing(self) -> tuple[bytes, Tensor]:
         """Return what a shard without samples hands over."""

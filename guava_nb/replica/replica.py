@@ -30,6 +30,7 @@ from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.replica.parameter_watch import ParameterWatch
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
@@ -74,6 +75,7 @@ class Replica(BaseReplica):
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
+        self._watch = ParameterWatch(self.model)
         self._drop_gradients()
         self._check_state()
 
@@ -93,7 +95,8 @@ class Replica(BaseReplica):
                 `restore`. None: a lone worker, the gradients stay in the parameters.
 
         Raises:
-            TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
+            TrainingError: the loss depends on no trainable parameter, a gradient came too late, or the model has not the
+                parameters any more with which the run began.
             ConfigError: batch, loss or outputs have a form that cannot be trained on.
         """
         clock, counts = StepTimer(self.device), list[Any]()
@@ -102,8 +105,13 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
+            if self._spec.optimizer_site == "orchestrator":
+                self._watch.begin()
             with seeded(shard_seed(self._spec.seed, work.step, work.shard), self.device, restore_all=False):
                 losses = self._run_parts(work, on_bucket, clock, counts)
+            self._watch.check(exchanged=on_bucket is not None)
+            if on_bucket is not None:
+                self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
             return self._result(work, losses, clock, counts, solo=on_bucket is None)

@@ -31,6 +31,7 @@ from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.objective import build_criterion, counting_correct
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
+from guava_nb.replica.parameter_watch import refuse_late_gradients
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork
@@ -93,6 +94,7 @@ class ShardedReplica(BaseReplica):
             Learning(self._objective, self._make_optimizer, self._criterion),
             sync_batchnorm=self._spec.sync_batchnorm, buffers=self._spec.buffers, example=self._inputs_of(example),
         )  # fmt: skip
+        self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
         self._use_optimizer(self.part.optimizer)
 
     def _inputs_of(self, example: Any) -> Any:
@@ -156,6 +158,7 @@ class ShardedReplica(BaseReplica):
                 self._train_part(part, batch, rows, factor, last=number == len(parts))
                 for number, (batch, rows) in enumerate(parts, start=1)
             ]
+        refuse_late_gradients(self._took_gradients)
         unlike = tuple(sorted(part.finish_gradients()))
         return replace(self._result(part, work, sums, counts, started), unlike=unlike)
 

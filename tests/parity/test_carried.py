@@ -425,3 +425,46 @@ def test_a_large_part_without_gradient_that_moves_is_refused() -> None:
             TrainingError, match=r"parameter 'body\.weight' takes no gradient, and the forward changes it"
         ):
             train(session, epochs=1)
+
+
+# ------------------------------------------------------------------------------------------- gradients that begin later
+
+
+class Unfreezing(nn.Module):
+    """Gradual unfreezing in the forward, after four steps; `freezes` goes the other way."""
+
+    def __init__(self, freezes: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.freezes = nn.Linear(10, 8), nn.Linear(8, 4), freezes
+        self.body.requires_grad_(freezes)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps > 4:
+            self.body.requires_grad_(not self.freezes)
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_late_gradient_is_refused_by_name_and_the_run_before_it_stays(site: str) -> None:
+    with direct_session(2) as session:
+        session.register_model(Unfreezing)
+        with pytest.raises(TrainingError, match=r"parameter 'body\.weight' began to take a gradient during the run"):
+            train(session, optimizer_site=site, seed=3)
+        stopped = session.run.model()
+    assert difference(stopped, plain(seeded(Unfreezing), epochs=1)) <= 1e-9
+
+
+def test_a_lone_worker_obeys_as_a_plain_loop_does() -> None:
+    with direct_session(1) as session:
+        session.register_model(Unfreezing)
+        assert difference(train(session, seed=3), plain(seeded(Unfreezing))) <= 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_frozen_during_a_run_stays_where_it_is(workers: int) -> None:
+    with direct_session(workers) as session:
+        session.register_model(Unfreezing, {"freezes": True})
+        trained = train(session, seed=3)
+    assert difference(trained, plain(seeded(Unfreezing, freezes=True))) <= 1e-9

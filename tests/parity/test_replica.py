@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guava_nb.protocol.messages import Commit, Factory, RunSpec
-from guava_nb.replica.buckets import BUFFERS
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import ShardWork
 from tests.support.star import (
