@@ -18,6 +18,7 @@ from guava_nb.forecast.run_facts import Exchanged, RunFacts
 from guava_nb.forecast.stage_bytes import Passed, passed_between, passed_sums
 from guava_nb.parallel.pipeline.microbatches import count_micro_batches, micro_batch_sizes
 from guava_nb.parallel.pipeline.stages import split_model
+from guava_nb.parallel.replicas.buffer_policy import followed_parameters, is_statistic
 from guava_nb.parallel.replicas.zero23_fsdp import gathered_in
 from guava_nb.parallel.tensor.plan_search import make_plan
 from guava_nb.protocol import messages
@@ -173,8 +174,10 @@ class _Spread:
 
     def _buffers(self) -> Traffic:
         """Statistics that moved, averaged over the replicas, and the small sum that tells which."""
-        buffers, moved = sum(1 for _ in self.model.buffers()), self.run.moving_elements()
-        told = self.replicas.all_reduce(8 * (1 + buffers)) if buffers else NOTHING
+        names = [name for name, _ in [*self.model.named_buffers(), *followed_parameters(self.model)]]
+        moved = self.run.moving_elements()
+        uncertain, ranks = sum(not is_statistic(name) for name in names), self.mesh.data
+        told = self.replicas.all_reduce(8 * (len(names) + ranks * (1 + 4 * uncertain))) if names else NOTHING
         return told + (self.replicas.all_reduce(4 * moved) + self.replicas.all_reduce(8) if moved else NOTHING)
 
 

@@ -197,6 +197,7 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "seed": lambda flag_name, text, info: _count(flag_name, text, 0),
     "norm": lambda flag_name, text, info: option(flag_name, metavar="X", type=number, help=text),
     "size": lambda flag_name, text, info: option(flag_name, metavar="SIZE", type=byte_size, help=text),
+    "policies": lambda flag_name, text, info: option(flag_name, metavar="POLICY", help=text),
     "weights": lambda flag_name, text, info: option(flag_name, metavar="A,B,...", type=shares, help=text),
     "text": lambda flag_name, text, info: option(flag_name, metavar="NAME", help=text),
     "switch": lambda flag_name, text, info: flag(flag_name, help=text),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -51,8 +51,12 @@ class ModelPart(Protocol):
             last: no batch of this step follows, so sums may begin during backward.
         """
 
-    def finish_gradients(self) -> None:
-        """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`."""
+    def finish_gradients(self) -> Collection[str]:
+        """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`.
+
+        Returns:
+            Names of buffers that replicas changed differently, with no rule or choice for it.
+        """
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
         """Do a forward only and score the outputs; `observer` sees real outputs and targets where they are."""

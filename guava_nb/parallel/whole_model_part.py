@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -126,11 +126,12 @@ class WholeModelPart:
         self._rows += rows
         return measured(loss, rows)
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self) -> Collection[str]:
         """Complete the step's sums."""
-        self._data.finish(self.named, self._rows)
+        unlike = self._data.finish(self.named, self._rows)
         self._tensor.finish(self.named)
         self._rows = 0
+        return unlike
 
     def eval_batch(self, batch: Any, rows: int, stand_in: bool = False, observer: Observer | None = None) -> Measured:
         """Do a forward only, in evaluation mode."""

@@ -20,10 +20,18 @@ from torch.nn.parameter import UninitializedParameter
 
 from guava_nb.errors import ConfigError, LocalProtocolError
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
+from guava_nb.parallel.replicas.buffer_policy import followed_parameters
 
-__all__ = ["BUFFERS", "Bucket", "BucketLayout", "build_layout", "pack_present", "present_at"]
+__all__ = [
+    "BUFFERS",
+    "Bucket",
+    "BucketLayout",
+    "build_layout",
+    "pack_present",
+    "present_at",
+]
 
-#: Number of the bucket that carries a model's buffers instead of gradients.
+#: Number of the bucket that carries what a step changed of a model's buffers instead of gradients.
 BUFFERS = -1
 
 
@@ -54,19 +62,24 @@ class Bucket:
     Attributes:
         index: its number; 0 is complete first, `BUFFERS` carries buffers.
         names: full names, in the order in which they lie in the flat tensor.
-        shapes: their shapes; a complex buffer's with its real and imaginary parts as a last axis of 2.
-        dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where some buffer is.
+        shapes: their shapes.
+        dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where a buffer is, or counts with integers.
+        whole_numbers: places of those that hold integers or truth values; of the buffer bucket only.
+        complex_numbers: likewise complex ones, whose real and imaginary parts travel as two elements each.
     """
 
     index: int
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    whole_numbers: frozenset[int] = frozenset()
+    complex_numbers: frozenset[int] = frozenset()
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each tensor."""
-        return tuple(math.prod(shape) for shape in self.shapes)
+        """Elements of each tensor on the wire."""
+        doubled = self.complex_numbers
+        return tuple(math.prod(shape) * (2 if i in doubled else 1) for i, shape in enumerate(self.shapes))
 
     @cached_property
     def numel(self) -> int:
@@ -103,7 +116,8 @@ class BucketLayout:
 
     Attributes:
         buckets: the gradient buckets, by index.
-        buffers: the bucket of all buffers, None where the model has none.
+        buffers: the bucket of all that a forward may change: buffers, and parameters that take no gradient; None where the
+            model has none.
         fingerprint: further facts that must be equal everywhere (frozen parameters, buffers).
     """
 
@@ -160,13 +174,17 @@ def _shapes(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _buffer_bucket(model: nn.Module) -> Bucket | None:
-    named = list(model.named_buffers())
+    named = [*model.named_buffers(), *followed_parameters(model)]
     if not named:
         return None
+    whole = {i for i, (_, b) in enumerate(named) if not (b.is_floating_point() or b.is_complex())}
     double = any(b.dtype in (torch.float64, torch.complex128) for _, b in named)
-    dtype = torch.float64 if double else torch.float32
-    shapes = tuple((*b.shape, 2) if b.is_complex() else tuple(b.shape) for _, b in named)
-    return Bucket(BUFFERS, tuple(name for name, _ in named), shapes, dtype)
+    # A sum of float32 would lose what many samples count; the counter of batches never gets there.
+    double = double or any(not named[i][0].endswith("num_batches_tracked") for i in whole)
+    return Bucket(
+        BUFFERS, tuple(name for name, _ in named), _shapes(named), torch.float64 if double else torch.float32,
+        frozenset(whole), frozenset(i for i, (_, b) in enumerate(named) if b.is_complex()),
+    )  # fmt: skip
 
 
 def _facts(model: nn.Module) -> Iterable[str]:

@@ -1,10 +1,10 @@
-"""A model's buffers through shards, commits and aborts.
+"""What forwards change of a model, through shards, commits and aborts: buffers, and parameters that take no gradient.
 
-Knows values of buffers; knows nothing of gradients or the network. The policy:
+Knows their values; knows nothing of gradients or the network. The policy:
 
-- every shard starts from the committed buffers, whichever worker computes it and however many shards came before;
-- the committed value after a step is the mean over its shards, weighted by their rows: floating-point buffers directly,
-  integer ones (`num_batches_tracked`) through how far they moved, rounded;
+- every shard starts from the committed values, whichever worker computes it and however many shards came before;
+- a shard hands over by how much it changed each; what all shards' changes come to is decided by
+  `guava_nb.parallel.replicas.buffer_policy`;
 - only what moves travels. Running statistics of normalisation layers always do; any other buffer does in the steps in
   which a forward changed it. Masks and position tables may be larger than the model and may hold infinities.
 """
@@ -15,39 +15,44 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from guava_nb.errors import LocalProtocolError, TrainingError
+from guava_nb.parallel.replicas.buffer_policy import is_statistic, numbers, taken
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
 
-#: Shards during which every buffer is compared by value, to find those that user code moves through `.data`, which
-#: torch's version counter does not see. Later only buffers whose version changed or that moved before are compared.
+#: Shards during which every tensor is compared by value, to find those that user code moves through `.data`, which
+#: torch's version counter does not see. Later only those whose version changed or that moved before are compared.
 LEARNING_SHARDS = 4
 
 
 class BufferBook:
-    """The committed value of every buffer, beside the live one."""
+    """The committed value of every buffer and every followed parameter, beside the live one.
+
+    Attributes:
+        has_followed: hooks of the optimizer changed some in the last step.
+    """
 
     def __init__(self, model: nn.Module, bucket: Bucket | None) -> None:
-        """Take the model's present buffers as committed; `bucket` names them."""
+        """Take the model's present values as committed; `bucket` names them."""
         self._bucket = bucket
+        self._names = bucket.names if bucket else ()
         self._owners: list[tuple[nn.Module, str]] = []
-        statistics = set()
-        for index, name in enumerate(bucket.names if bucket else ()):
+        for name in self._names:
             path, _, key = name.rpartition(".")
-            module = model.get_submodule(path)
-            self._owners.append((module, key))
-            if isinstance(module, _NormBase):
-                statistics.add(index)
-        self._statistics = frozenset(statistics)
-        self._movers: set[int] = set(statistics)
+            self._owners.append((model.get_submodule(path), key))
+        self._statistics = frozenset(i for i, name in enumerate(self._names) if is_statistic(name))
+        self._movers: set[int] = set(self._statistics)
         self._persistent = set(model.state_dict().keys())
+        frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+        self._unfollowed = [(name, p, _mark(p)) for name, p in frozen if name not in self._names]
         self._shards = 0
         self._touched = False
+        self.has_followed = False
+        self._previous: dict[int, Tensor] = {}  # values before the last step of what it changed
         self._saved: list[Tensor] = []
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[tuple[int, int, int]] = []
         self.save_all()
 
     @property
@@ -77,7 +82,8 @@ class BufferBook:
     def save_all(self) -> None:
         """Take all live values as committed, as after loading a state."""
         self._saved = [self._live(i).detach().clone() for i in range(len(self._owners))]
-        self._marks = [self._mark(i) for i in range(len(self._owners))]
+        self._marks = [_mark(self._live(i)) for i in range(len(self._owners))]
+        self._unfollowed = [(name, parameter, _mark(parameter)) for name, parameter, _ in self._unfollowed]
         self._touched = False
 
     def commit(self) -> None:
@@ -94,7 +100,11 @@ class BufferBook:
             self._touched = False
 
     def flatten(self) -> tuple[bytes, Tensor]:
-        """Return which buffers moved in this shard, and their values as one flat CPU tensor."""
+        """Return which tensors moved in this shard, and by how much, as one flat CPU tensor.
+
+        Raises:
+            TrainingError: one changed its shape.
+        """
         assert self._bucket is not None
         moved = self._moved()
         parts = [self._outgoing(i) for i in moved]
@@ -102,32 +112,63 @@ class BufferBook:
         chosen = set(moved)
         return pack_present([i in chosen for i in range(len(self._owners))]), flat
 
+    def refuse_unfollowed(self) -> None:
+        """Check that no forward changed a parameter without gradient that is too large to be followed.
+
+        Raises:
+            TrainingError: one did.
+        """
+        for name, parameter, mark in self._unfollowed:
+            if _mark(parameter) != mark:
+                raise TrainingError(
+                    f"parameter {name!r} takes no gradient, and the forward changes it; such parameters are larger here than all "
+                    "that is trained, so they are not followed. Keep what the forward changes in a buffer (register_buffer)"
+                )
+
     def nothing(self) -> tuple[bytes, Tensor]:
         """Return what a shard without samples hands over."""
         assert self._bucket is not None
         return bytes(self._bucket.present_bytes), torch.empty(0, dtype=self._bucket.dtype)
 
     def adopt(self, present: bytes, flat: Tensor) -> None:
-        """Commit the means of all shards.
+        """Commit what all shards' changes came to.
 
         Raises:
             LocalProtocolError: they do not fit this model.
         """
         assert self._bucket is not None
         chosen = [i for i, bit in enumerate(present_at(present, len(self._owners))) if bit]
-        sizes = [self._saved[i].numel() * (2 if self._saved[i].is_complex() else 1) for i in chosen]
+        sizes = [self._bucket.sizes[i] for i in chosen]
         if sum(sizes) != flat.numel():
-            names = ", ".join(self._bucket.names[i] for i in chosen)
+            names = ", ".join(self._names[i] for i in chosen)
             raise LocalProtocolError(f"buffers {names} have {sum(sizes)} elements, {flat.numel()} came")
         with torch.no_grad():
             parts = flat.split(sizes)  # type: ignore[no-untyped-call]
             values = {i: self._incoming(i, part) for i, part in zip(chosen, parts, strict=True)}
+        self._previous = {i: self._saved[i] for i in values}
         stray = [i for i in self._moved() if i not in values] if self._touched else []
         for i, value in values.items():
             self._saved[i] = value
         self._movers.update(values)
         self._write([*values, *stray], self._saved)
         self._touched = False
+
+    def follow(self) -> None:
+        """Take as committed what the optimizer's own hooks changed, alike on every worker, after `adopt`."""
+        moved = [i for i, mark in enumerate(self._marks) if _mark(self._live(i)) != mark]
+        for i in moved:
+            self._previous.setdefault(i, self._saved[i])
+            self._saved[i] = self._live(i).detach().clone()
+        self._remember(moved)
+        self.has_followed = bool(moved)
+
+    def last_changes(self) -> tuple[bytes, Tensor]:
+        """Return which tensors the last step changed, hooks of the optimizer included, and by how much, as `flatten` does."""
+        assert self._bucket is not None
+        dtype, chosen = self._bucket.dtype, sorted(self._previous)
+        parts = [(numbers(self._saved[i], dtype) - numbers(self._previous[i], dtype)).to(dtype) for i in chosen]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        return pack_present([i in self._previous for i in range(len(self._owners))]), flat
 
     def first_not_finite(self) -> str:
         """Return the name of the first moved buffer with NaN or Inf, "" when there is none."""
@@ -136,7 +177,7 @@ class BufferBook:
         for i in self._moved():
             live = self._live(i)
             if (live.is_floating_point() or live.is_complex()) and not bool(torch.isfinite(live).all()):
-                return self._bucket.names[i]
+                return self._names[i]
         return ""
 
     def committed(self) -> dict[str, Tensor]:
@@ -159,16 +200,12 @@ class BufferBook:
 
     def _live(self, index: int) -> Tensor:
         module, key = self._owners[index]
-        value = module._buffers[key]
+        value = module._buffers.get(key, module._parameters.get(key))
         if value is None:
             raise TrainingError(
                 f"buffer {key!r} of {type(module).__name__} was removed during the run; keep it as a tensor"
             )
         return value
-
-    def _mark(self, index: int) -> tuple[int, int]:
-        live = self._live(index)
-        return id(live), live._version
 
     def _moved(self) -> list[int]:
         moved = [i for i in range(len(self._owners)) if i in self._statistics or self._differs(i)]
@@ -176,37 +213,30 @@ class BufferBook:
         return moved
 
     def _differs(self, index: int) -> bool:
-        suspicious = self._shards <= LEARNING_SHARDS or index in self._movers or self._mark(index) != self._marks[index]
-        if not suspicious:
-            return False
         live, saved = self._live(index), self._saved[index]
+        is_marked = _mark(live) != self._marks[index]
+        if is_marked and isinstance(live, nn.Parameter):
+            return True  # a comparison of each would wait for the device
+        if not (is_marked or self._shards <= LEARNING_SHARDS or index in self._movers):
+            return False
         if live.shape != saved.shape or live.dtype != saved.dtype:
             return True
         # A NaN that was there before is no change.
         return not (torch.equal(live, saved) or bool(((live == saved) | (live.isnan() & saved.isnan())).all()))
 
     def _outgoing(self, index: int) -> Tensor:
-        live, saved = self._live(index).detach(), self._saved[index]
+        live, saved = self._live(index).detach(), self._saved[index].detach()
         assert self._bucket is not None
         if live.shape != saved.shape:
             raise TrainingError(
-                f"buffer {self._bucket.names[index]!r} changed its shape from {tuple(saved.shape)} to "
-                f"{tuple(live.shape)} in a forward; buffers that are averaged over workers must keep their shape"
+                f"buffer {self._names[index]!r} changed its shape from {tuple(saved.shape)} to "
+                f"{tuple(live.shape)} in a forward; buffers that workers share must keep their shape"
             )
-        if live.is_complex():
-            live = torch.view_as_real(live)
-        elif not live.is_floating_point():
-            live = live.to(torch.int64) - saved.to(torch.int64)
-        return live.reshape(-1).to(self._bucket.dtype)
+        return (numbers(live, self._bucket.dtype) - numbers(saved, self._bucket.dtype)).to(self._bucket.dtype)
 
-    def _incoming(self, index: int, part: Tensor) -> Tensor:
-        saved = self._saved[index]
-        part = part.to(saved.device)
-        if saved.is_complex():
-            return torch.view_as_complex(part.reshape(*saved.shape, 2).contiguous()).to(saved.dtype)
-        if saved.is_floating_point():
-            return part.reshape(saved.shape).to(saved.dtype, copy=True)
-        return (saved.to(torch.int64) + part.round().to(torch.int64).reshape(saved.shape)).to(saved.dtype)
+    def _incoming(self, index: int, change: Tensor) -> Tensor:
+        saved = self._saved[index].detach()
+        return taken(saved, change.to(saved.device))
 
     def _write(self, indices: Sequence[int], values: Sequence[Tensor]) -> None:
         for i in indices:
@@ -218,10 +248,17 @@ class BufferBook:
         if live.shape == value.shape and live.dtype == value.dtype:
             with torch.no_grad():
                 live.copy_(value)
+        elif isinstance(live, nn.Parameter):
+            live.data = value.detach().clone().to(live.device)
         else:
             module, key = self._owners[index]
             module._buffers[key] = value.detach().clone().to(live.device)
 
     def _remember(self, indices: Iterable[int]) -> None:
         for i in indices:
-            self._marks[i] = self._mark(i)
+            self._marks[i] = _mark(self._live(i))
+
+
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
+    """What changes with a tensor's values, except where `.data` is written in place."""
+    return id(tensor), tensor._version, tensor.data_ptr()

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from guava_nb.replica.model.build import build_model, place_model
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
+from guava_nb.replica.parameter_watch import refuse_late_gradients
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork
@@ -103,8 +105,10 @@ class GroupReplica(BaseReplica):
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),
-            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example), habit=self._habit,
+            sync_batchnorm=self._spec.sync_batchnorm, buffers=self._spec.buffers, example=self._inputs_of(example),
+            habit=self._habit,
         )  # fmt: skip
+        self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
 
@@ -172,8 +176,9 @@ class GroupReplica(BaseReplica):
                 self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
                 taken = _taken(part, batch)
                 sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
-        part.finish_gradients()
-        return self._result(part, work, sums, counts, started)
+        refuse_late_gradients(self._took_gradients)
+        unlike = tuple(sorted(part.finish_gradients()))
+        return replace(self._result(part, work, sums, counts, started), unlike=unlike)
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():

@@ -32,6 +32,7 @@ from guava_nb.replica.model.build import build_model, place_model
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.replica.parameter_watch import ParameterWatch
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
@@ -85,6 +86,7 @@ class Replica(BaseReplica):
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
+        self._watch = ParameterWatch(self.model)
         self._drop_gradients()
         self._check_state()
 
@@ -104,7 +106,8 @@ class Replica(BaseReplica):
                 `restore`. None: a lone worker, the gradients stay in the parameters.
 
         Raises:
-            TrainingError: the loss depends on no trainable parameter, or a gradient came too late.
+            TrainingError: the loss depends on no trainable parameter, a gradient came too late, or the model has not the
+                parameters any more with which the run began.
             ConfigError: batch, loss or outputs have a form that cannot be trained on.
         """
         clock, counts = StepTimer(self.device), list[Any]()
@@ -113,9 +116,14 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
+            if self._spec.optimizer_site == "orchestrator":
+                self._watch.begin()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
             with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
                 losses = self._run_parts(work, on_bucket, clock, counts)
+            self._watch.check(exchanged=on_bucket is not None)
+            if on_bucket is not None:
+                self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
             return self._result(work, losses, clock, counts, solo=on_bucket is None)
@@ -191,6 +199,9 @@ class Replica(BaseReplica):
             self._scale_own(factor)
         else:
             self._take_sums(sums, factor)
+            self._adopt_buffers(
+                sums
+            )  # before the optimizer: its hooks may read what the forward changed, and change it further
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
@@ -200,12 +211,13 @@ class Replica(BaseReplica):
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
 
         Args:
-            buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 the mean of the
+            buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 what became of the
                 buffers if the model has any. They are copied and not kept.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
         """
+        self._adopt_buffers(buckets)
         with torch.no_grad():
             for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
                 _, flat = _pick(buckets, bucket.index)
@@ -221,6 +233,10 @@ class Replica(BaseReplica):
             flat = torch.cat([p.detach().reshape(-1).to(bucket.dtype) for p in parameters]).cpu()
             yield bucket.index, pack_present([True] * len(parameters)), flat
 
+    def buffer_changes(self) -> tuple[bytes, Tensor] | None:
+        """Return what the last step changed of the buffers if hooks of the optimizer changed some, which runs here only."""
+        return self._buffers.last_changes() if self._buffers.has_followed else None
+
     def restore(self) -> None:
         """Forget every shard since the last commit. Random state needs nothing: see `guava_nb.replica.rng`."""
         self._exchange.cancel()
@@ -233,7 +249,11 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         if sums is None:
             self._buffers.commit()
-        elif self.layout.buffers is not None:
+        else:
+            self._buffers.follow()
+
+    def _adopt_buffers(self, sums: Buckets) -> None:
+        if self.layout.buffers is not None:
             self._buffers.adopt(*_pick(sums, BUFFERS))
 
     def _scale_own(self, factor: float) -> None:

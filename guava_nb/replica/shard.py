@@ -54,6 +54,7 @@ class ShardResult:
         nonfinite: for a lone worker or a group, the first parameter or buffer that is not finite.
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
         tokens: as the user's function counted them; None where it is not asked.
+        unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
     """
 
     loss_sum: float
@@ -65,6 +66,7 @@ class ShardResult:
     nonfinite: str = ""
     gradient_square: float | None = None
     tokens: float | None = None
+    unlike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ Reference = str | Callable[..., Any] | type
 #: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
 Kind = Literal[
     "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
-    "words", "function", "objects", "text",
+    "words", "function", "objects", "policies", "text",
 ]  # fmt: skip
 
 #: What most people use of torch; any other name is as good.
@@ -110,6 +110,10 @@ class TrainingOptions:
         precision: arithmetic of forward and backward; by default the configuration's.
         seed: root of all random numbers of the run; by default the configuration's.
         shares: relative share of each worker, in the order they joined; by default equal ones.
+        buffers: what becomes of a buffer that workers change by different amounts: "average" by samples, "first" takes those of
+            the first samples, "sum" adds changes up, as of counts; or by name, as in "vq.*=first,hist=sum". Statistics of
+            normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others
+            averaged, and it is told where that need not be right.
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
         callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
         batch: how batches are read, where it is not plain, in the words in which the status tells it, such as "cut: image,
@@ -165,6 +169,7 @@ class TrainingOptions:
     optimizer_site: str | None = option(
         None, "choice", flag="optimizer-site", choices=("workers", "orchestrator"), setting="optimizer_site"
     )
+    buffers: str = option("auto", "policies", flag="buffers")
     batch: str | None = option(None, "words", flag="batch")
     callbacks: Sequence[Any] = option((), "objects", unsayable="objects of this process")
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = option(
@@ -270,6 +275,7 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
     ),
     "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above"),
     "words": (lambda value: isinstance(value, str), "give it like 'cut: image, label; whole: anchors'"),
+    "policies": (lambda value: _are_policies(value), "give auto, average, first or sum, or parts such as name=sum"),
     "function": (callable, "give a function of a batch and row ranges"),
     "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
     "text": (lambda value: isinstance(value, str), "give a name"),
@@ -281,6 +287,11 @@ def _broken_rule(one: OptionInfo, value: Any) -> str:
         return "" if value in one.choices else f"it is one of: {', '.join(one.choices)}"
     holds, rule = _RULES.get(one.kind, (lambda value: True, ""))
     return "" if holds(value) else rule
+
+
+def _are_policies(buffers: Any) -> bool:
+    words = [part.rpartition("=")[2].strip() for part in str(buffers).split(",")]
+    return all(word in ("auto", "average", "first", "sum") for word in words)
 
 
 def _are_weights(shares: Any) -> bool:

@@ -62,6 +62,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self.next_step = replicas.step + 1
         self._job, self._replicas, self._credit = job, replicas, credit
         self._on_commit, self._on_applied = on_commit, on_applied
+        self._unlike: set[str] = set()  # buffers of which a person was told
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
         job.on(Ready, self._on_ready)
@@ -141,12 +142,29 @@ class StepExchange(ABC, Generic[_Replicas]):
                 member.tokens = (member.tokens or 0.0) + message.tokens
         if in_flight is None:
             return
+        if message.unlike:
+            self._tell_unlike(message.step, message.unlike)
         self._credit.worked(message.step, message.shard)
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:
             if isinstance(instruction, Halt):
                 raise self._not_finite(in_flight, instruction, message.nonfinite)
         self._carry_out(in_flight, instructions)
+
+    def _tell_unlike(self, step: int, names: Sequence[str]) -> None:
+        """Tell a person, once for each buffer, that workers changed it differently and no rule says what is right."""
+        buffers = self._replicas.master.layout.buffers
+        known = () if buffers is None else buffers.names  # a worker's words are not shown to a person
+        new = [name for name in names if name in known and name not in self._unlike]
+        self._unlike.update(new)
+        if new:
+            shown, more = ", ".join(new[:3]), f" and {len(new) - 3} more" if len(new) > 3 else ""
+            self._job.cluster.notice(
+                f"the workers changed {shown}{more} by different amounts in step {step + 1}: each saw its own samples, and one "
+                "process would have seen all of them. Such changes are averaged by samples, those of whole numbers added up. If "
+                "that is not right: buffers='sum' (--buffers sum) adds up, 'first' takes those of the first samples; a whole "
+                "batch on one worker is always right: shares=[1, 0, ...] (--shares 1,0)"
+            )
 
     def _sound(self, rank: int, message: Ready) -> Ready:
         """Return the report without invalid figures; a person is told of them once."""

@@ -17,6 +17,7 @@ from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
 from guava_nb.replica.optimizer import ApplyFailed
+from guava_nb.sync.buffer_merge import BufferMerge
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
@@ -75,10 +76,14 @@ class StarExchange(StepExchange[Replicas]):
                 names = self._replicas.master.layout.bucket(message.bucket).not_finite(tensor, message.present)
                 raise self._not_finite(in_flight, instruction, names[0] if names else "")
             if isinstance(instruction, Add):
-                if message.bucket == BUFFERS:  # averaged by rows, where gradients are summed
-                    tensor.mul_(in_flight.machine.tasks[message.shard].rows / in_flight.machine.rows)
+                if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
+                    in_flight.sums[BUFFERS] = self._merge_of(in_flight)
                 in_flight.add(message.bucket, message.shard, tensor, message.present)
         self._carry_out(in_flight, instructions)
+
+    def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
+        bucket = self._replicas.master.layout.bucket(BUFFERS)
+        return BufferMerge(bucket, [task.rows for task in in_flight.machine.tasks], self._replicas.spec.buffers)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -91,8 +96,14 @@ class StarExchange(StepExchange[Replicas]):
                     self._commit(in_flight, instruction)
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
-        present, total = in_flight.sums[bucket].result(self._replicas.master.layout.bucket(bucket).present_bytes)
-        self._send_flat(SumBucket, in_flight, bucket, present, total, commit)
+        self._send_flat(SumBucket, in_flight, bucket, *self._result(in_flight, bucket), commit)
+
+    def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
+        total = in_flight.sums[bucket]
+        result = total.result(self._replicas.master.layout.bucket(bucket).present_bytes)
+        if isinstance(total, BufferMerge):
+            self._tell_unlike(in_flight.machine.step, total.unlike)
+        return result
 
     def _send_flat(
         self,
@@ -124,9 +135,8 @@ class StarExchange(StepExchange[Replicas]):
             What its schedule raised after the step.
         """
         master, failure = self._replicas.master, None
-        sums = {b: in_flight.sums[b].result(master.layout.bucket(b).present_bytes) for b in in_flight.machine.buckets}
-        buffers = sums.get(BUFFERS)
-        averaged = None if buffers is None else (buffers[0], buffers[1].clone())
+        sums = {b: self._result(in_flight, b) for b in in_flight.machine.buckets}
+        changes = [(BUFFERS, sums[BUFFERS][0], sums[BUFFERS][1].clone())] if BUFFERS in sums else []
         try:
             master.apply(sums, commit)
         except ApplyFailed as failed:
@@ -136,7 +146,9 @@ class StarExchange(StepExchange[Replicas]):
         except BaseException:
             self._replicas.master_step = self._replicas.step - 1  # what it holds now is the state of no step
             raise
-        values = list(master.parameter_buckets()) + ([] if averaged is None else [(BUFFERS, *averaged)])
+        if hooked := None if commit.skip else master.buffer_changes():
+            changes = [(BUFFERS, *hooked)]
+        values = [*master.parameter_buckets(), *changes]
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
             self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)

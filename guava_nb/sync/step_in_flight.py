@@ -17,6 +17,7 @@ from guava_nb.hub.bucket_sum import BucketSum
 from guava_nb.protocol.messages import Shard, Tree
 from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
+from guava_nb.sync.buffer_merge import BufferMerge
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
 __all__ = [
@@ -54,7 +55,7 @@ class StepInFlight:
     members: tuple[int, ...]
     shards: PlannedShards
     batches: int
-    sums: dict[int, BucketSum] = field(default_factory=dict)
+    sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
         """Add a contribution to its bucket."""

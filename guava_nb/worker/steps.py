@@ -396,5 +396,5 @@ def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
         run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
         loss_sum=result.loss_sum, count=result.count, finite=result.finite, rows=message.rows,
         forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, nonfinite=result.nonfinite,
-        gradient_square=result.gradient_square, tokens=result.tokens,
+        gradient_square=result.gradient_square, tokens=result.tokens, unlike=result.unlike,
     )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb import Orchestrator
-from guava_nb.errors import CheckpointError, ConfigError, SourceError
-from tests.support.session import direct_session
+from guava_nb.errors import CheckpointError, ConfigError, SourceError, TrainingError
+from tests.support.session import direct_session, said
 from tests.support.training import difference, loader
 
 SITES = ("workers", "orchestrator")
@@ -267,3 +267,204 @@ def test_wrapped_models_are_saved_under_the_plain_model_s_names(tmp_path: Path, 
         session.load_checkpoint(path)
         further = train(session, epochs=4, optimizer_site=site, seed=3)
     assert further.state_dict().keys() == Net().state_dict().keys()
+
+
+# ------------------------------------------------------------------------------------------------------------- buffers
+
+
+class Moving(nn.Module):
+    """A target network moved in the forward, counters, histograms and sums, each as users write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.head = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.target = nn.Linear(10, 8).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rate", torch.ones(()))  # decays once a step, whatever the data is
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("hist", torch.zeros(4))
+        self.register_buffer("classes", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("any", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(torch.tanh(self.online(x)))
+        if self.training:
+            with torch.no_grad():
+                for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                    target.data = 0.9 * target.data + 0.1 * online.data
+                chosen = nn.functional.one_hot(out.argmax(1), 4).sum(0)
+                self.steps += 1
+                self.rate.mul_(0.9)
+                self.seen += len(x)
+                self.count += len(x)
+                self.hist += chosen
+                self.classes += chosen
+                self.any |= True
+                self.hidden += 1
+        return out + self.head(torch.tanh(self.target(x))) * self.rate + self.hidden * 1e-3
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_the_forward_moves_is_that_of_one_process(workers: int, site: str) -> None:
+    with direct_session(workers) as session:
+        session.register_model(Moving)
+        trained = train(session, optimizer_site=site, seed=3)
+        assert "different amounts" not in said(session)
+    oracle = plain(seeded(Moving))
+    assert difference(trained, oracle) <= 1e-9
+    assert int(trained.steps) == 8 and int(trained.seen) == 202 and trained.hist.sum() == 202
+    assert float(trained.hidden) == 8.0
+
+
+class Averaging(nn.Module):
+    """An EMA of what the data is, as a vector-quantised codebook keeps it: no share of a batch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.register_buffer("sizes", torch.ones(8))
+        self.register_buffer("right", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if self.training:
+            with torch.no_grad():
+                self.sizes.mul_(0.9).add_(nn.functional.one_hot(h.argmax(1), 8).sum(0), alpha=0.1)
+                self.right += (h.sum(1) > 0).sum()
+                self.total += h.sum(0)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_buffer_that_no_rule_makes_right_is_told_and_can_be_chosen(site: str) -> None:
+    oracle = plain(seeded(Averaging))
+    with direct_session(2) as session:
+        session.register_model(Averaging)
+        trained = train(session, optimizer_site=site, seed=3)
+        assert "the workers changed sizes, right, total by different amounts in step 1" in said(session)
+        assert float((trained.sizes - oracle.sizes).abs().max()) > 0.1
+        assert int(trained.right) == int(oracle.right)
+        summed = train(session, optimizer_site=site, seed=3, fresh=True, buffers="total=sum,sizes=first")
+        assert float((summed.total - oracle.total).abs().max()) <= 1e-9
+        assert "the workers changed right by different amounts" in said(session)
+        # The way out that the notice names.
+        whole = train(session, optimizer_site=site, seed=3, fresh=True, shares=[1, 0])
+    assert difference(whole, oracle) <= 1e-9
+
+
+def hooked_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """As an EMA of the weights is often kept: moved by a hook of the optimizer, after each of its steps."""
+    by_name = dict(named)
+    optimizer = torch.optim.SGD([p for p in by_name.values() if p.requires_grad], lr=0.1, momentum=0.9)
+
+    def follow(*_: Any) -> None:
+        with torch.no_grad():
+            for name, p in by_name.items():
+                if name.startswith("online."):
+                    by_name[name.replace("online", "target")].mul_(0.5).add_(p, alpha=0.5)
+
+    optimizer.register_step_post_hook(follow)
+    return optimizer
+
+
+class Followed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(10, 4), nn.Linear(10, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.online(x) + self.target(x)
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_hook_of_the_optimizer_moves_stays_moved(workers: int, site: str) -> None:
+    oracle = seeded(Followed).double()
+    optimizer = hooked_optimizer(list(oracle.named_parameters()))
+    batches = loader()
+    for _ in range(2):
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(oracle(x), y).backward()
+            optimizer.step()
+    with direct_session(workers) as session:
+        session.register_model(Followed)
+        trained = train(session, optimizer=hooked_optimizer, optimizer_args=None, optimizer_site=site, seed=3)
+    assert difference(trained, oracle) <= 1e-9
+
+
+class Large(nn.Module):
+    """A frozen part that is larger than what is trained, and that the forward moves."""
+
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__()
+        self.moves, self.body, self.head = (
+            moves,
+            nn.Linear(10, 1 << 20, bias=False).requires_grad_(False),
+            nn.Linear(10, 4),
+        )
+        nn.init.zeros_(self.body.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            with torch.no_grad():
+                self.body.weight[0] += 1
+        return self.head(x)
+
+
+def test_a_large_part_without_gradient_that_moves_is_refused() -> None:
+    with direct_session(2) as session:
+        session.register_model(Large, {"moves": False})
+        train(session, epochs=1)
+        session.register_model(Large)
+        with pytest.raises(
+            TrainingError, match=r"parameter 'body\.weight' takes no gradient, and the forward changes it"
+        ):
+            train(session, epochs=1)
+
+
+# ------------------------------------------------------------------------------------------- gradients that begin later
+
+
+class Unfreezing(nn.Module):
+    """Gradual unfreezing in the forward, after four steps; `freezes` goes the other way."""
+
+    def __init__(self, freezes: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.freezes = nn.Linear(10, 8), nn.Linear(8, 4), freezes
+        self.body.requires_grad_(freezes)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps > 4:
+            self.body.requires_grad_(not self.freezes)
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_late_gradient_is_refused_by_name_and_the_run_before_it_stays(site: str) -> None:
+    with direct_session(2) as session:
+        session.register_model(Unfreezing)
+        with pytest.raises(TrainingError, match=r"parameter 'body\.weight' began to take a gradient during the run"):
+            train(session, optimizer_site=site, seed=3)
+        stopped = session.run.model()
+    assert difference(stopped, plain(seeded(Unfreezing), epochs=1)) <= 1e-9
+
+
+def test_a_lone_worker_obeys_as_a_plain_loop_does() -> None:
+    with direct_session(1) as session:
+        session.register_model(Unfreezing)
+        assert difference(train(session, seed=3), plain(seeded(Unfreezing))) <= 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_frozen_during_a_run_stays_where_it_is(workers: int) -> None:
+    with direct_session(workers) as session:
+        session.register_model(Unfreezing, {"freezes": True})
+        trained = train(session, seed=3)
+    assert difference(trained, plain(seeded(Unfreezing, freezes=True))) <= 1e-9

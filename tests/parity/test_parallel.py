@@ -78,6 +78,14 @@ def test_synced_batch_norms_see_the_whole_batch(pool: GroupPool, backend: str, n
     compare(plainly, ranks, 1e-9)
 
 
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("name", ["data", "data of 3", "zero 1"])
+def test_what_the_forward_moves_is_that_of_one_process(pool: GroupPool, backend: str, name: str) -> None:
+    """With replicas of unlike rows, and in every third step with one that has none."""
+    case = Scenario(spec=SPECS[name], model="moving", steps=8, rows=5)
+    compare(case, run(pool, backend, case), 1e-9)
+
+
 @pytest.mark.parametrize("name", ["zero 2", "zero 3"])
 def test_views_that_the_model_changes_in_place(pool: GroupPool, name: str) -> None:
     """torch's FSDP2 loses its hook on such an output, and warns of every view for that reason."""

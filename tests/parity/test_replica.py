@@ -264,9 +264,11 @@ def test_the_orchestrator_may_hold_the_optimizer() -> None:
             contributions.append(Contribution(b - a))
             results.append(worker.run_shard(ShardWork(i, shard, [(x[a:b], y[a:b])], b - a, 13), contributions[-1]))
         means = sum_shards(contributions)
+        buffers = cloned({BUFFERS: means[BUFFERS]})  # of the parameter without gradient
         hub.apply(means, commit_of(results))
         for worker in workers:
-            worker.take_parameters({number: (present, flat) for number, present, flat in hub.parameter_buckets()})
+            values = {number: (present, flat) for number, present, flat in hub.parameter_buckets()}
+            worker.take_parameters({**values, **cloned(buffers)})
     assert {hub.parameter_hash()} == {w.parameter_hash() for w in workers}
     assert difference(hub.model, model) <= 1e-9 and not workers[0].optimizer.state
 

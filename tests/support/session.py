@@ -7,15 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from guava_nb import Orchestrator
-from tests.support.direct import DirectWorker, make_cluster
+from tests.support.direct import DirectWorker
+
+
+def said(orchestrator: Orchestrator) -> str:
+    """All notices, one a line."""
+    return "\n".join(sentence for _, sentence in orchestrator._notices.numbered(100))
 
 
 @contextmanager
 def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
     """Give an orchestrator with so many workers, in data mode through the hub; not opened, so it listens nowhere."""
     orchestrator = Orchestrator(path="relay", **settings)
-    cluster = make_cluster()
-    orchestrator._cluster = cluster
+    cluster = orchestrator._cluster = orchestrator._new_cluster()
     started = [DirectWorker(cluster, f"w{k}").start() for k in range(workers)]
     cluster.wait_for(workers, 10)
     try:

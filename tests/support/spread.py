@@ -597,6 +597,38 @@ MODELS |= {
 }  # fmt: skip
 
 
+class Moving(nn.Module):
+    """Moves a network without gradient, and counts steps, samples and labels, as users write it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.online, self.head = (
+            nn.Embedding(VOCAB, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, VOCAB),
+        )
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rate", torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("tokens", torch.zeros(VOCAB, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                    target.mul_(0.9).add_(online, alpha=0.1)
+                self.steps += 1
+                self.rate *= 0.9
+                self.seen += len(x)
+                self.tokens += torch.bincount(x.reshape(-1), minlength=VOCAB)
+        h = torch.tanh(self.embed(x))
+        return self.head(self.online(h) + self.target(h) * self.rate)
+
+
+MODELS |= {"moving": Moving}
+
+
 def buffers(case: Scenario) -> dict[str, Tensor]:
     """Train a little over the default group and return this rank's buffers."""
     axes = MeshAxes.build(Mesh(case.spec.dp, 1, 1), CPU)

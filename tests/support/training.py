@@ -120,7 +120,11 @@ def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
     """Largest absolute difference of any parameter or buffer."""
     ours, theirs = a.state_dict(), b.state_dict()
     assert ours.keys() == theirs.keys()
-    return max(float((ours[k].to(torch.complex128) - theirs[k].to(torch.complex128)).abs().max()) for k in ours)
+    return max(float((_wide(ours[k]) - _wide(theirs[k])).abs().max()) for k in ours)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def losses_of(run: Run) -> Sequence[float]:

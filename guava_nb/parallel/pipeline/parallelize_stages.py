@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.pipeline.pipeline import PipelinePart
 from guava_nb.parallel.pipeline.pipeline_setup import Hooks, PipelinePlace
 from guava_nb.parallel.replicas import zero1
-from guava_nb.parallel.replicas.buffer_sync import BufferAverage
+from guava_nb.parallel.replicas.buffer_sync import BufferSync
 from guava_nb.parallel.replicas.data_axis import sum_over_data
-from guava_nb.parallel.state.local_tensors import layouts_in
+from guava_nb.parallel.state.local_tensors import full_names_of, layouts_in
 from guava_nb.parallel.state.shard_layout import Layout
 from guava_nb.parallel.tensor.tensor_plan import Plan, apply_plan
 from guava_nb.parallel.tensor.tensor_sums import TensorSums
@@ -36,8 +36,9 @@ def pipeline_part(
     learning: Learning,
     plan: Plan,
     example: Any = None,
+    buffers: str = "auto",
 ) -> PipelinePart:
-    """Cut a model into stages and spread each; `plan` is the whole model's, `example` as in `parallelize`.
+    """Cut a model into stages and spread each; `plan` is the whole model's, `example` and `buffers` as in `parallelize`.
 
     Raises:
         ConfigError: there is no criterion, or the model cannot be cut so.
@@ -49,7 +50,7 @@ def pipeline_part(
         )
     # On the whole model, because in a stage alone a block may not repeat.
     again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")
-    stages = _Stages(spec, mesh, plan, list(again))
+    stages = _Stages(spec, mesh, plan, list(again), buffers)
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
     hooks = stages.hooks()
     return PipelinePart(
@@ -66,13 +67,13 @@ def pipeline_part(
 class _Stages:
     """What tensor, data and activation settings do to the stages of one rank."""
 
-    def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan, again: list[str]) -> None:
-        self._spec, self._mesh, self._plan, self._again = spec, mesh, plan, again
+    def __init__(self, spec: ParallelSpec, mesh: MeshAxes, plan: Plan, again: list[str], policies: str) -> None:
+        self._spec, self._mesh, self._plan, self._again, self._policies = spec, mesh, plan, again, policies
         self._layouts: dict[str, Layout] = {}
         self._partial: list[str] = []
         self._modules = nn.ModuleList()
         self._tensor: TensorSums | None = None
-        self._buffers: BufferAverage | None = None
+        self._buffers: BufferSync | None = None
 
     def hooks(self) -> Hooks:
         return Hooks(
@@ -80,7 +81,7 @@ class _Stages:
             checkpoint=self._checkpoint,
             layouts=self._layouts_of,
             sum_over_data=self._finish,
-            average_buffers=self._average_buffers,
+            sync_buffers=self._sync_buffers,
             spread_optimizer=self._spread_optimizer,
             one_replica_owns=self._owns,
             loaded=self._loaded,
@@ -116,10 +117,13 @@ class _Stages:
             self._tensor = TensorSums(group, self._partial, self._layouts)
         self._tensor.finish(named)
 
-    def _average_buffers(self, rows: int) -> None:
-        if self._buffers is not None:
-            self._buffers.finish(rows)
+    def _sync_buffers(self, rows: int) -> Collection[str]:
+        if self._buffers is None:
+            return ()
+        self._buffers.finish(rows)
+        return self._buffers.unlike
 
     def _loaded(self) -> None:
         if self._spec.dp > 1:
-            self._buffers = BufferAverage(self._modules, self._mesh.group("dp"))
+            names = {f"{i}.{name}": name for i, stage in enumerate(self._modules) for name in full_names_of(stage)}
+            self._buffers = BufferSync(self._modules, self._mesh.group("dp"), names, self._policies)

@@ -6,7 +6,7 @@ targets; what the ones between need to know about a batch comes with its first m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,12 +187,13 @@ class PipelinePart(ModelPart):
         """Forget all shapes; after a batch that failed on some ranks only, call it on all of them."""
         self._programs.forget()
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self) -> Collection[str]:
         """Complete the gradients of a step: copies of tied parameters, then replicas, are added up."""
         self._tied.sum_gradients()
         self._hooks.sum_over_data(self.named)
-        self._hooks.average_buffers(self._rows)
+        unlike = self._hooks.sync_buffers(self._rows)
         self._rows = 0
+        return unlike
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 

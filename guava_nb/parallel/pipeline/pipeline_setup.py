@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,8 @@ def _quiet() -> None:
     return None
 
 
-def _unmoved(rows: int) -> None:
-    return None
+def _unmoved(rows: int) -> Collection[str]:
+    return ()
 
 
 def _unspread(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -74,7 +74,8 @@ class Hooks:
         checkpoint: arranges that activations of a stage are computed again in backward.
         layouts: tells of this rank's parameters and buffers which part of the full tensor they are.
         sum_over_data: adds up the gradients of these parameters over the replicas, once a step.
-        average_buffers: makes buffers equal on all replicas, of which this one saw so many rows in the step.
+        sync_buffers: makes buffers equal on all replicas, of which this one saw so many rows in the step; returns names, see
+            `BufferSync.unlike`.
         spread_optimizer: makes of the local optimizer and its parameters the one that steps (ZeRO 1).
         one_replica_owns: the state of a parameter is on one replica, whichever it is (ZeRO 1).
         runs_stand_ins: a replica without rows runs its batches all the same, because peers gather in them.
@@ -86,7 +87,7 @@ class Hooks:
     checkpoint: Callable[[nn.Module], object] = _nothing
     layouts: Callable[[Mapping[str, Tensor]], Mapping[str, Layout]] = _whole
     sum_over_data: Callable[[Mapping[str, nn.Parameter]], None] = _nothing
-    average_buffers: Callable[[int], None] = _unmoved
+    sync_buffers: Callable[[int], Collection[str]] = _unmoved
     spread_optimizer: Callable[[Optimizer, Mapping[str, nn.Parameter]], Optimizer] = _unspread
     one_replica_owns: bool = False
     runs_stand_ins: bool = False

@@ -1,19 +1,31 @@
-"""Buffers that training moves, such as batch statistics, made equal on all replicas after every step.
+"""What forwards change of a model, buffers and parameters that take no gradient, made equal on all replicas after every step.
 
-The same rule as in the star exchange: floating-point buffers are averaged over the replicas by rows; integer ones count one
-step. What did not move on any replica stays as it is.
+By the same rules as in the star exchange, see `buffer_policy`. What did not move on any replica stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-__all__ = ["BufferAverage", "kept_buffers"]
+from guava_nb.parallel.replicas.buffer_policy import (
+    ChangeFacts,
+    Way,
+    facts_of,
+    followed_parameters,
+    is_statistic,
+    numbers,
+    policy_of,
+    taken,
+    way_of,
+)
+
+__all__ = ["BufferSync", "kept_buffers"]
 
 
 @contextmanager
@@ -28,56 +40,115 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class BufferAverage:
-    """Averages moved buffers over a group; one small message a step tells which moved, none without buffers."""
+class BufferSync:
+    """Makes moved tensors equal over a group; one small message a step tells how they moved, none where there are none.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Observer at the buffers of a model whose replicas are the ranks of `group`."""
-        self._model = model
-        self._group = group
+    Attributes:
+        unlike: names of tensors that replicas changed differently, with no rule or choice for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        full_names: Mapping[str, str] | None = None,
+        policies: str = "auto",
+    ) -> None:
+        """Observer at the buffers of a model whose replicas are the ranks of `group`; `policies` is the run's option."""
+        self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
+        frozen = [(name, p) for name, p in followed_parameters(model) if not isinstance(p, DTensor)]
+        found = [*model.named_buffers(), *frozen]
+        self._owners = [_owner(model, name) for name, _ in found]
+        names = [(full_names or {}).get(name, name) for name, _ in found]
+        self._facts = [(name, policy_of(policies, name), _is_whole(found[i][1])) for i, name in enumerate(names)]
+        self._uncertain = [i for i, name in enumerate(names) if not is_statistic(name)]
+        self.unlike: set[str] = set()
         self._before: list[Tensor] = []
         self.mark()
 
     def mark(self) -> None:
-        """Buffers as they are now are equal everywhere: at the start, after loading, after a step."""
+        """What is there now is equal everywhere: at the start, after loading, after a step."""
         # Copies, because torch's batch norm moves its statistics without a new version of the tensor.
-        self._before = [buffer.detach().clone() for buffer in self._model.buffers()]
+        self._before = [self._live(i).detach().clone() for i in range(len(self._owners))]
+
+    def _live(self, index: int) -> Tensor:
+        module, key = self._owners[index]
+        tensor = module._buffers.get(key, module._parameters.get(key))
+        assert tensor is not None
+        return tensor
 
     @torch.no_grad()
     def finish(self, rows: int) -> None:
-        """Make the buffers equal; this replica saw `rows` samples since the last step."""
-        buffers = list(self._model.buffers())
-        if not buffers:
+        """Make the tensors equal; this replica saw `rows` samples since the last step."""
+        if not self._owners:
             return
-        moved = [(now != before).any() for now, before in zip(buffers, self._before, strict=True)]
-        facts = torch.stack([*moved, moved[0].new_ones(())]).to(torch.float64)
-        facts[-1] = rows
-        dist.all_reduce(facts, group=self._group)
-        *anywhere, all_rows = facts.tolist()
-        chosen = [buffer for buffer, count in zip(buffers, anywhere, strict=True) if count]
-        self._average([b for b in chosen if b.is_floating_point() or b.is_complex()], rows / max(1.0, all_rows))
-        self._latest([b for b in chosen if not (b.is_floating_point() or b.is_complex())])
+        changes = [numbers(self._live(i)) - numbers(before) for i, before in enumerate(self._before)]
+        if not rows:  # a replica without samples may hold anything, even NaN
+            changes = [torch.zeros_like(change) for change in changes]
+        anywhere, all_rows, ways = self._agree(changes, rows)
+        steps: dict[tuple[Way, torch.dtype], list[int]] = {}
+        for i, way in ways.items():
+            steps.setdefault((way, changes[i].dtype), []).append(i)
+        for (way, _), members in sorted(steps.items(), key=str):
+            self._exchange(way, [changes[i] for i in members], all_rows)
+        for i, before in enumerate(self._before):
+            if anywhere[i] or not rows:
+                self._live(i).copy_(taken(before, changes[i]))
         self.mark()
 
-    def _average(self, buffers: list[Tensor], share: float) -> None:
-        for dtype in sorted({b.dtype for b in buffers}, key=str):
-            members = [b for b in buffers if b.dtype == dtype]
-            wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-            flat = torch.cat([b.reshape(-1).to(wide) for b in members])
-            # A replica without rows may hold anything, even NaN; zero times NaN is no zero.
-            flat = flat * share if share else torch.zeros_like(flat)
-            dist.all_reduce(flat, group=self._group)
-            _spread(flat, members)
+    def _agree(self, changes: Sequence[Tensor], rows: int) -> tuple[list[bool], list[int], dict[int, Way]]:
+        """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved."""
+        count, size = len(changes), self._size
+        facts = changes[0].new_zeros(count + size + 4 * size * len(self._uncertain), dtype=torch.float64)
+        facts[:count] = torch.stack([(change != 0).any() for change in changes])
+        facts[count + self._rank] = rows
+        table = facts[count + size :].view(-1, size, 4)
+        for place, i in enumerate(self._uncertain):
+            table[place, self._rank] = torch.cat([_digest(changes[i]), facts_of(changes[i], rows)])
+        dist.all_reduce(facts, group=self._group)
+        told = facts.tolist()
+        anywhere, all_rows = [bool(one) for one in told[:count]], [int(one) for one in told[count : count + size]]
+        busy = [rank for rank in range(size) if all_rows[rank]]
+        ways: dict[int, Way] = {}
+        for i in (i for i in range(count) if anywhere[i]):
+            of_ranks = table[self._uncertain.index(i)].tolist() if i in self._uncertain else [[0.0] * 4] * size
+            own = [of_ranks[rank] for rank in busy]
+            name, policy, is_whole = self._facts[i]
+            way, is_told = way_of(
+                name, policy, is_whole, all(one[:2] == own[0][:2] for one in own),
+                [ChangeFacts(bool(one[2]), bool(one[3])) for one in own], [all_rows[rank] for rank in busy],
+            )  # fmt: skip
+            if is_told:
+                self.unlike.add(name)
+            if way != "same":
+                ways[i] = way
+            elif len(busy) < size:
+                ways[i] = "first"  # who had no samples gets it from those who had
+        return anywhere, all_rows, ways
 
-    def _latest(self, buffers: list[Tensor]) -> None:
-        # A replica that got no rows counted no step, so the furthest count is everybody's.
-        if buffers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in buffers])
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
-            _spread(flat, buffers)
+    def _exchange(self, way: Way, changes: Sequence[Tensor], all_rows: Sequence[int]) -> None:
+        flat = torch.cat([change.reshape(-1) for change in changes])
+        if way == "average":
+            share = all_rows[self._rank] / max(1, sum(all_rows))
+            flat = flat * share if flat.is_floating_point() else (flat.double() * share)
+        elif way == "first" and self._rank != next((rank for rank, rows in enumerate(all_rows) if rows), 0):
+            flat = torch.zeros_like(flat)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX if way == "most" else dist.ReduceOp.SUM, group=self._group)
+        parts = flat.split([change.numel() for change in changes])  # type: ignore[no-untyped-call]
+        for change, part in zip(changes, parts, strict=True):
+            change.copy_(part if part.dtype == change.dtype else part.round())
 
 
-def _spread(flat: Tensor, into: list[Tensor]) -> None:
-    parts = flat.split([b.numel() for b in into])  # type: ignore[no-untyped-call]
-    for buffer, part in zip(into, parts, strict=True):
-        buffer.copy_(part.view(buffer.shape))
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path), key
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _digest(change: Tensor) -> Tensor:
+    """Two numbers by which replicas see whether they changed a tensor alike, `[2]`; the second one minds the places."""
+    wide = change.double()
+    return torch.stack([wide.sum(), wide @ torch.arange(1, len(wide) + 1, device=wide.device, dtype=torch.float64)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas.batch_norm import SyncedNorms
-from guava_nb.parallel.replicas.buffer_sync import BufferAverage
+from guava_nb.parallel.replicas.buffer_sync import BufferSync
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.gather_batch import gather_over, gathering, refusing
 from guava_nb.parallel.replicas.gradient_sum import GradientSum, sum_gradients
@@ -33,7 +33,7 @@ class DataAxis:
 
     Attributes:
         summing: sums gradients of whole parameters.
-        buffers: averages buffers.
+        buffers: makes buffers equal.
         sharded: FSDP2's part, with ZeRO 2 and 3.
         norms: batch norms that share their statistics.
         group: the replicas; None where there is one.
@@ -41,7 +41,7 @@ class DataAxis:
     """
 
     summing: GradientSum | None = None
-    buffers: BufferAverage | None = None
+    buffers: BufferSync | None = None
     sharded: Sharded | None = None
     norms: SyncedNorms | None = None
     group: dist.ProcessGroup | None = None
@@ -95,14 +95,16 @@ class DataAxis:
         if self.summing:
             self.summing.end()
 
-    def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> None:
-        """Complete all sums of the step, of which this replica had `rows` samples."""
+    def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> Collection[str]:
+        """Complete all sums of the step, of which this replica had `rows` samples; returns `BufferSync.unlike`."""
         if self.summing:
             self.summing.finish()
         if self.sharded:
             self.sharded.drop_unused(named)
-        if self.buffers:
-            self.buffers.finish(rows)
+        if self.buffers is None:
+            return ()
+        self.buffers.finish(rows)
+        return self.buffers.unlike
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -148,8 +150,12 @@ def make_data_axis(
     sync_batchnorm: bool = False,
     habit: Habit | None = None,
     gathers: bool = False,
+    buffers: str = "auto",
 ) -> DataAxis:
     """Spread a module, whole or already split along other axes, over the replicas; `model` is changed in place.
+
+    Args:
+        buffers: the run's option of this name.
 
     Raises:
         ConfigError: batch norms shall share statistics, and one of them cannot.
@@ -162,7 +168,8 @@ def make_data_axis(
         sharded = shard_over_data(model, zero_stage, axes.axis("dp"), full_names, habit or Habit())
     named = {full_names[name]: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     summing = GradientSum(named, axes.group("dp")) if named else None
-    return DataAxis(summing, BufferAverage(model, axes.group("dp")), sharded, norms, axes.group("dp"), gathers)
+    synced = BufferSync(model, axes.group("dp"), full_names, buffers)
+    return DataAxis(summing, synced, sharded, norms, axes.group("dp"), gathers)
 
 
 def sum_over_data(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -159,6 +159,7 @@ class Ready(Message, frozen=True, kw_only=True):
     nonfinite: str = ""  # with no buckets: the first parameter or buffer that is not finite
     gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
+    unlike: tuple[str, ...] = ()  # `group`: buffers that replicas changed differently, with no rule or choice for it
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

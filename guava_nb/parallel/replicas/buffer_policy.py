@@ -1,0 +1,166 @@
+"""What becomes of a tensor that forwards change and no optimizer does, where replicas changed it by different amounts.
+
+Such tensors are buffers, and parameters that take no gradient (a target network that the forward moves). One process would
+have computed the change from the whole batch; each replica computed it from its own samples. Pure rules, used by the hub for
+whole replicas and by the ranks of a group alike:
+
+- batch statistics are averaged by samples, and count one step (`sync_batchnorm` makes them exact);
+- a change that is the same on all replicas did not depend on the data, and is taken as it is;
+- a change that counts samples (whole numbers that add up to a multiple of each replica's samples) is added up;
+- else whole numbers are added up, and all others averaged by samples; a person is told, because neither need be right.
+
+The option `buffers` of a run replaces the last three rules for the buffers that it names.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from guava_nb.parallel.replicas.bucketing import wire_dtype
+
+__all__ = [
+    "POLICIES",
+    "ChangeFacts",
+    "Way",
+    "combined",
+    "facts_of",
+    "followed_parameters",
+    "is_statistic",
+    "numbers",
+    "policy_of",
+    "taken",
+    "way_of",
+]
+
+#: "same": any replica's. "most": the furthest of whole numbers.
+Way = Literal["same", "most", "average", "first", "sum"]
+
+POLICIES = ("auto", "average", "first", "sum")
+#: Parameters without gradient of at most so many bytes in all are followed however small the rest is.
+_FOLLOWED_BYTES = 64 << 20
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class ChangeFacts(NamedTuple):
+    """What a replica can say of its own change of one tensor.
+
+    Attributes:
+        counts: whole numbers, none below 0, that add up to a multiple of its samples.
+        is_one: all of them are 1, as of a counter of steps.
+    """
+
+    counts: bool
+    is_one: bool
+
+
+def facts_of(change: Tensor, rows: int) -> Tensor:
+    """Return the facts of a flat change as numbers, `[2]`, on its device."""
+    total, wide = change.sum(dtype=torch.float64), change.double()
+    counts = (total >= max(rows, 1)) & (total % max(rows, 1) == 0) & ((wide >= 0) & (wide == wide.round())).all()
+    return torch.stack([counts, (wide == 1).all()]).double()
+
+
+def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor as a flat one whose differences can be taken: complex numbers as pairs, integers as int64.
+
+    Args:
+        dtype: of all others; None: their own, and float32 for halves.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor.reshape(-1).to(torch.int64)
+    return tensor.reshape(-1).to(dtype or wire_dtype(tensor.dtype))
+
+
+def taken(before: Tensor, change: Tensor) -> Tensor:
+    """Return a tensor after a change, `change` as a difference of `numbers`."""
+    now = numbers(before, change.dtype if change.is_floating_point() else None)
+    now = now + (change if now.is_floating_point() else change.round() if change.is_floating_point() else change).to(
+        now
+    )
+    if before.is_complex():
+        return torch.view_as_complex(now.view(*before.shape, 2)).to(before.dtype)
+    return (now.clamp(0, 1) if before.dtype == torch.bool else now).view(before.shape).to(before.dtype)
+
+
+def followed_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters without gradient whose changes in a forward are followed, as those of buffers are.
+
+    That takes a copy of each. A network that the forward moves after another one is not larger than that one, so all are
+    followed where they are not larger than what is trained, or small; else none, and a change is refused.
+    """
+    named = list(model.named_parameters())
+    trained = sum(p.nbytes for _, p in named if p.requires_grad)
+    frozen = [(name, p) for name, p in named if not p.requires_grad]
+    return frozen if trained and sum(p.nbytes for _, p in frozen) <= max(trained, _FOLLOWED_BYTES) else []
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor of this full name is kept by a layer that normalises."""
+    return name.rpartition(".")[2] in _STATISTICS
+
+
+def policy_of(buffers: str, name: str) -> str:
+    """Return what the option `buffers` says of a tensor: the first of its parts that fits.
+
+    Args:
+        buffers: a policy for all, or parts "pattern=policy" with commas between them, as in "vq.*=first,hist=sum".
+        name: full name.
+
+    Raises:
+        ValueError: a part is neither.
+    """
+    found = ""
+    for part in buffers.split(","):
+        pattern, _, policy = part.strip().rpartition("=")
+        if policy.strip() not in POLICIES:
+            raise ValueError(f"{part.strip()!r} is not one of {', '.join(POLICIES)}, nor pattern=one of them")
+        if not found and fnmatchcase(name, pattern.strip() or "*"):
+            found = policy.strip()
+    return found or "auto"
+
+
+def way_of(
+    name: str, policy: str, whole_numbers: bool, alike: bool, facts: list[ChangeFacts], rows: list[int]
+) -> tuple[Way, bool]:
+    """Return what becomes of a tensor, and whether a person must be told that it may be wrong.
+
+    Args:
+        name, policy: of the tensor.
+        whole_numbers: integers or truth values.
+        alike: all replicas changed it by the same.
+        facts, rows: of each replica that had samples.
+    """
+    if is_statistic(name):
+        return ("most" if whole_numbers else "average"), False
+    if policy != "auto":
+        return policy, False  # type: ignore[return-value]
+    if all(one.counts for one in facts) and max(rows) > 1 and not all(one.is_one for one in facts):
+        return "sum", False
+    if alike:
+        return "same", False
+    return ("sum" if whole_numbers else "average"), True
+
+
+def combined(way: Way, changes: list[Tensor], rows: list[int]) -> Tensor:
+    """Return one change of all replicas' changes, in their dtype; none is kept.
+
+    Args:
+        way: as `way_of` returned it.
+        changes, rows: of each replica that had samples.
+    """
+    if way in ("same", "first"):
+        return changes[0].clone()
+    stacked = torch.stack(changes)
+    if way == "sum":
+        return stacked.sum(0)
+    if way == "most":
+        return stacked.amax(0)
+    shares = torch.tensor(rows, dtype=torch.float64) / sum(rows)
+    return (stacked * shares.to(stacked.dtype).view(-1, *[1] * changes[0].dim())).sum(0)

@@ -1,0 +1,84 @@
+"""Finds out that user code changed which parameters a model has, or which of them take gradients, after a run began.
+
+What is exchanged, optimized and saved was laid out when the run began. Knows modules; knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from guava_nb.errors import TrainingError
+
+__all__ = ["ParameterWatch", "refuse_late_gradients"]
+
+
+class ParameterWatch:
+    """A model's parameters as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the present parameters as the right ones."""
+        self._model = model
+        self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
+        self._versions: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A forward is about to start whose worker does not step the optimizer: note what the parameters are."""
+        self._versions = {
+            name: parameter._version for name, (parameter, is_trained) in self._named.items() if is_trained
+        }
+
+    def check(self, exchanged: bool) -> None:
+        """A backward is over.
+
+        Args:
+            exchanged: gradients go to other workers; else parameters may begin to take gradients, as in a plain loop.
+
+        Raises:
+            TrainingError: a parameter came, went, was replaced or began to take a gradient, or was changed since `begin`.
+        """
+        if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
+            self._compare()
+        if exchanged:
+            refuse_late_gradients(self._named)
+        for name, version in self._versions.items():
+            if self._named[name][0]._version != version:
+                raise TrainingError(
+                    f"the forward itself changes parameter {name!r}, and with optimizer_site='orchestrator' no forward runs "
+                    "where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
+                )
+
+    def _compare(self) -> None:
+        now = dict(self._model.named_parameters())
+        for name in dict.fromkeys([*self._named, *now]):
+            known = self._named.get(name, (None, False))[0]
+            if now.get(name) is not known:
+                what = "was added" if known is None else "was replaced" if name in now else "was removed"
+                raise TrainingError(
+                    f"parameter {name!r} {what} during the run, and neither the optimizer nor other workers know of that: make "
+                    "all parameters in the factory, and change the values of those that are there"
+                )
+        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
+
+
+def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
+    """Check that no parameter takes a gradient that took none when the run began.
+
+    Args:
+        named: parameters by name, and whether each took a gradient.
+
+    Raises:
+        TrainingError: one does.
+    """
+    for name, (parameter, was_trained) in named.items():
+        if parameter.requires_grad and not was_trained:
+            raise TrainingError(
+                f"parameter {name!r} began to take a gradient during the run, and several workers exchange the gradients of "
+                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in the "
+                "factory (or on the registered instance), and start training again, which goes on from the weights; or train "
+                "with one worker"
+            )
+
+
+def _same(now: dict[str, object], before: dict[str, object]) -> bool:
+    return len(now) == len(before) and all(now.get(name) is value for name, value in before.items())

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from guava_nb.parallel.replicas.buffer_policy import (
+    ChangeFacts,
+    combined,
+    facts_of,
+    followed_parameters,
+    numbers,
+    policy_of,
+    taken,
+    way_of,
+)
+
+
+def merged(changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x") -> tuple[list[float], bool]:
+    """What becomes of changes, and whether a person is told."""
+    tensors = [torch.tensor(change) for change in changes]
+    facts = [
+        ChangeFacts(*map(bool, facts_of(change, count).tolist())) for change, count in zip(tensors, rows, strict=True)
+    ]
+    alike = all(torch.equal(tensors[0], one) for one in tensors)
+    way, is_told = way_of(name, policy, not tensors[0].is_floating_point(), alike, facts, rows)
+    wide = [change.double() for change in tensors]
+    return combined(way, wide, rows).tolist(), is_told
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "becomes", "is_told"),
+    [
+        ([[1], [1]], [16, 16], [1.0], False),  # a counter of steps
+        ([[1], [1]], [1, 1], [1.0], False),
+        ([[1, 1, 1], [1, 1, 1]], [3, 3], [1.0, 1.0, 1.0], False),  # the ages of three codes
+        ([[0.25], [0.25]], [3, 5], [0.25], False),  # what the data does not matter for
+        ([[16], [16]], [16, 16], [32.0], False),  # samples, in equal shares
+        ([[3], [5]], [3, 5], [8.0], False),
+        ([[3.0], [5.0]], [3, 5], [8.0], False),
+        ([[2], [1]], [2, 1], [3.0], False),
+        ([[8, 8], [8, 8]], [16, 16], [16.0, 16.0], False),  # labels of balanced shares
+        ([[1.0, 2.0], [3.0, 0.0]], [3, 3], [4.0, 2.0], False),  # codes that were chosen
+        ([[48], [48]], [4, 4], [96.0], False),  # tokens, twelve a sample
+        ([[4], [7]], [16, 16], [11.0], True),  # right predictions
+        ([[0.5], [1.0]], [1, 3], [0.875], True),  # a moving average of what the data is
+        ([[-3], [-3]], [3, 3], [-3.0], False),
+    ],
+)
+def test_what_becomes_of_changes(changes: list[Any], rows: list[int], becomes: list[float], is_told: bool) -> None:
+    assert merged(changes, rows) == (becomes, is_told)
+
+
+def test_statistics_of_norms_are_averaged_and_their_batches_counted_once() -> None:
+    assert merged([[1.0], [2.0]], [1, 3], "sum", "norm.running_mean") == ([1.75], False)
+    assert merged([[2], [1]], [1, 3], "sum", "norm.num_batches_tracked") == ([2.0], False)
+
+
+@pytest.mark.parametrize(("policy", "becomes"), [("average", 1.75), ("first", 1.0), ("sum", 3.0)])
+def test_a_choice_holds_and_nothing_is_told(policy: str, becomes: float) -> None:
+    assert merged([[1.0], [2.0]], [1, 3], policy) == ([becomes], False)
+
+
+def test_a_policy_is_found_by_name() -> None:
+    text = "vq.*=first, hist=sum,average"
+    assert [policy_of(text, name) for name in ("vq.size", "hist", "other")] == ["first", "sum", "average"]
+    assert policy_of("hist=sum", "other") == "auto"
+    with pytest.raises(ValueError, match="'mean' is not one of"):
+        policy_of("mean", "x")
+
+
+@given(
+    st.lists(st.integers(-(2**40), 2**40), min_size=2, max_size=2),
+    st.sampled_from(["int64", "float32", "bool", "complex64", "bfloat16"]),
+)
+def test_a_change_brings_a_tensor_to_where_it_was_measured(values: list[int], kind: str) -> None:
+    dtype = getattr(torch, kind)
+    before, after = (torch.tensor([value % 1000 if dtype != torch.int64 else value]).to(dtype) for value in values)
+    change = numbers(after, torch.float64) - numbers(before, torch.float64)
+    assert torch.equal(taken(before, change.double()), after)
+
+
+def test_truth_values_stay_truth_values() -> None:
+    true, false = torch.tensor([True]), torch.tensor([False])
+    assert taken(false, torch.tensor([2.0])).equal(true) and taken(true, torch.tensor([-2.0])).equal(false)
+
+
+def _net(frozen: int, trained: int) -> nn.Module:
+    net = nn.Module()
+    net.a = nn.Parameter(torch.zeros(frozen), requires_grad=False)
+    net.b = nn.Parameter(torch.zeros(trained))
+    return net
+
+
+def test_parameters_without_gradient_are_followed_where_a_copy_is_small() -> None:
+    def names(net: nn.Module) -> list[str]:
+        return [name for name, _ in followed_parameters(net)]
+
+    assert names(_net(10, 1)) == ["a"]
+    assert names(_net((16 << 20) + 1, 1)) == []
+    assert names(_net((16 << 20) + 1, (16 << 20) + 1)) == ["a"]
+
+
+def test_no_change_counts_nothing() -> None:
+    def told(change: Tensor) -> list[float]:
+        return facts_of(change, 3).tolist()
+
+    assert told(torch.zeros(2)) == [0.0, 0.0]
+    assert told(torch.ones(3)) == [1.0, 1.0]
+    assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0]
