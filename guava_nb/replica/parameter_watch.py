@@ -80,5 +80,5 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
             )
 
 
-def _same(now: dict[str, object], before: dict[str, object]) -> bool:
+def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
     return len(now) == len(before) and all(now.get(name) is value for name, value in before.items())
