@@ -29,6 +29,7 @@ from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
+from guava_nb.telemetry.tasks import uncounted
 
 __all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "WEIGHTS", "Finding", "compare"]
 
@@ -103,7 +104,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with seeded(spec.seed, replica.device), _no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), uncounted(), _no_process_group(), _uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
