@@ -15,9 +15,9 @@ from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.hub.bucket_sum import BucketSum
 from guava_nb.protocol.messages import Shard, Tree
+from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
-from guava_nb.sync.buffer_merge import BufferMerge
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
 __all__ = [

@@ -11,7 +11,8 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import TaskEnergy
 
-__all__ = ["MOST_NAMES", "Task", "TaskBook", "between", "energy_task", "listen", "unlisten"]
+__all__ = ["MOST_NAMES", "Task", "TaskBook", "between", "energy_task", "listen", "uncounted", "unlisten"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _MOST_WAITING = 20_000  # tasks that wait for their joules; a sensor that hangs 
 #: Books of the meters that measure in this process. Exchanged as a whole, so whoever reads it needs no lock.
 _listening: tuple[TaskBook, ...] = ()
 _exchange = threading.Lock()
+_unheard: set[int] = set()  # threads whose tasks do not count at the moment
 
 
 def energy_task(name: str) -> Task:
@@ -70,7 +72,7 @@ class Task:
     def __enter__(self) -> None:
         if _is_compiling():
             return
-        books = _listening if self._books is None else self._books
+        books = () if threading.get_ident() in _unheard else _listening if self._books is None else self._books
         self._marks.append((threading.get_ident(), _begin(self._name, books, sys._getframe(1)) if books else []))
 
     def __exit__(
@@ -86,6 +88,16 @@ class Task:
             if not self._marks:  # it began while torch compiled
                 return []
             return self._marks.pop(mine[-1] if mine else -1)[1]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no task of this thread inside: its code runs beside what it is for."""
+    _unheard.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        _unheard.discard(threading.get_ident())
 
 
 def _plain(name: str) -> str:

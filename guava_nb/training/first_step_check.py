@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,8 @@ class FirstStepCheck:
             raise ConfigError(verdict.sentence)
         if not (known and verdict.is_clean):
             self._members.cluster.notice(verdict.sentence)
+        if {WEIGHTS, COUPLED} & set(verdict.record.get("causes", ())):  # a notice is seen where somebody looks for it
+            warnings.warn(verdict.sentence, stacklevel=2)
 
     # ------------------------------------------------------------------------------------------------------- asking
 
@@ -284,17 +287,26 @@ def _findings(spec: RunSpec, question: Question, answer: StepChecked) -> Iterato
             "mean, where count is what the mean divides by, such as the targets that are not ignored"
         )
     if COUPLED in answer.causes:
-        way = "take a mode without stages and" if pipeline else ""
-        yield (
-            f"The loss couples the samples of a batch{_whole_parts(question)}, so this run trains on other numbers than plain "
-            f"PyTorch: {way} gather what it compares (from guava_nb import gather_batch), or have one worker do whole batches: "
-            "shares=[1, 0] (--shares 1,0); where parts refer to positions in the batch, give split_fn"
-        )
+        yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     if answer.buffers:
         yield (
             f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
             "what a forward leaves in them"
         )
+
+
+def _about_coupling(question: Question, way: str) -> Iterator[str]:
+    if whole := _whole_parts(question):
+        yield (
+            f"{whole[2:-1].capitalize()}: where they refer to positions in the batch, give a function that cuts them with their "
+            "samples (split_fn), or make a list with one entry per sample"
+        )
+    way = way or (
+        "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
+        "whole: shares=[1, 0] (--shares 1,0)"
+    )
+    begin = "Or the" if whole else "The"
+    yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
 
 
 def _whole_parts(question: Question) -> str:
@@ -305,4 +317,4 @@ def _whole_parts(question: Question) -> str:
     piece = question.splitter.split(question.content, [(0, 1)], rows)[0]
     pairs = zip(leaves(question.content), leaves(piece), strict=False)
     shapes = [f"{[*a.shape]}" for a, b in pairs if a.ndim and a.shape == b.shape]
-    return f" (to every worker whole: parts of shape {', '.join(shapes[:3])})" if shapes else ""
+    return f" (parts of shape {', '.join(shapes[:3])} go to every worker whole)" if shapes else ""

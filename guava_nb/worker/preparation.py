@@ -32,7 +32,7 @@ from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
-from guava_nb.worker.error_text import error_text, problem_text, trace_text
+from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
 from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.worker_datasets import OwnData
@@ -171,7 +171,7 @@ class Preparation:
             found = compare(run.replica, run.spec, run.resolve, batches, rows)
         except USER_ERRORS as error:  # the batch itself cannot be made here
             found = Finding("whole failed", problem=error_text(error))
-        kept = replace(found, problem=found.problem[:_MOST_TEXT], buffers=found.buffers[:_MOST_NAMES])
+        kept = replace(found, problem=sendable(found.problem[:_MOST_TEXT]), buffers=found.buffers[:_MOST_NAMES])
         return StepChecked(run_id=message.run_id, request_id=message.request_id, **asdict(kept))
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:

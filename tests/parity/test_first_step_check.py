@@ -216,6 +216,39 @@ def test_pieces_that_cannot_be_computed_are_refused_before_any_step(cluster: Clu
     assert run.history == []
 
 
+class Boxes(torch.utils.data.Dataset[Any]):
+    """Pictures with unlike numbers of boxes, joined as detection programs join them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randn(10 + 4 * (index % 3), generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return drawn[:10], drawn[6:].reshape(-1, 4)
+
+    @staticmethod
+    def joined(samples: Any) -> Any:
+        boxes = [boxes for _, boxes in samples]
+        owner = torch.cat([torch.full((len(one),), index) for index, one in enumerate(boxes)])
+        return {"image": torch.stack([image for image, _ in samples]), "boxes": torch.cat(boxes), "owner": owner}
+
+
+def detect(model: nn.Module, batch: Any) -> Tensor:
+    found = [
+        model(image[None])[0] - batch["boxes"][batch["owner"] == k].mean(0) for k, image in enumerate(batch["image"])
+    ]
+    return (torch.stack(found) ** 2).mean()
+
+
+def test_parts_that_travel_whole_are_named(cluster: Cluster) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Planted"), step=Factory(f"{__name__}:detect"), criterion=None)
+    with pytest.warns(
+        UserWarning, match=r"Parts of shape \[15, 4\], \[15\] go to every worker whole.*split_fn.*Or the loss"
+    ):
+        run = Session(cluster).run(run_spec, DataLoader(Boxes(), 8, collate_fn=Boxes.joined)).result()
+    assert run.check is not None and run.check["causes"] == ["coupled"]
+
+
 def test_few_samples_are_sent_and_the_whole_batch_decides(cluster: Cluster) -> None:
     session = Session(cluster)
     found = session.check(rows=64).result().check

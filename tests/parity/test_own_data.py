@@ -104,6 +104,7 @@ def test_a_run_equals_plain_pytorch_with_a_plain_loader(cluster: Cluster, count:
     assert difference(run.model(), model) <= 1e-9
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
     assert [v["samples"] for v in run.validations] == [77, 77]
+    assert (run.check or {}).get("outcome") == (None if count == 1 else "same")
     x, y = dataset(77).tensors
     loss = torch.nn.functional.cross_entropy(model.eval()(x), y)
     assert run.validations[-1]["loss"] == pytest.approx(float(loss.detach()))

@@ -29,6 +29,7 @@ from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
+from guava_nb.telemetry.tasks import uncounted
 
 __all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "WEIGHTS", "Finding", "compare"]
 
@@ -103,7 +104,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with seeded(spec.seed, replica.device), _no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), uncounted(), _no_process_group(), _uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
@@ -120,15 +121,35 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
+    record, resolve = _record(spec, precision), _copying(resolve)
+    if isinstance(replica, Replica):
+        with _set_aside(replica.model) as is_touched:
+            found = _try(record, resolve, replica.device, replica.model, whole, pieces)
+            if not is_touched():
+                return found
+    # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
+    return _try(record, resolve, replica.device, None, whole, pieces)
+
+
+def _try(
+    record: RunSpec,
+    resolve: Resolve,
+    device: torch.device,
+    model: nn.Module | None,
+    whole: _Pieces,
+    pieces: _Pieces,
+) -> Finding:
+    precision = record.precision
     try:
-        trial = _Trial(_record(spec, precision), _copying(resolve), replica.device, _copy_of(replica))
-        return replace(_look(trial, whole, pieces), precision=precision)
+        trial = _Trial(record, resolve, device, _copied(model))
+        halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
+        return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
     except _NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
         return Finding("whole failed", precision=precision, problem=f"{type(error).__name__}: {error}")
     finally:
-        if replica.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -328,16 +349,36 @@ def _record(spec: RunSpec, precision: str) -> RunSpec:
     )  # fmt: skip
 
 
-def _copy_of(replica: BaseReplica) -> nn.Module | None:
-    """Copy the model; None where there is no whole one, or it cannot be copied: then it is built once more."""
-    if not isinstance(replica, Replica):
-        return None
+def _copied(model: nn.Module | None) -> nn.Module | None:
+    """Copy a model; None where there is none, or it cannot be copied: then it is built once more."""
     try:
-        return copy.deepcopy(replica.model)
+        return copy.deepcopy(model)
     except _NO_MEMORY:
         raise
     except Exception:
         return None
+
+
+@contextlib.contextmanager
+def _set_aside(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Give gradients and buffers back as they were; gives what tells whether the model was used inside."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+
+    def is_touched() -> bool:
+        return any(parameter.grad is not None for parameter, _ in gradients)
+
+    try:
+        yield is_touched
+    finally:
+        if is_touched():
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _copying(resolve: Resolve) -> Callable[[str], object]:

@@ -10,9 +10,16 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import Factory
+from guava_nb.protocol.messages import Cell, Factory
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.spec.run_spec import build_spec, factory_name, optimizer_arguments, plain_arguments
+from guava_nb.spec.run_spec import (
+    build_spec,
+    factory_name,
+    optimizer_arguments,
+    parallel_spec,
+    plain_arguments,
+    uses_gather,
+)
 from guava_nb.spec.training_options import TrainingOptions, option_infos
 
 
@@ -152,3 +159,23 @@ def test_the_defaults_that_are_told_are_torchs() -> None:
 def test_a_plan_refuses_numbers_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         TrainingOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    ("cells", "references", "found"),
+    [
+        ((), ("CrossEntropyLoss", None), False),
+        ((Cell("loss", "from guava_nb import gather_batch"),), ("nce", None), True),
+        ((Cell("net", "class Net: pass"),), ("tests.support.coupled:info_nce",), True),
+        ((), ("tests.support.training:SmallNet", "no.such:module", torch.nn.functional.mse_loss), False),
+    ],
+)
+def test_code_that_gathers_is_found_by_the_name(cells: Any, references: Any, found: bool) -> None:
+    assert uses_gather(cells, references) is found
+
+
+def test_data_mode_forms_a_group_for_a_loss_that_gathers() -> None:
+    config = DistributedConfig(path="relay")
+    assert parallel_spec(config, 2) is None
+    shape = parallel_spec(config, 2, gather=True)
+    assert shape is not None and (shape.mode, shape.dp, shape.gather) == ("data", 2, True)

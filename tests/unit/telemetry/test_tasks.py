@@ -386,3 +386,13 @@ def test_while_torch_compiles_a_task_does_nothing(monkeypatch: pytest.MonkeyPatc
         with energy_task("inside"), meter.task("inside too"):
             clock.wait(1.0)
     assert meter.window is not None and meter.window.tasks == ()
+
+
+def test_what_runs_beside_the_run_counts_for_no_task() -> None:
+    clock = Clock()
+    with meter_of(clock=clock) as meter:
+        with tasks_module.uncounted(), energy_task("x"):
+            clock.wait(1.0)
+        with energy_task("x"):
+            clock.wait(0.5)
+    assert meter.window is not None and by_name(meter.window)["x"] == (0.5, None, 1)

@@ -22,6 +22,7 @@ class Net(nn.Module):
         super().__init__()
         self.fails_in = fails_in
         self.calls = 0
+        self.casts = False
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
         self.tied = self.first
         self.register_buffer("offset", torch.zeros(3))
@@ -29,6 +30,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.casts:
+            x = x.bfloat16()
         if str(x.dtype) == self.fails_in:
             raise TypeError(f"no {x.dtype} here")
         return self.last(functional.dropout(self.norm(self.first(x)), 0.5, self.training)) + self.offset
@@ -107,6 +110,28 @@ def test_a_model_without_double_precision_is_judged_roughly() -> None:
     finding = look(replica, spec)
     assert (finding.outcome, finding.causes, finding.precision) == ("same", (), "fp32")
     assert 1e-6 < max(finding.gradient_difference, finding.loss_difference) < 1e-3
+
+
+def test_a_model_of_bfloat16_is_judged_as_such() -> None:
+    replica, spec = built(None, "fp32", "torch.float64")
+    replica.model.to(torch.bfloat16)
+    replica.model.casts = True  # type: ignore[assignment]
+    finding = look(replica, spec)
+    assert (finding.outcome, finding.precision) == ("same", "bf16")
+
+
+def test_a_copy_that_leads_back_to_the_model_is_not_trusted() -> None:
+    """A lambda keeps the module that it was made in, in a copy too."""
+    replica, spec = built("coupled", "fp64")
+    model = replica.model
+    model.forward = lambda x: Net.forward(model, x)  # type: ignore[method-assign]
+    replica._named["last.bias"].grad = mine = torch.ones(3, dtype=torch.float64)
+    before = everything(replica)
+    finding = look(replica, spec)
+    assert (finding.outcome, finding.causes) == ("differs", ("coupled",))
+    model.calls = before["attributes"][""]["calls"]  # what is Python's own is the code's
+    assert alike(before, everything(replica)) and replica._named["last.bias"].grad is mine
+    assert mine.tolist() == [1.0] * 3
 
 
 def test_a_batch_that_cannot_be_computed_is_told_as_it_is_raised() -> None:

@@ -5,6 +5,8 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from guava_nb.errors import TrainingError

@@ -5,7 +5,7 @@ import torch
 
 from guava_nb.errors import TrainingError
 from guava_nb.replica.buckets import BUFFERS, Bucket, pack_present
-from guava_nb.sync.buffer_merge import BufferMerge, changes_in
+from guava_nb.replica.buffer_merge import BufferMerge, changes_in
 
 BUCKET = Bucket(BUFFERS, ("a", "steps", "b"), ((2,), (), (2,)), torch.float64, frozenset({1}))
 
