@@ -76,8 +76,8 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
         if parameter.requires_grad and not was_trained:
             raise TrainingError(
                 f"parameter {name!r} began to take a gradient during the run, and several workers exchange the gradients of "
-                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in the "
-                "factory (or on the registered instance), and start training again, which goes on from the weights; or train "
+                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in "
+                "the factory (or on the registered instance), and start training again, which goes on from the weights; or train "
                 "with one worker"
             )
 

@@ -24,6 +24,7 @@ from guava_nb.parallel.replicas.gather_batch import Gather
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
+from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
@@ -218,18 +219,17 @@ class _Trial(Replica):
         """
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
-        flat: Tensor | None = None
-        present = b""
+        bucket = self.layout.buffers
+        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers)
         try:
             self._gathered.begin(is_whole=len(pieces) == 1)
             with WithoutRandomness() as still:
-                for batch, part in pieces:
+                for number, (batch, part) in enumerate(pieces):
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
-                    if self.layout.buffers is not None:
-                        present, values = self._buffers.flatten()
-                        values = values.mul_(part / rows)
-                        flat = values if flat is None or flat.shape != values.shape else flat + values
+                    if merge is not None:
+                        present, changes = self._buffers.flatten()
+                        merge.add(number, changes, present)
                 self._gathered.finish()
             self.drawn |= still.drawn
             gradients = {
@@ -237,8 +237,8 @@ class _Trial(Replica):
                 for name, p in self._named.items()
                 if p.grad is not None
             }
-            if flat is not None:
-                self._buffers.adopt(present, flat)
+            if merge is not None and bucket is not None:
+                self._buffers.adopt(*merge.result(bucket.present_bytes))
             buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
         finally:
             self._drop_gradients()
