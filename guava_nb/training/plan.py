@@ -94,6 +94,7 @@ class TrainingPlan:
         save_folder: where a checkpoint goes that the user gave no path for.
         budget: most bytes that the run may take; None sets no limit.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
+        log_step_every: steps between lines in Python's log.
         scheduler_metric: which figure of it a scheduler follows that follows one; None: the loss.
     """
 
@@ -118,6 +119,7 @@ class TrainingPlan:
     budget: Budget | None = None
     validation: Callable[[], Validation] = Validation
     scheduler_metric: str | None = None
+    log_step_every: int = 100
 
     def steps_left(self, step: int) -> int | None:
         """Return how many optimizer steps follow the one of this number; None where the data has no length."""
