@@ -28,7 +28,8 @@ class DistributedConfig:
         d_model (768), n_heads (12), n_layers (12): counts.
 
     Training:
-        num_epochs (1): passes over the data. batch_size (8): samples of the global batch.
+        num_epochs (1): passes over the data of a run that names none. batch_size (8): samples of the global batch, where
+        CPULoader makes the batches; a loader of your own has its own.
         learning_rate, weight_decay (None): for the optimizer where its own arguments do not say otherwise; None leaves
         torch's own default.
         max_grad_norm (None): global L2 norm to clip gradients to; None and 0 do not clip, like a plain PyTorch loop.
@@ -51,7 +52,7 @@ class DistributedConfig:
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
 
     Data:
-        loader_workers (0): processes of the DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
+        loader_workers (0): processes of CPULoader's DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
         at least. prefetch_bytes (64 MiB): batch bytes that a worker may hold ahead of need; 0 keeps to prefetch_steps.
         worker_cache ("off"): workers keep the samples they got in "memory" or on "disk", so that later epochs send only
         those that changed. worker_cache_mb (1024): what each keeps at most.
@@ -91,12 +92,13 @@ class DistributedConfig:
         snapshot_every_steps (None): steps between snapshots to go back to; None takes one at the end of
         each epoch where the state is on one worker only, or in parts.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
+        log_step_every (100): steps between lines of a run in Python's log (logger "guava_nb.training", level INFO).
 
     Accepted and checked, without effect (older programs set them; a session says so where one differs from its default):
         vocab_size (50257), d_ff (3072), max_seq_len (1024), dropout (0.1): the model is yours.
         activation_timeout (0), ack_timeout (0), max_resends (0), resend_probe_interval (5): every wait lasts as long as the
         peer is alive, and what a broken connection lost is sent again.
-        compact_log (True), log_step_every (100), log_act (False): the panel and `run.history` show the steps.
+        compact_log (True), log_act (False): the panel and `run.history` show the steps.
     """
 
     d_model: int = setting(768, low=1)
@@ -166,6 +168,7 @@ class DistributedConfig:
     save_interval: int = setting(0, low=0)
     snapshot_every_steps: int | None = setting(None, low=0)
     hash_every_steps: int = setting(100, low=0)
+    log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",))
 
     vocab_size: int = setting(50257, low=1, effect=False)
     d_ff: int = setting(3072, low=1, effect=False)
@@ -176,7 +179,6 @@ class DistributedConfig:
     max_resends: int = setting(0, low=0, env=("RESENDS_MAX",), effect=False)
     resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",), effect=False)
     compact_log: bool = setting(True, env=("COMPACT_LOG",), effect=False)
-    log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",), effect=False)
     log_act: bool = setting(False, env=("LOG_ACT",), effect=False)
 
     _origins: dict[str, Origin] = field(default_factory=dict, init=False, repr=False, compare=False)

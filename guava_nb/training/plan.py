@@ -98,6 +98,7 @@ class TrainingPlan:
         budget: most bytes that the run may take; None sets no limit.
         check: "warn" tells where a batch in pieces gives other numbers than whole, "strict" refuses, "off" does not look.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
+        log_step_every: steps between lines in Python's log.
         scheduler_metric: which figure of it a scheduler follows that follows one; None: the loss.
     """
 
@@ -124,6 +125,7 @@ class TrainingPlan:
     check: str = "warn"
     validation: Callable[[], Validation] = Validation
     scheduler_metric: str | None = None
+    log_step_every: int = 100
 
     def steps_left(self, step: int) -> int | None:
         """Return how many optimizer steps follow the one of this number; None where the data has no length."""

@@ -121,12 +121,16 @@ class Recovery:
         """Whether the members have the state before the last committed step, or can go back to it."""
         replica_set, last = self._replica_set, self._replica_set.step
         held = self._steps_held()
-        if not replica_set.elastic and held == {last - 1, last}:
+        together = replica_set.spec.parallel is not None
+        if together and held == {last - 1, last}:
             replica_set.step = last - 1
             self.window.abort("a step could not be applied everywhere", hear_all=True)
             replica_set.step, held = last, self._steps_held()
-        whole = replica_set.elastic or held == {last - 1}
-        return last - 1 in held and whole and replica_set.connected(self.membership.available())
+        return (
+            last - 1 in held
+            and (not together or held == {last - 1})
+            and replica_set.connected(self.membership.available())
+        )
 
     def _steps_held(self) -> set[int]:
         return {self._replica_set.at[rank] for rank in self.membership.available()}

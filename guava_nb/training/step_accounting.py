@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from guava_nb.training.run import Run
 from guava_nb.training.sample_ledger import SampleLedger
 
 __all__ = ["StepAccounting"]
+
+log = logging.getLogger(__name__)
 
 #: Calls the callbacks' method of this name with a record.
 CallHook = Callable[[str, dict[str, Any]], None]
@@ -85,6 +88,10 @@ class StepAccounting:
             "learning_rate": self._replica_set.learning_rate(machine.step),
         }
         self._run.add_step(record)
+        if (machine.step + 1) % self._plan.log_step_every == 0:
+            log.info(
+                "%s: step %d, epoch %d, loss %.6g", self._run.run_id, machine.step + 1, step.epoch + 1, record["loss"]
+            )
         self.call("on_step", record)
 
     def _tell_empty(self, step: StepInFlight) -> None:

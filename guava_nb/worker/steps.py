@@ -316,6 +316,8 @@ class StepRunner:
                 failure = failed.__cause__
                 if not failed.applied:
                     self._halt(run, failure)
+                    if self._seat is not None:
+                        self._seat.leave()  # peers may wait for this rank's part in the midst of theirs (ZeRO 1)
                     return
         self._pending.advance()
         self._generation = step.generation

@@ -81,7 +81,7 @@ def train(session: Session, mode: str, batches: Any, epochs: int = 2, **options:
     settings = options.pop("settings", {})
     if mode == "tensor" or "tp" in settings:  # the traps hide from the planner what the blocks do
         settings = {"tensor_plan": {"0.linear": "colwise", "1.linear": "rowwise"}, **settings}
-    session.orch.set_mode(mode, path="relay", **settings)
+    session.orch.set_mode(mode, **{"path": "relay", **settings})
     cell = BLOCKS.format(folder=str(session.folder)) + options.pop("more", "")
     return session.train(batches, epochs, cell, **{"model": "Deep", "criterion": "CrossEntropyLoss", **options})
 
@@ -492,6 +492,65 @@ def test_an_interrupt_in_a_long_step_costs_nothing(session: Session, tmp_path: P
     plain = Plain(session.folder, loader()).epochs(3, limit=committed)
     assert difference(run.model(), plain.model) <= 1e-9
     assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
+
+
+#: A user's own optimizer that raises in a step, after it has changed the parameters, where a file tells it to.
+OWN_OPTIMIZER = """
+
+class Own(torch.optim.AdamW):
+    done = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.done += 1
+        if (FOLDER / f"{{os.getpid()}}.json").exists() and self.done == 6:
+            raise ValueError("the optimizer is cursed")
+
+
+def Schedule(optimizer):
+    def factor(step):
+        if (FOLDER / f"{{os.getpid()}}.json").exists() and step == 6:
+            raise ValueError("the schedule is cursed")
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+""".replace("{{", "{").replace("}}", "}")
+
+
+@pytest.mark.parametrize("cause", ["optimizer", "schedule"])
+@pytest.mark.parametrize("where", ["all", "one"])
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("zero", {"zero_stage": 1}),
+        ("zero", {"zero_stage": 3}),
+        ("pipeline", {}),
+        ("tensor", {}),
+        ("data", {"path": "direct"}),
+    ],
+    ids=str,
+)
+def test_an_error_while_a_step_is_applied_leaves_a_whole_state(
+    session: Session, mode: str, settings: dict[str, Any], where: str, cause: str
+) -> None:
+    """Where it fails on one rank only, the others take their step back."""
+    workers = session.ensure(2)
+    for worker in workers if where == "all" else workers[1:]:
+        worker.trap("applied", 0, "nothing")
+    chosen = {"optimizer": "Own"} if cause == "optimizer" else {"optimizer": "AdamW", "scheduler": "Schedule"}
+    with pytest.raises(RemoteError, match=f"the {cause} is cursed"):
+        train(session, mode, loader(), epochs=3, settings=settings, more=OWN_OPTIMIZER, **chosen)
+    for worker in workers:
+        worker.release()
+    run = session.orch.run
+    assert run is not None
+    counted = 6 if cause == "schedule" else 5
+    assert len(run.history) == counted
+    plain = Plain(session.folder, loader()).epochs(3, limit=counted)
+    assert difference(run.model(), plain.model) <= 1e-9
+    assert session.orch.validate(DataLoader(data(), 30))["samples"] == 101
+    again = train(session, mode, loader(), epochs=1, settings=settings, more=OWN_OPTIMIZER, fresh=False, **chosen)
+    assert again.state == "done" and len(again.history) == 4
 
 
 @pytest.mark.parametrize("mode", ["zero", "pipeline", "tensor"])

@@ -271,7 +271,7 @@ class Session:
             "criterion": "loss_fn",
             "optimizer": "AdamW",
             "optimizer_args": {"lr": 0.01},
-            "fresh": True,
+            "fresh": options.get("resume") is None,
             "progress": False,
             **options,
         }
