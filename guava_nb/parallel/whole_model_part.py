@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
+from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
@@ -83,6 +84,7 @@ class WholeModelPart:
         self._members = members
         self._owned = owned
         self._rows = 0
+        self._parts_in_use = PartsInUse(model)
 
     # -------------------------------------------------------------------------------------------------------- training
 
@@ -104,7 +106,7 @@ class WholeModelPart:
 
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
-            with explaining_few_rows(self.model):
+            with explaining_few_rows(self.model), self._parts_in_use.watched():
                 loss = self._objective(self.model, batch, rows, False)
             if not loss.value.requires_grad:
                 raise TrainingError(
@@ -131,7 +133,7 @@ class WholeModelPart:
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), standing:
+        with torch.no_grad(), evaluating(self.model), standing, self._parts_in_use.watched():
             loss = self._objective(
                 self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
             )

@@ -15,7 +15,7 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.rng import seeded
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["autocast_dtype", "build_model", "check_spec", "place_model"]
+__all__ = ["autocast_dtype", "begin_training", "build_model", "check_spec", "place_model"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -64,6 +64,19 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
 def place_model(model: nn.Module, spec: RunSpec, device: torch.device) -> nn.Module:
     """Move a model to its device, and to float64 where the run asks for it, keeping tied parameters tied."""
     return model.to(device=device, dtype=torch.float64) if spec.precision == "fp64" else model.to(device)
+
+
+def begin_training(model: nn.Module) -> nn.Module:
+    """Call `train()` of a model as every plain loop does, where one of its modules has its own; layers frozen before stay so.
+
+    Such a method keeps some layers in evaluation mode, mostly batch norms. Without one all flags are right already.
+    """
+    if model.training and any(type(module).train is not nn.Module.train for module in model.modules()):
+        frozen = [module for module in model.modules() if not module.training]
+        model.train()
+        for module in frozen:
+            module.training = False
+    return model
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
