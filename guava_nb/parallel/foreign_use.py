@@ -1,8 +1,8 @@
 """Whether a parameter of which this rank holds a part is read outside the layer that knows so: looked at on the first batch.
 
 A layer of a tensor group answers for its own forward, and FSDP2 gathers parameters for the forward of the module that holds
-them. A penalty on all weights, a forward that takes another layer's weight, or a moving average of parameters would
-compute with a part as if it were the whole.
+them. A penalty on all weights, a forward that takes another layer's weight, or an average of parameters kept in buffers
+would compute with a part as if it were the whole. And what a forward writes into gathered parameters is thrown away.
 """
 
 from __future__ import annotations
@@ -27,6 +27,29 @@ _SILENT = {
     Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__, Tensor.requires_grad_, Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook, torch.is_floating_point, torch.is_complex, torch.is_tensor,
 }  # fmt: skip
+
+
+#: What acts on each element alone: right on parts too, as long as all that meet are parts cut alike (a moving average).
+_ELEMENTWISE = {
+    "detach", "data", "clone", "copy_", "lerp", "lerp_", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_",
+    "__rmul__", "zero_",
+}  # fmt: skip
+
+
+_WRITES = {
+    "copy_",
+    "lerp_",
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "zero_",
+    "fill_",
+    "normal_",
+    "uniform_",
+    "clamp_",
+    "__setitem__",
+}
 
 
 class PartsInUse:
@@ -59,12 +82,12 @@ class PartsInUse:
             return
         self._seen.add(training)
         parts = {id(p): name for name, p in self._model.named_parameters() if isinstance(p, DTensor)}
-        own = {id(getattr(layer, name)) for layer in self._layers for name in layer.layouts}
+        own = {id(getattr(layer, name)) for layer in self._layers for name in layer.__dict__["layouts"]}
         parts |= {id(p): name for name, p in self._model.named_parameters() if id(p) in own}
         if not parts:
             yield
             return
-        mode = _Watch(parts)
+        mode = _Watch(self._model, parts)
         hooks = [layer.register_forward_pre_hook(mode.enter, prepend=True) for layer in self._layers]
         hooks += [layer.register_forward_hook(mode.leave, always_call=True) for layer in self._layers]
         try:
@@ -76,9 +99,12 @@ class PartsInUse:
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, parts: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, parts: Mapping[int, str]) -> None:
         super().__init__()
-        self._parts, self._inside = parts, 0
+        self._model, self._parts, self._inside = model, dict(parts), 0
+        self._is_sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self._gathered: set[int] = set()
+        self._made: list[Tensor] = []  # keeps the numbers of what was made of parts from being given again
 
     def enter(self, *_: Any) -> None:
         self._inside += 1
@@ -90,11 +116,44 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Look at what a function is given, then run it."""
-        if not self._inside and _reads(func):
-            for tensor in leaves((args, kwargs or {})):
-                if id(tensor) in self._parts:
-                    raise ConfigError(_text(self._parts[id(tensor)], func, isinstance(tensor, DTensor)))
-        return func(*args, **(kwargs or {}))
+        if self._is_sharded and args and self._is_gathered(args[0]):
+            return self._on_gathered(func, args, kwargs or {})
+        if self._inside or not _reads(func):
+            return func(*args, **(kwargs or {}))
+        given = list(leaves((args, kwargs or {})))
+        parts = [tensor for tensor in given if id(tensor) in self._parts]
+        if not parts:
+            return func(*args, **(kwargs or {}))
+        name = self._parts[id(parts[0])]
+        alike = all(id(one) in self._parts and one.shape == parts[0].shape for one in given if one.numel() != 1)
+        if _name(func) not in _ELEMENTWISE or not alike:
+            raise ConfigError(_text(name, func, isinstance(parts[0], DTensor)))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._parts[id(result)] = name
+            self._made.append(result)
+        return result
+
+    def _is_gathered(self, value: Any) -> bool:
+        """Whether it is a parameter that FSDP2 gathered for this forward, or shares its memory."""
+        whole = isinstance(value, nn.Parameter) and not isinstance(value, DTensor) and value.ndim > 0
+        return whole or id(value) in self._gathered
+
+    def _on_gathered(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = _name(func)
+        if name in _WRITES or (name == "data" and func.__name__ == "__set__"):
+            raise ConfigError(
+                f"the forward writes into {self._name_of(args[0])}, by {name}, and with ZeRO 2 and 3 that is a gathered copy, "
+                "which is thrown away: keep what moves without gradients in buffers, or use data mode or zero_stage=1 (--zero 1)"
+            )
+        result = func(*args, **kwargs)
+        if name in ("data", "detach") and isinstance(result, Tensor):
+            self._gathered.add(id(result))
+            self._made.append(result)
+        return result
+
+    def _name_of(self, tensor: Tensor) -> str:
+        return next((repr(name) for name, p in self._model.named_parameters() if p is tensor), "a parameter")
 
 
 def _reads(func: Callable[..., Any]) -> bool:
@@ -104,9 +163,12 @@ def _reads(func: Callable[..., Any]) -> bool:
     return func not in _SILENT
 
 
+def _name(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
+
+
 def _text(parameter: str, func: Callable[..., Any], is_sharded: bool) -> str:
-    name = getattr(func, "__name__", str(func))
-    name = getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
     layer = parameter.rpartition(".")[0]
     if is_sharded:
         way = (
@@ -119,4 +181,4 @@ def _text(parameter: str, func: Callable[..., Any], is_sharded: bool) -> str:
             f'tensor_plan={{"{layer}": "replicate"}} (--plan), or use another mode; a penalty on all weights is '
             "weight_decay of the optimizer"
         )
-    return f"{parameter!r} is read outside its layer, by {name}, and {way}"
+    return f"{parameter!r} is read outside its layer, by {_name(func)}, and {way}"

@@ -327,7 +327,7 @@ PROGRAMS = [
             data=lambda: batches(draw(22, 5), draw(22, 5, seed=2), labels(2, 22))),
     Program(name="vq, averaged code book", model=Vq, data=pairs, step=vq_step, told={"*": "codebook"}),
     Program(name="vq, learned code book", model=LearnedVq, data=pairs, step=learned_vq_step, refused=READ),
-    Program(name="byol", model=Byol, data=pairs, step=byol_step),
+    Program(name="byol", model=Byol, data=pairs, step=byol_step, refused={"zero 3": "writes into"}),
     Program(name="mean teacher in buffers", model=MeanTeacher, data=classified, criterion=CE, refused=READ),
     Program(name="distillation", model=Distilled, data=classified, criterion=distil),
     Program(name="lora", model=Lora, data=classified, criterion=CE),

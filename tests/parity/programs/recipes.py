@@ -66,7 +66,7 @@ class Binary(Mlp):
 class Spectral(Mlp):
     def __init__(self):
         super().__init__()
-        self.net[0] = parametrizations.spectral_norm(self.net[0])
+        self.net[0] = parametrizations.spectral_norm(self.net[0])  # moves its vectors in every forward
 
 
 class Weighted(Mlp):
@@ -445,7 +445,7 @@ PROGRAMS = [
     mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     mlp("checkpointed module", model=Checkpointed),
     mlp("own autograd function", model=Binary),
-    mlp("spectral norm", model=Spectral),
+    mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),

@@ -57,7 +57,51 @@ MODE_REFUSALS: dict[str, tuple[str, ...]] = {
 }
 
 #: Cells that are wrong today, and the entry of the list of faults whose mending they await: (program, mode) patterns.
-AWAITS: dict[tuple[str, str], str] = {}
+AWAITS: dict[tuple[str, str], str] = {
+    ("frozen instance", "*"): "R1",
+    # R2, how a batch is read
+    ("detection, boxes joined by image number", "*"): "R2",
+    ("detection, two images with two boxes", "*"): "R2",
+    ("lstm, time first", "*"): "R2",
+    ("text bags with offsets", "*"): "R2",
+    ("ctc, joined texts", "*"): "R2",
+    ("graphs, a list of them", "*"): "R2",
+    ("graphs, edge_index and batch vector", "*"): "R2",
+    ("graphs, one for all", "*"): "R2",
+    ("model with its own loss, BatchEncoding", "*"): "R2",
+    ("(X, y) for a loader", "*"): "R2",
+    # R2, the one-step check that tells of a difference
+    ("resnet, batch norm", "*"): "R2 check",
+    ("spectral norm", "pipeline"): "R2 check",
+    ("vit, dropout", "*"): "R2 check",
+    ("cutmix in step", "*"): "R2 check",
+    ("dice over the batch", "*"): "R2 check",
+    ("model with its own loss, padded", "*"): "R2 check",
+    ("mean over words that are no padding", "*"): "R2 check",
+    ("two towers, in-batch negatives", "*"): "R2 check",
+    ("survival, cox", "*"): "R2 check",
+    ("clip", "*"): "R2 check",
+    ("info nce", "*"): "R2 check",
+    ("nt-xent", "*"): "R2 check",
+    ("barlow twins", "*"): "R2 check",
+    ("supervised contrast", "*"): "R2 check",
+    ("vae", "*"): "R2 check",
+    ("diffusion, noise in the step", "*"): "R2 check",
+    ("hardest *", "*"): "R2 check",
+    ("sum over a fixed size", "*"): "R2 check",
+    ("early exit", "*"): "R2 check; zero 3: R7",
+    ("vq, averaged code book", "*"): "R3",
+    ("counting samples", "*"): "R3",
+    ("byol", "site"): "R3",
+    ("gradual unfreezing", "*"): "R4",
+    ("complex filter", "*"): "R5",
+    ("one cycle, too short", "*"): "R6",
+    ("sam", "site"): "R6",
+    ("experts, best one", "zero 3"): "R7",
+    ("channels_last model", "zero 3"): "R7",
+    ("transposed parameter", "zero 3"): "R7",
+    ("compiled submodule", "*"): "R8",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -213,11 +257,12 @@ def _compared(
     mode: str,
     notices: list[str],
 ) -> tuple[str, str]:
-    if state.keys() != reference.state.keys():
-        return "silent", f"other keys: {sorted(state.keys() ^ reference.state.keys())}"
+    expected = {name.replace("_orig_mod.", ""): value for name, value in reference.state.items()}
+    if state.keys() != expected.keys():
+        return "silent", f"other keys: {sorted(state.keys() ^ expected.keys())}"
     if len(losses) != len(reference.losses):
         return "silent", f"{len(losses)} steps instead of {len(reference.losses)}"
-    gaps = {name: _gap(state[name], value) for name, value in reference.state.items()}
+    gaps = {name: _gap(state[name], value) for name, value in expected.items()}
     gaps["loss"] = max(abs(a - b) for a, b in zip(losses, reference.losses, strict=True))
     worst = max(gaps, key=lambda name: gaps[name])
     difference = f"{gaps[worst]:.1e}" + (f" ({worst})" if gaps[worst] > TOLERANCE else "")
