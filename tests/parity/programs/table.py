@@ -189,14 +189,19 @@ class Table:
             self._session.close()
         self._session = None
 
-    def run(self, cell: Cell, limit_s: float = LIMIT_S) -> Outcome:
-        """Train a program, and say what came of it."""
+    def session(self, workers: int) -> Session:
+        """Return the session, with so many workers."""
         if self._session is None:
             self._session = Session(self._folder, num_workers=2)
-        self._session.ensure(cell.workers)
+        self._session.ensure(workers)
+        return self._session
+
+    def run(self, cell: Cell, limit_s: float = LIMIT_S) -> Outcome:
+        """Train a program, and say what came of it."""
+        session = self.session(cell.workers)
         program, started = PROGRAMS[cell.program], time.monotonic()
         try:
-            kind, text = self._trained(self._session.orch, program, cell.mode, limit_s)
+            kind, text = self._trained(session.orch, program, cell.mode, limit_s)
         except GuavaError as error:
             kind, text = "refused", f"{type(error).__name__}: {error}"
         except Exception as error:  # a sentence of torch's or Python's, where ours should stand
