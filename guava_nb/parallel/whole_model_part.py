@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import AxisOf
+from guava_nb.parallel.foreign_use import PartsInUse
 from guava_nb.parallel.loss_interface import Forward, Measured, Objective, Observer, Predicted, measured
 from guava_nb.parallel.module_state import evaluating
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
@@ -86,6 +87,7 @@ class WholeModelPart:
         self._members = members
         self._owned = owned
         self._rows = 0
+        self._parts_in_use = PartsInUse(model)
 
     # -------------------------------------------------------------------------------------------------------- training
 
@@ -109,7 +111,7 @@ class WholeModelPart:
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
             self._data.begin_forward()
-            with explaining_few_rows(self.model):
+            with explaining_few_rows(self.model), self._parts_in_use.watched():
                 loss = self._objective(self.model, batch, rows, False)
             if not loss.value.requires_grad:
                 raise TrainingError(
@@ -138,8 +140,8 @@ class WholeModelPart:
         if stand_in and not self._data.runs_stand_ins:
             return _NOTHING
         standing = self._data.standing_in() if stand_in else contextlib.nullcontext()
-        passing = self._data.forward_only("evaluation")
-        with torch.no_grad(), evaluating(self.model), standing, passing, self._data.gathering(stand_in):
+        passing, watched = self._data.forward_only("evaluation"), self._parts_in_use.watched()
+        with torch.no_grad(), evaluating(self.model), standing, passing, watched, self._data.gathering(stand_in):
             loss = self._objective(
                 self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
             )

@@ -33,7 +33,7 @@ from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
-from guava_nb.replica.model.build import build_model, place_model
+from guava_nb.replica.model.build import begin_training, build_model, place_model
 from guava_nb.replica.model.parameter_watch import refuse_late_gradients
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
@@ -101,7 +101,7 @@ class GroupReplica(BaseReplica):
         mesh = Mesh(world_size // (shape.pp * shape.tp), shape.pp, shape.tp)
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
-        model = place_model(build_model(self._spec, self.resolve), self._spec, self.device)
+        model = begin_training(place_model(build_model(self._spec, self.resolve), self._spec, self.device))
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion),

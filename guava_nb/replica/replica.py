@@ -28,7 +28,7 @@ from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
-from guava_nb.replica.model.build import build_model, place_model
+from guava_nb.replica.model.build import begin_training, build_model, place_model
 from guava_nb.replica.model.parameter_watch import ParameterWatch
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
@@ -79,7 +79,8 @@ class Replica(BaseReplica):
             ImportError: a module that the user's code imports is missing here.
         """
         super().__init__(spec, resolve, device)
-        self.model = place_model(build_model(spec, resolve) if model is None else unwrapped(model), spec, device)
+        built = build_model(spec, resolve) if model is None else unwrapped(model)
+        self.model = begin_training(place_model(built, spec, device))
         self.layout = build_layout(self.model, spec.bucket_bytes)
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())

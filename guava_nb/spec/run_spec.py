@@ -170,10 +170,13 @@ def build_spec(
         ConfigError, SourceError: something is wrong or exists only here.
     """
     if parallel is not None and options.optimizer_site == "orchestrator":
-        raise ConfigError(
-            f"optimizer_site is 'orchestrator' and the mode {parallel.mode}: there the workers hold parts of the model, and each "
-            "steps its own; leave optimizer_site at 'workers', or use data mode"
+        cause = (
+            "sync_batchnorm or path='direct' makes the workers exchange gradients among themselves, past the orchestrator; leave "
+            "these off (--sync-batchnorm off)"
+            if parallel.mode == "data"
+            else f"in mode {parallel.mode} the workers hold parts of the model, and each steps its own; use data mode"
         )
+        raise ConfigError(f"optimizer_site is 'orchestrator', and {cause}, or leave optimizer_site at 'workers'")
     return RunSpec(
         **{
             **same_named(RunSpec.__struct_fields__, config, options),

@@ -16,7 +16,7 @@ from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.rng import seeded
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["autocast_dtype", "build_model", "check_spec", "place_model", "place_module"]
+__all__ = ["autocast_dtype", "begin_training", "build_model", "check_spec", "place_model", "place_module"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -81,6 +81,19 @@ def place_module(module: nn.Module, device: torch.device, double: bool) -> nn.Mo
         return module
     module.double()._apply(lambda value: value.to(torch.complex128) if value.is_complex() else value)  # type: ignore[no-untyped-call]
     return module
+
+
+def begin_training(model: nn.Module) -> nn.Module:
+    """Call `train()` of a model as every plain loop does, where one of its modules has its own; layers frozen before stay so.
+
+    Such a method keeps some layers in evaluation mode, mostly batch norms. Without one all flags are right already.
+    """
+    if model.training and any(type(module).train is not nn.Module.train for module in model.modules()):
+        frozen = [module for module in model.modules() if not module.training]
+        model.train()
+        for module in frozen:
+            module.training = False
+    return model
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity.programs.program import COUPLED, NOISY, Program, batches, draw, labels
+from tests.parity.programs.program import COUPLED, NOISY, READ, Program, batches, draw, labels
 
 
 class Encoder(nn.Module):
@@ -313,7 +313,7 @@ def classified():
     return batches(draw(22, 5), labels(3, 22))
 
 
-CE, SPREAD = "CrossEntropyLoss", {"tensor": "", "*": COUPLED}
+CE, SPREAD = "CrossEntropyLoss", {"*": COUPLED}
 PROGRAMS = [
     Program(name="clip", model=Clip, data=lambda: batches(draw(24, 5), draw(24, 4, seed=2)), step=clip_step, told=SPREAD),
     Program(name="info nce", model=Encoder, data=pairs, step=info_nce, told=SPREAD),
@@ -325,14 +325,14 @@ PROGRAMS = [
     Program(name="triplets", model=Encoder, data=lambda: batches(*(draw(22, 5, seed=k) for k in range(3))), step=triplet),
     Program(name="cosine pairs", model=Encoder, step=cosine,
             data=lambda: batches(draw(22, 5), draw(22, 5, seed=2), labels(2, 22))),
-    Program(name="vq, averaged code book", model=Vq, data=pairs, step=vq_step, told={"tensor": "", "*": "codebook"}),
-    Program(name="vq, learned code book", model=LearnedVq, data=pairs, step=learned_vq_step),
-    Program(name="byol", model=Byol, data=pairs, step=byol_step),
-    Program(name="mean teacher in buffers", model=MeanTeacher, data=classified, criterion=CE),
+    Program(name="vq, averaged code book", model=Vq, data=pairs, step=vq_step, told={"*": "codebook"}),
+    Program(name="vq, learned code book", model=LearnedVq, data=pairs, step=learned_vq_step, refused=READ),
+    Program(name="byol", model=Byol, data=pairs, step=byol_step, refused={"zero 3": "writes into"}),
+    Program(name="mean teacher in buffers", model=MeanTeacher, data=classified, criterion=CE, refused=READ),
     Program(name="distillation", model=Distilled, data=classified, criterion=distil),
     Program(name="lora", model=Lora, data=classified, criterion=CE),
     Program(name="frozen instance", model=frozen_instance, instance=True, data=classified, criterion=CE),
-    Program(name="counting samples", model=Counting, data=classified, criterion=CE, told={"*": "seen", "tensor": ""}),
+    Program(name="counting samples", model=Counting, data=classified, criterion=CE, told={"*": "seen"}),
     Program(name="gradual unfreezing", model=Unfreezing, data=classified, criterion=CE, refused={"*": "requires_grad"}),
     Program(name="compiled submodule", model=Compiled, data=classified, criterion=CE),
     Program(name="vae", model=Vae, data=pairs, step=vae_step, told={"*": NOISY}),

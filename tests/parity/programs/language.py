@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from tests.parity.programs.program import COUPLED, POSITIONS, Program, batches, labels
+from tests.parity.programs.program import COUPLED, POSITIONS, READ, Program, batches, labels
 
 VOCAB, LENGTH, WIDTH = 11, 6, 8
 
@@ -293,8 +293,29 @@ def pad_mean_step(model, batch):
     return (losses * (x != 0)).sum() / (x != 0).sum()
 
 
+def block_penalty_step(model, batch):
+    """A penalty on the weights of all blocks, in the loss."""
+    x, y = batch
+    penalty = sum(p.pow(2).sum() for p in model.blocks.parameters())
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()) + 0.01 * penalty
+
+
+class FunctionallyTied(Gpt):
+    """The head is the embedding's weight, called as a function."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        self.head = nn.Identity()
+
+    def forward(self, x):
+        return F.linear(super().forward(x), self.tok.weight)
+
+
 CE = "CrossEntropyLoss"
 PROGRAMS = [
+    Program(name="gpt, penalty on the blocks", model=untied_gpt, data=next_tokens, step=block_penalty_step, refused=READ),
+    Program(name="gpt, head as a function", model=FunctionallyTied, data=next_tokens, criterion=CE, refused=READ),
+
     Program(name="char lm", model=CharLm, data=next_tokens, criterion=CE),
     Program(name="gpt, tied embeddings", model=Gpt, data=next_tokens, criterion=CE),
     Program(name="gpt, AdamW and clipping", model=untied_gpt, data=next_tokens, criterion=CE, optimizer="AdamW",
@@ -303,22 +324,21 @@ PROGRAMS = [
     Program(name="translation with padding", model=Translator, data=translated, criterion=CE,
             criterion_args={"ignore_index": 0, "label_smoothing": 0.1}),
     Program(name="texts with lengths, packed", model=Packed, data=lambda: texts(with_lengths), criterion=CE),
-    Program(name="lstm, batch first", model=BatchFirst, data=lambda: texts(padded), criterion=CE,
-            refused={"pipeline": ""}, modes=("data", "relay", "site", "zero 1", "zero 3", "tensor")),
+    Program(name="lstm, batch first", model=BatchFirst, data=lambda: texts(padded), criterion=CE),
     Program(name="lstm, time first", model=LastState, data=lambda: texts(time_first), criterion=CE, refused={"*": POSITIONS}),
     Program(name="text bags with offsets", model=Bag, data=lambda: texts(with_offsets), step=bag_step,
             refused={"*": POSITIONS}),
     Program(name="tagger in torch's order", model=Tagger, data=lambda: batches(tokens(), labels(4, 22, LENGTH)), criterion=CE),
     Program(name="skip-gram, sparse", model=SkipGram, step=skipgram_step, optimizer="SparseAdam", optimizer_args={"lr": 0.01},
             data=lambda: batches(labels(VOCAB, 22), labels(VOCAB, 22, seed=2), labels(VOCAB, 22, 3, seed=3)),
-            refused={"site": "", "zero 1": "SparseAdam", "zero 3": "SparseAdam", "tensor": ""}),
+            refused={"*": "SparseAdam"}),
     Program(name="model with its own loss, dicts", model=CausalLm, step=own_loss,
             data=lambda: encoded(container=dict)),
     Program(name="model with its own loss, BatchEncoding", model=CausalLm, step=own_loss, data=encoded),
-    Program(name="model with its own loss, padded", model=CausalLm, step=own_loss, data=lambda: encoded(False),
-            told={"tensor": "", "*": COUPLED}),
+    Program(name="model with its own loss, padded", model=CausalLm, step=own_loss, data=lambda: encoded(False, dict),
+            told={"*": COUPLED}),
     Program(name="model with its own loss, padded, by token", model=CausalLm, step=own_loss_by_token,
-            data=lambda: encoded(False)),
+            data=lambda: encoded(False, dict)),
     Program(name="mean over words that are no padding", model=Bert, data=lambda: texts(padded), step=pad_mean_step,
             told={"*": COUPLED}),
 ]  # fmt: skip

@@ -11,13 +11,27 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["COUPLED", "NOISY", "POSITIONS", "STATISTICS", "Plain", "Program", "batches", "draw", "labels", "plain"]
+__all__ = [
+    "COUPLED",
+    "NOISY",
+    "POSITIONS",
+    "READ",
+    "STATISTICS",
+    "Plain",
+    "Program",
+    "batches",
+    "draw",
+    "labels",
+    "plain",
+]
 
 #: Where a sentence must stand for a kind of program that cannot equal plain PyTorch when its batch is cut.
 COUPLED = "samples"  # a loss that looks at all samples of a batch
 STATISTICS = "batch statistics"  # layers that normalise over the batch
 NOISY = "random"  # dropout, noise drawn in forward
 POSITIONS = "split_fn"  # parts that refer to positions in the batch
+#: Refusals of programs that take a layer's parameters from outside, where each worker holds a part of them.
+READ = {"tensor": "is read outside its layer", "zero 3": "is read outside its layer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +48,10 @@ class Program:
         settings: of every mode, such as `sync_batchnorm`.
         instance: register what `model` returns, not `model` itself.
         epochs: passes over the data.
-        refused: phrase of the refusal, by mode; "*" stands for all modes not named, "mode/workers" counts first.
+        refused: phrase of the refusal, by mode; "*" stands for all modes not named, "mode/workers" counts first. What every
+            program may meet, such as a model too small for so many stages, stands in `table.MODE_REFUSALS`.
         told: phrase of the notice that tells of a difference, in the same way.
         modes: those in which it means anything.
-        frozen: what a cell needs beside equal weights: called with the trained model.
     """
 
     name: str
@@ -64,8 +78,6 @@ class Program:
             for key in (f"{mode}/{workers}", mode, "*"):
                 if key in table:
                     return kind, table[key]
-        if mode == "pipeline" and self.step is not None:
-            return "refused", "a pipeline needs a criterion"
         return "equal", ""
 
 
@@ -119,8 +131,7 @@ def plain(program: Program) -> Plain:
     scheduler = _scheduler(program, optimizer)
     loss_of = _loss_of(program)
     group, seen, losses = options.get("accumulation_steps", 1), 0, list[float]()
-    if not model.training:
-        model.train()
+    model.train()
     data = program.data()
     for _ in range(program.epochs):
         loaded = list(data)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from tests.parity.programs.program import Program, batches, draw, labels
+from tests.parity.programs.program import COUPLED, READ, Program, batches, draw, labels
 
 
 class Mlp(nn.Module):
@@ -66,7 +66,7 @@ class Binary(Mlp):
 class Spectral(Mlp):
     def __init__(self):
         super().__init__()
-        self.net[0] = parametrizations.spectral_norm(self.net[0])
+        self.net[0] = parametrizations.spectral_norm(self.net[0])  # moves its vectors in every forward
 
 
 class Weighted(Mlp):
@@ -222,6 +222,10 @@ def as_arrays(samples):
     return np.stack([x.numpy() for x, _ in samples]), np.array([int(y) for _, y in samples])
 
 
+def from_arrays(batch):
+    return tuple(torch.as_tensor(part) for part in batch)
+
+
 def attribute_step(model, batch):
     return F.cross_entropy(model(batch.x), batch.y)
 
@@ -290,6 +294,129 @@ def one_tuple():
     return draw(22, 5), labels(3, 22)
 
 
+def l2_step(model, batch):
+    """A penalty on all weights, in the loss."""
+    x, y = batch
+    return F.cross_entropy(model(x), y) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def l1_first_step(model, batch):
+    """A penalty on one layer, from before the forward."""
+    x, y = batch
+    penalty = model.net[0].weight.abs().mean()
+    return F.cross_entropy(model(x), y) + 0.1 * penalty
+
+
+class Orthogonal(Mlp):
+    """Returns a penalty beside its outputs."""
+
+    def forward(self, x):
+        w = self.net[2].weight
+        return self.net(x), ((w @ w.T - torch.eye(8)) ** 2).sum()
+
+
+def penalised(outputs, targets):
+    return F.cross_entropy(outputs[0], targets) + 0.01 * outputs[1]
+
+
+class Functional(Mlp):
+    """Calls a layer's weight as a function."""
+
+    def forward(self, x):
+        hidden = F.linear(x, self.net[0].weight, self.net[0].bias).relu()
+        return self.net[4](F.linear(hidden, self.net[2].weight * 0.5, self.net[2].bias).relu())
+
+
+def method_step(model, batch):
+    """Calls a method of the model beside its forward."""
+    x, y = batch
+    return F.cross_entropy(model.features(x), y)
+
+
+class Methods(Mlp):
+    def features(self, x):
+        return self.net(x)
+
+
+def twice_step(model, batch):
+    """Two forwards of one batch, as consistency training has them."""
+    x, y = batch
+    a, b = model(x), model(x + 0.1)
+    return F.cross_entropy(a, y) + F.mse_loss(b, a)
+
+
+def sub_step(model, batch):
+    x, y = batch
+    return F.cross_entropy(model.net[4](model.net[:4](x)), y)
+
+
+def eval_target_step(model, batch):
+    """Pseudo targets from a forward without gradients."""
+    x, y = batch
+    with torch.no_grad():
+        soft = model(x).softmax(1)
+    return F.cross_entropy(model(x), y) + 0.1 * F.cross_entropy(model(x * 0.9), soft)
+
+
+class Recurrent(nn.Module):
+    """One cell, called again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(1, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), 6)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t, None], h)
+        return self.head(h)
+
+
+class Unused(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(5, 3)
+
+
+class BatchNormed(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+
+class FrozenNorm(BatchNormed):
+    """Batch statistics that stay as they are."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.net[1].eval()
+        return self
+
+
+class HalfBuffers(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False, True, True, True]))
+        self.register_buffer("table", torch.arange(8, dtype=torch.int32), persistent=False)
+
+    def forward(self, x):
+        return self.net[4]((self.net[2](self.net[0](x).relu()) * self.mask + self.table * 0.01).relu())
+
+
+def maxed(outputs, targets):
+    """The hardest sample only."""
+    return F.cross_entropy(outputs, targets, reduction="none").max()
+
+
+def top_half(outputs, targets):
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses.topk(max(1, len(losses) // 2)).values.mean()
+
+
+def summed(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum") / 8
+
+
 CE = "CrossEntropyLoss"
 
 
@@ -310,7 +437,7 @@ PROGRAMS = [
     mlp("adamw without decay on biases", optimizer=no_decay_on_biases, optimizer_args={"lr": 0.01}),
     mlp("lion", optimizer=lion, optimizer_args={"lr": 0.01}),
     mlp("sam", optimizer=sam, optimizer_args={}, refused={"*": "closure"}),
-    mlp("lbfgs", optimizer="LBFGS", optimizer_args={"lr": 0.1}, refused={"*": "closure"}),
+    mlp("lbfgs", optimizer="LBFGS", optimizer_args={"lr": 0.1}, refused={"*": "steps once per gradient"}),
     mlp("muon-like: adafactor", optimizer="Adafactor", optimizer_args={"lr": 0.01},
         refused={"zero 3": "looks at whole parameters", "tensor": "looks at whole parameters"}),
     mlp("rmsprop, momentum", optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9}),
@@ -318,12 +445,27 @@ PROGRAMS = [
     mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     mlp("checkpointed module", model=Checkpointed),
     mlp("own autograd function", model=Binary),
-    mlp("spectral norm", model=Spectral),
+    mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),
-    mlp("early exit", model=EarlyExit, told={"*": "samples", "tensor": ""}),
+    mlp("early exit", model=EarlyExit, told={"*": "samples"}),
     mlp("transposed parameter", model=Transposed),
+    mlp("penalty on the weights", criterion=None, step=l2_step, refused=READ),
+    mlp("penalty on the first layer", criterion=None, step=l1_first_step, refused=READ),
+    mlp("penalty from the forward", model=Orthogonal, criterion=penalised, refused=READ),
+    mlp("layers called as functions", model=Functional, refused=READ),
+    mlp("step calls a method", model=Methods, criterion=None, step=method_step, refused=READ),
+    mlp("step calls submodules", criterion=None, step=sub_step, refused=READ),
+    mlp("two forwards", criterion=None, step=twice_step),
+    mlp("targets without gradients", criterion=None, step=eval_target_step),
+    mlp("one cell again and again", model=Recurrent),
+    mlp("unused layer", model=Unused, optimizer="Adam", optimizer_args={"lr": 0.01, "weight_decay": 0.1}),
+    mlp("frozen batch norm", model=FrozenNorm),
+    mlp("buffers of whole numbers", model=HalfBuffers),
+    mlp("hardest sample", criterion=maxed, told={"*": COUPLED}),
+    mlp("hardest half", criterion=top_half, told={"*": COUPLED}),
+    mlp("sum over a fixed size", criterion=summed, told={"*": COUPLED}),
     mlp("two inputs", model=TwoInputs, data=two_inputs),
     mlp("outputs as dict", model=DictOut, criterion=dict_loss),
     Program(name="several tasks, learned weights", model=MultiTask, step=multi_task_step,
@@ -332,7 +474,7 @@ PROGRAMS = [
     Program(name="named tuple batches", model=Mlp, step=attribute_step, data=lambda: collated(as_named)),
     mlp("named tuple (x, y)", data=lambda: collated(as_named)),
     Program(name="dict batches with words", model=Mlp, step=dict_step, data=own_dictionaries),
-    mlp("numpy collate", data=lambda: collated(as_arrays)),
+    mlp("numpy collate", data=lambda: collated(as_arrays), options={"preprocess": from_arrays}),
     mlp("stream", data=lambda: DataLoader(Stream(), 8)),
     mlp("batches ready made", data=ready_batches),
     mlp("a list of batches", data=lambda: list(equal_batches())),

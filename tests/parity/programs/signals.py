@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from tests.parity.programs.program import COUPLED, POSITIONS, Program, batches, draw, labels
+from tests.parity.programs.program import COUPLED, POSITIONS, READ, Program, batches, draw, labels
 
 
 class Utterances(Dataset):
@@ -260,13 +260,13 @@ PROGRAMS = [
             data=lambda: DataLoader(EdgeGraphs(), 6, collate_fn=pyg_collate)),
     Program(name="graphs, a list of them", model=EdgeGcn, step=graph_list_step,
             data=lambda: DataLoader(EdgeGraphs(), 6, collate_fn=list)),
-    Program(name="graphs, one for all", model=EdgeGcn, step=node_step, data=one_graph, told={"tensor": "", "*": COUPLED}),
+    Program(name="graphs, one for all", model=EdgeGcn, step=node_step, data=one_graph, told={"*": COUPLED}),
     Program(name="wide and deep", model=WideAndDeep, data=lambda: batches(Rows()), criterion="BCEWithLogitsLoss"),
     Program(name="matrix factors, sparse", model=Factors, data=ratings, criterion="MSELoss"),
     Program(name="matrix factors, dense", model=dense_factors, data=ratings, criterion="MSELoss", optimizer="Adagrad"),
-    Program(name="bpr", model=dense_factors, data=triples, step=bpr_step),
-    Program(name="two towers, in-batch negatives", model=dense_factors, data=triples, step=in_batch_negatives,
-            told={"tensor": "", "*": COUPLED}),
+    Program(name="bpr", model=dense_factors, data=triples, step=bpr_step, refused=READ),
+    Program(name="two towers, in-batch negatives", model=dense_factors, data=triples, step=in_batch_negatives, refused=READ,
+            told={"*": COUPLED}),
     Program(name="regression, huber", model=Mlp, data=table, criterion="HuberLoss", criterion_args={"delta": 0.5}),
     Program(name="regression, sum", model=Mlp, data=table, criterion="MSELoss", criterion_args={"reduction": "sum"},
             optimizer_args={"lr": 0.01}),
@@ -274,5 +274,5 @@ PROGRAMS = [
     Program(name="counts, poisson", model=Mlp, data=lambda: table(labels(5, 22).double()), criterion="PoissonNLLLoss"),
     Program(name="many labels, bce", model=mlp3, data=lambda: table(labels(2, 22, 3).double()), criterion="BCEWithLogitsLoss",
             criterion_args={"pos_weight": [1.0, 2.0, 3.0]}),
-    Program(name="survival, cox", model=Mlp, data=table, criterion=cox, told={"tensor": "", "*": COUPLED}),
+    Program(name="survival, cox", model=Mlp, data=table, criterion=cox, told={"*": COUPLED}),
 ]  # fmt: skip

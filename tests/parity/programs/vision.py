@@ -224,6 +224,6 @@ PROGRAMS = [
     ),
     Program(name="segmentation, two heads", model=TwoHeads, data=clean_masks, criterion=two_head_loss),
     Program(name="dice over the batch", model=Segmenter, data=clean_masks, criterion=dice_of_batch,
-            told={"tensor": "", "*": COUPLED}),
+            told={"*": COUPLED}),
     Program(name="dice per image", model=Segmenter, data=clean_masks, criterion=dice_of_samples),
 ]  # fmt: skip
