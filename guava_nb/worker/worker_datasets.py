@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from guava_nb.data.codec import pack
+from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import has_rows
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Cell, DataSpec, Evaluate, Predict, Shard
@@ -49,7 +50,7 @@ class _Built:
             batch = self.collate(samples)
         except Exception as error:
             raise SampleFailed(
-                f"samples {ids[0]} to {ids[-1]} of {self.name} could not be collated: {type(error).__name__}: {error}"
+                f"{sample_text(ids)} of {self.name} could not be collated: {type(error).__name__}: {error}"
             ) from error
         if not has_rows(batch, len(ids)):
             raise SampleFailed(
