@@ -257,7 +257,7 @@ class SharedUnits:
 
 
 def _mark(token: Tensor, call: Callable[[], None] | None = None) -> Tensor:
-    return _Mark.apply(token, call)  # type: ignore[no-untyped-call]
+    return _Mark.apply(token, call)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _in_backward() -> bool:
