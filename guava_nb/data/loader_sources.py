@@ -18,7 +18,17 @@ from torch.utils.data.datapipes.datapipe import MapDataPipe
 
 from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.frozen_batch import snapshot
-from guava_nb.data.loader_wrappers import TOLD, Collate, Counted, LeaveOut, Located, Recorder, Unread, rebuild
+from guava_nb.data.loader_wrappers import (
+    TOLD,
+    Collate,
+    Counted,
+    LeaveOut,
+    Located,
+    Recorder,
+    Unread,
+    check_spawned,
+    rebuild,
+)
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError, TrainingError
 
@@ -169,6 +179,7 @@ def make_source(loader: Any) -> Source:
         ConfigError: it is nothing that batches come from.
     """
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+        check_spawned(loader)
         return _StreamSource(loader) if isinstance(loader.dataset, IterableDataset) else _MapSource(loader)
     if isinstance(loader, WorkerData):
         raise ConfigError(

@@ -7,16 +7,32 @@ does what the user's own would and remembers or says one thing more.
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-__all__ = ["TOLD", "Collate", "Counted", "LeaveOut", "Located", "Recorder", "SampleFailed", "Unread", "rebuild"]
+from guava_nb.errors import ConfigError
+
+__all__ = [
+    "TOLD",
+    "Collate",
+    "Counted",
+    "LeaveOut",
+    "Located",
+    "Recorder",
+    "SampleFailed",
+    "Unread",
+    "check_spawned",
+    "rebuild",
+]
 
 #: Says of the indices of a batch whether its samples need not be loaded.
 LeaveOut = Callable[[Sequence[int]], bool]
@@ -187,3 +203,33 @@ def rebuild(loader: DataLoader[Any], dataset: Any, collate: Any, sampling: dict[
     if loader.num_workers:
         options["worker_init_fn"] = _WorkerInit(loader.worker_init_fn)
     return DataLoader(dataset, collate_fn=collate, **sampling, **options)
+
+
+def check_spawned(loader: DataLoader[Any]) -> None:
+    """Refuse loader processes that could not start: a spawned one knows nothing that a notebook's cell defines.
+
+    Raises:
+        ConfigError: what it cannot import.
+    """
+    context = loader.multiprocessing_context
+    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
+    # The main module of a script is a file, which a spawned process runs again.
+    if not loader.num_workers or method == "fork" or hasattr(sys.modules["__main__"], "__file__"):
+        return
+    parts = [*_inside(loader.dataset), loader.collate_fn, loader.worker_init_fn]
+    kinds = [part if isinstance(part, FunctionType) else type(part) for part in parts]
+    lost = [kind.__qualname__ for kind in kinds if kind.__module__ == "__main__"]
+    if lost:
+        forking = ", or multiprocessing_context='fork'" if "fork" in multiprocessing.get_all_start_methods() else ""
+        raise ConfigError(
+            f"the DataLoader's processes begin by {method!r} and cannot import {lost[0]}, which a cell of this notebook defines: "
+            f"put it into a .py file and import it from there, or give num_workers=0{forking}"
+        )
+
+
+def _inside(dataset: Any) -> Iterator[Any]:
+    """Yield a data set and those that it wraps, as Subset and ConcatDataset do."""
+    yield dataset
+    wrapped = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+    for inner in (inner for inner in wrapped if isinstance(inner, Dataset)):
+        yield from _inside(inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ __all__ = ["BadCell", "Block", "Columns", "RowParser", "choose_columns", "number
 #: Texts that stand for a missing value, in lower case.
 _MISSING = frozenset({"", "na", "nan", "n/a", "null", "none"})
 _FLUSH_ROWS = 4096
+#: A number with one comma in it.
+_WITH_COMMA = re.compile(r"[+-]?\d+,\d+(?:[eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ def _near(name: str, known: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------------------------- cells
 
 
-def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
+def number_reader(kind: str, missing: float | None, decimal: str = ".") -> Callable[[str], Any]:
     """Return a function from a cell's text to a number of this type; its ValueError says what is wrong with the text."""
     whole = np.dtype(kind).kind in "iu"
     convert: type[int] | type[float] = int if whole else float
@@ -137,8 +140,10 @@ def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
         try:
             if "_" in text:  # Python's spelling of numbers, and nobody else's
                 raise ValueError
-            value = convert(text)
+            value = convert(_pointed(text, decimal))
         except ValueError:
+            if _WITH_COMMA.fullmatch(text.strip()) and decimal == ".":
+                raise ValueError('has a comma: if it stands before the fraction, say decimal=","') from None
             return stand_in(text)
         if low <= value <= high:
             return value
@@ -159,7 +164,12 @@ def number_reader(kind: str, missing: float | None) -> Callable[[str], Any]:
     return read
 
 
-def target_kind(columns: Columns, rows: Sequence[Sequence[str]]) -> str | None:
+def _pointed(text: str, decimal: str) -> str:
+    """Return a number's text as Python reads it; one with a point where commas are meant is none."""
+    return text if decimal == "." else text.replace(".", "?").replace(",", ".")
+
+
+def target_kind(columns: Columns, rows: Sequence[Sequence[str]], decimal: str = ".") -> str | None:
     """Return what the target holds: "class", or a type of numbers; None without a target.
 
     Judged by the first rows when the user did not say: a few bad cells must not turn a column of numbers into classes.
@@ -170,7 +180,7 @@ def target_kind(columns: Columns, rows: Sequence[Sequence[str]]) -> str | None:
         return columns.target_type
     texts = [row[columns.target_at] for row in rows if len(row) == columns.width]
     present = [text for text in texts if text.strip().lower() not in _MISSING]
-    numbers = [value for text in present if (value := _number(text)) is not None]
+    numbers = [value for text in present if (value := _number(_pointed(text, decimal))) is not None]
     if 2 * len(numbers) <= len(present):
         return "class"
     whole = all(isinstance(value, int) for value in numbers)
@@ -197,15 +207,15 @@ class BadCell(Exception):
 class RowParser:
     """Turns the cells of a row into its numbers; classes are numbered as they come, until `finish_classes`."""
 
-    def __init__(self, columns: Columns, kind: str | None, missing: float | None) -> None:
+    def __init__(self, columns: Columns, kind: str | None, missing: float | None, decimal: str = ".") -> None:
         self._readers = [
-            (number_reader(wanted, missing), at) for wanted, at in zip(columns.types, columns.at, strict=True)
+            (number_reader(wanted, missing, decimal), at) for wanted, at in zip(columns.types, columns.at, strict=True)
         ]
         self._classes: dict[str, int] = {}
         self._has_target = kind is not None
         if kind is not None:
             self._readers.append(
-                (self._class_number if kind == "class" else number_reader(kind, missing), columns.target_at)
+                (self._class_number if kind == "class" else number_reader(kind, missing, decimal), columns.target_at)
             )
 
     def _class_number(self, text: str) -> int:

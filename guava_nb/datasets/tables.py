@@ -7,6 +7,7 @@ line a cell stands.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import warnings
@@ -74,6 +75,7 @@ class CsvDataset(Dataset[Any]):
         missing: value of an empty cell; None makes it a bad row.
         on_bad_rows: "error" reads to the end and raises with all of them, "skip" leaves them out and warns with their lines.
             A quotation mark that swallows further lines is an error in any case: good rows would go with it.
+        decimal: the mark before the fraction of a number, "." or ",".
         encoding: of the file; a byte-order mark is left out.
         memory_mb: of numbers kept in memory; more go to a temporary file.
 
@@ -98,11 +100,15 @@ class CsvDataset(Dataset[Any]):
         dtypes: Mapping[str, str] | None = None,
         missing: float | None = None,
         on_bad_rows: str = "error",
+        decimal: str = ".",
         encoding: str = "utf-8-sig",
         memory_mb: int = 1024,
     ) -> None:
         if on_bad_rows not in ("error", "skip"):
             raise ConfigError(f"on_bad_rows is {on_bad_rows!r}; it is one of: error, skip")
+        if decimal not in (".", ","):
+            raise ConfigError(f'decimal is {decimal!r}; it is "." or ","')
+        self._decimal = decimal
         self._path = Path(path).expanduser()
         self._delimiter = delimiter or ("\t" if self._path.suffix.lower() == ".tsv" else ",")
         self._encoding, self._missing, self._skip = encoding, missing, on_bad_rows == "skip"
@@ -171,17 +177,24 @@ class CsvDataset(Dataset[Any]):
                         yield line, reader.line_num - line + 1, cells
                     line = reader.line_num + 1
         except UnicodeDecodeError as error:
+            marked = _marked_encoding(self._path)
+            if marked:
+                raise ConfigError(
+                    f'{self._path} begins with the byte order mark of {marked}: say encoding="{marked}"'
+                ) from error
             raise ConfigError(
                 f"{self._path} is not written in {self._encoding}: after line {line - 1} stands the byte "
                 f'{error.object[error.start]:#04x}; say encoding="latin-1", or which it is'
             ) from error
+        except UnicodeError as error:  # utf-16 without its mark
+            raise ConfigError(f"{self._path} is not written in {self._encoding}: {error}") from error
         except (OSError, LookupError) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}") from error
 
     def _read(self, columns: Columns, rows: Iterator[tuple[int, int, list[str]]], memory_bytes: int) -> None:
         ahead = list(itertools.islice(rows, _LOOKED_AT))
-        kind = target_kind(columns, [cells for *_, cells in ahead])
-        parser = RowParser(columns, kind, self._missing)
+        kind = target_kind(columns, [cells for *_, cells in ahead], self._decimal)
+        parser = RowParser(columns, kind, self._missing, self._decimal)
         values = Block(columns.dtype, len(columns.features), memory_bytes)
         targets = None if kind is None else Block(np.dtype("int64" if kind == "class" else kind), 0, memory_bytes)
         for line, lines, cells in itertools.chain(ahead, rows):
@@ -222,10 +235,23 @@ class CsvDataset(Dataset[Any]):
             total = self.num_bad_rows + len(self)
             text = f"{self.num_bad_rows} of {total} rows of {self._path} cannot be read"
             if not self._skip:
-                raise ConfigError(f'{text}; mend them, or leave them out with on_bad_rows="skip":\n{shown}{more}')
+                raise ConfigError(f"{text}; {self._advice()}:\n{shown}{more}")
             warnings.warn(f"{text} and were left out:\n{shown}{more}", stacklevel=3)
         if not len(self):
             raise ConfigError(f"{self._path} has no row that can be read below its header")
+
+    def _advice(self) -> str:
+        """What helps against the bad rows: leaving all rows out would leave nothing."""
+        columns = {row.column for row in self.bad_rows}
+        if len(self) or len(columns) > 1 or not all(columns):
+            return 'mend them, or leave them out with on_bad_rows="skip"'
+        (name,) = columns
+        if any("comma" in row.reason for row in self.bad_rows):
+            return f"column {name!r} is of another spelling in all of them"
+        return (
+            f"column {name!r} has no number in any of them: name the columns wanted in features=, or write a number for each "
+            "text first"
+        )
 
 
 def _check_delimiter(delimiter: Any) -> None:
@@ -253,3 +279,12 @@ def _quoting(error: csv.Error) -> str:
     if "field larger" in text:
         return f'a cell is longer than {_CELL_CHARACTERS} characters, or a quotation mark (") is opened and not closed'
     return text
+
+
+def _marked_encoding(path: Path) -> str:
+    """Return the encoding that a file's byte order mark tells; "" where it has none."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    marks = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+             (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
+    return next((name for mark, name in marks if start.startswith(mark)), "")

@@ -31,7 +31,7 @@ _BATCH_BYTES = 10_000_000
 _SLOW_BYTES_S = 1_000_000
 _FAR_S = 0.3
 _NEWEST = "ask for the newest join code: a session that was opened again, or a tunnel that was, has another one"
-_SAME = "python -m pip install --upgrade guava-nb on both sides"
+_SAME = "install guava_nb on both sides from the same place, and the same version of it"
 _OTHER_WAY = "%guava_up --tunnel cloudflared or ngrok-http over there goes through port 443 instead"
 _THRIFTY = "%guava_train --cache memory sends each sample once, and --dry-run says what else sends less"
 

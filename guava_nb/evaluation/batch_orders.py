@@ -10,6 +10,7 @@ import msgspec
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import RowSplitter
 from guava_nb.nested import ARRAYS
 from guava_nb.protocol.messages import Evaluate, Message, Predict, Tree
@@ -98,5 +99,4 @@ class BatchOrders:
 
 def span_text(batch: LoadedBatch) -> str:
     """Return " (samples 32 to 63)", or nothing where ids are not known."""
-    ids = batch.sample_ids
-    return f" (samples {ids[0]} to {ids[-1]})" if len(ids) > 1 else f" (sample {ids[0]})" if ids else ""
+    return f" ({sample_text(batch.sample_ids)})" if batch.sample_ids else ""

@@ -56,9 +56,10 @@ def merges_for(specs: Sequence[MetricSpec], shared: ModuleType | None) -> list[M
         try:
             merges.append(merge_of(spec, build_metric(spec, lambda name: resolve(name, shared))))
         except ImportError as error:
-            package = (error.name or "").split(".")[0]
+            module = repr((error.name or "").partition(".")[0]) if error.name else "a module"
             raise ConfigError(
-                f"metric {spec.name!r} needs {package or 'a module'} here as well: run  %pip install {package}"
+                f"metric {spec.name!r} is made here as well, and imports {module}, which is not installed here ({error}); "
+                "install the package that has it, as on the workers"
             ) from error
     return merges
 

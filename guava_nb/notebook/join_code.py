@@ -43,14 +43,14 @@ NEW_ADDRESS = (
 
 
 def install_line() -> str:
-    """How the other side gets the package: from where this one came, as pip noted it (PEP 610)."""
+    """How the other side gets the package: from where this one came, as pip noted it (PEP 610).
+
+    Never by its name: the name is not taken in any package index, so what is there may be anybody's.
+    """
     try:
-        record = metadata.distribution("guava-nb").read_text("direct_url.json")
-        noted = json.loads(record or "{}")
+        noted = json.loads(metadata.distribution("guava-nb").read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
-        record, noted = "{}", {}
-    if record is None:  # it came by its name from a package index
-        return "%pip install -q guava-nb"
+        noted = {}
     url = str(noted.get("url", ""))
     if noted.get("vcs_info"):
         return f'%pip install -q "{noted["vcs_info"].get("vcs", "git")}+{url}"'

@@ -2,11 +2,13 @@
 
 IPython would fill in `{x}` and `$x` itself, but it does so nowhere on the line when one name is unknown, says nothing
 of it, and takes JSON for a name. So the magics opt out of that; here quotes and brackets keep a word
-together, ` #` starts a comment, `{name}` and `$name` are replaced by the variable's text, an unknown name is an error.
+together, ` #` starts a comment, `{name}`, `$name` and expressions as `{step + 1:03d}` are replaced by their text, an unknown
+name is an error.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -23,6 +25,7 @@ _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\w+\])*"
 # "$$" and "{{name}}" stand for the plain signs. JSON passes unchanged: its objects never look like {name}.
 _VARIABLE = re.compile(
     rf"\$(?P<dollar>\$)|\{{(?P<plain>\{{{_NAME}\}})\}}|\{{(?P<braced>{_NAME})\}}|\$(?P<word>[^\W\d]\w*)"
+    r"|\{(?P<expression>[^{}\s](?:[^{}]*[^{}\s])?)\}"
 )
 
 
@@ -110,6 +113,8 @@ def expand(word: str, namespace: Mapping[str, Any]) -> str:
 
 
 def _value(match: re.Match[str], namespace: Mapping[str, Any]) -> str:
+    if match["expression"]:
+        return _of_expression(match["expression"], namespace)
     expression = match["braced"] or match["word"]
     if expression is None:
         return match["dollar"] or match["plain"]
@@ -123,6 +128,21 @@ def _value(match: re.Match[str], namespace: Mapping[str, Any]) -> str:
     for step in steps:
         value = _step(value, step, match[0])
     return str(value)
+
+
+def _of_expression(text: str, namespace: Mapping[str, Any]) -> str:
+    """What an f-string has for `{text}`; JSON, sets of numbers and what is no expression stay as they are."""
+    plain = "{" + expand(text, namespace) + "}"
+    try:
+        tree = ast.parse(f"f{'{' + text + '}'!r}", mode="eval")
+    except SyntaxError:
+        return plain
+    if not any(isinstance(node, ast.Name) for node in ast.walk(tree)) or ": " in text:
+        return plain
+    try:
+        return str(eval(compile(tree, "<line>", "eval"), dict(namespace)))  # noqa: S307 - the user's own line
+    except Exception as error:
+        raise UsageError(f"{{{text}}}: {type(error).__name__}: {error}") from None
 
 
 def _step(value: Any, step: str, whole: str) -> Any:

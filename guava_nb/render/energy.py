@@ -10,6 +10,7 @@ from guava_nb.render.values import (
     show_bytes,
     show_float,
     show_joules,
+    show_operations,
     show_percent,
     show_seconds,
     show_watts,
@@ -43,7 +44,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("per sample", show_joules(record["j_per_sample"])),
         ("per step", show_joules(record["j_per_step"])),
-        ("in watt hours", f"{record['watt_hours']:.3g} Wh"),
+        ("in watt hours", f"{show_float(record['watt_hours'], 3)} Wh"),
     ]
     if record["tokens"] is not None:
         each = NOT_MEASURED if record["j_per_token"] is None else show_joules(record["j_per_token"])
@@ -51,9 +52,9 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if len(record["epochs"]) > 1:
         facts.append(("per epoch", ", ".join(show_joules(joules) for joules in record["epochs"])))
     if record["co2e_g"] is not None:
-        facts.append(("CO2 equivalent", f"{record['co2e_g']:.3g} g, by the factor given"))
+        facts.append(("CO2 equivalent", f"{show_float(record['co2e_g'], 3)} g, by the factor given"))
     if record["cost"] is not None:
-        facts.append(("cost", f"{record['cost']:.3g}, by the price given"))
+        facts.append(("cost", f"{show_float(record['cost'], 3)}, by the price given"))
     return facts
 
 
@@ -155,9 +156,9 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> Table:
     made = [
         (
             row["worker"],
-            f"{show_float(row['flops_per_s'], 3)} FLOP/s",
+            show_operations(row["flops_per_s"], "s"),
             "-" if row["share_of_peak"] is None else show_percent(row["share_of_peak"]),
-            "-" if row["flops_per_joule"] is None else f"{show_float(row['flops_per_joule'], 3)} FLOP/J",
+            "-" if row["flops_per_joule"] is None else show_operations(row["flops_per_joule"], "J"),
         )
         for row in rows
         if row["flops_per_s"] is not None

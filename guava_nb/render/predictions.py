@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from guava_nb.render.values import NOT_MEASURED, show_bytes
+from guava_nb.render.values import NOT_MEASURED, show_bytes, show_float
 from guava_nb.render.view import Table, View
 
 __all__ = ["predictions_view"]
@@ -50,19 +50,19 @@ def _first_rows(found: Mapping[str, Any]) -> Table:
     ids = found["sample_ids"][:FIRST_ROWS].tolist() if "sample_ids" in found else []
     if "predictions" in found:
         columns: tuple[str, ...] = ("sample", "prediction", "confidence")
-        cells = [_classes(found["predictions"]), _classes(found["confidences"], "{:.4f}")]
+        cells = [_classes(found["predictions"]), _classes(found["confidences"], "{:.4f}".format)]
     else:
         raw = [(name, array) for name, array in _arrays(found) if name.split(".")[0] == "outputs"]
         columns = ("sample", *(name for name, _ in raw))
-        cells = [_classes(array.reshape(len(array), -1), "{:.4g}") if len(array) else [] for _, array in raw]
+        cells = [_classes(array.reshape(len(array), -1), show_float) if len(array) else [] for _, array in raw]
     return Table(columns, tuple(zip(("?" if i < 0 else str(i) for i in ids), *cells, strict=True)))
 
 
-def _classes(array: Any, form: str = "{}") -> list[str]:
+def _classes(array: Any, form: Callable[[Any], str] = str) -> list[str]:
     rows = array[:FIRST_ROWS].reshape(min(len(array), FIRST_ROWS), -1)
     shown = []
     for row in rows[:, :FIRST_CLASSES].tolist():
         # Below the threshold stand -1 and NaN: there is nothing to show.
-        text = ", ".join("-" if value != value or value == -1 and form == "{}" else form.format(value) for value in row)
+        text = ", ".join("-" if value != value or value == -1 and form is str else form(value) for value in row)
         shown.append(text + (", ..." if rows.shape[1] > FIRST_CLASSES else ""))
     return shown

@@ -14,6 +14,7 @@ __all__ = [
     "short_rate",
     "show_float",
     "show_joules",
+    "show_operations",
     "show_percent",
     "show_rate",
     "show_seconds",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 NOT_MEASURED = "not measured"
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -56,7 +58,7 @@ def _short(value: float) -> str:
     """Three digits of a number below a thousand; what would need more zeros than digits is only said to be small."""
     if value >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.3g}" if value >= 0.01 or value == 0 else "<0.01"
+    return show_float(value, 3) if value >= 0.01 or value == 0 else "<0.01"
 
 
 def show_seconds(duration_s: float | None) -> str:
@@ -66,9 +68,9 @@ def show_seconds(duration_s: float | None) -> str:
     if duration_s < 0.000_999_5:
         return f"{duration_s * 1e6:.0f} µs"
     if duration_s < 0.999_5:
-        return f"{duration_s * 1e3:.3g} ms"
+        return f"{show_float(duration_s * 1e3, 3)} ms"
     if duration_s < 59.95:
-        return f"{duration_s:.3g} s"
+        return f"{show_float(duration_s, 3)} s"
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
@@ -78,25 +80,39 @@ def show_joules(energy_j: float | None) -> str:
     """An energy with three digits, the most that sensors are good for: "0.340 J", "1.20 kJ", "3.05 MJ"."""
     if energy_j is None:
         return NOT_MEASURED
-    for limit, factor, unit in ((999.5, 1.0, "J"), (999_500.0, 1e-3, "kJ"), (float("inf"), 1e-6, "MJ")):
+    for limit, factor, unit in ((999.5, 1.0, "J"), (999_500.0, 1e-3, "kJ")):
         if abs(energy_j) < limit:
-            return f"{energy_j * factor:.3g} {unit}"
-    return f"{energy_j:.3g} J"
+            return f"{show_float(energy_j * factor, 3)} {unit}"
+    return f"{show_float(energy_j * 1e-6, 3)} MJ"
 
 
 def show_watts(power_w: float | None) -> str:
     """A power: "71.3 W"."""
-    return NOT_MEASURED if power_w is None else f"{power_w:.3g} W" if power_w < 1000 else f"{power_w:,.0f} W"
+    return NOT_MEASURED if power_w is None else f"{show_float(power_w, 3)} W"
 
 
 def show_rate(per_s: float | None, what: str) -> str:
     """A speed: "512 samples/s"."""
-    return NOT_MEASURED if per_s is None else f"{per_s:.3g} {what}/s" if per_s < 1000 else f"{per_s:,.0f} {what}/s"
+    return NOT_MEASURED if per_s is None else f"{show_float(per_s, 3)} {what}/s"
 
 
 def show_float(value: float | None, digits: int = 4) -> str:
-    """A loss, an accuracy or a learning rate with `digits` significant digits."""
-    return NOT_MEASURED if value is None else f"{value:.{digits}g}"
+    """A loss, an accuracy or a learning rate with `digits` significant digits, all before the point, and no exponent."""
+    if value is None:
+        return NOT_MEASURED
+    if not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(0, digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def show_operations(count: float | None, per: str) -> str:
+    """Operations in a second or by a joule, with a prefix instead of many zeros: "12.3 TFLOP/s"."""
+    if count is None:
+        return NOT_MEASURED
+    power = next((power for power in range(len(_PREFIXES)) if count / 1000**power < 999.5), len(_PREFIXES) - 1)
+    return f"{show_float(count / 1000**power, 3)} {_PREFIXES[power]}FLOP/{per}"
 
 
 def show_percent(fraction: float | None) -> str:

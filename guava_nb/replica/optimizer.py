@@ -74,6 +74,7 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
         )
     _refuse_unfit(name, type(made))
+    _check_state(name, made)
     _check_owned(name, made, pairs)
     return made
 
@@ -86,6 +87,26 @@ def _refuse_unfit(name: str, cls: Callable[..., Any]) -> None:
         raise ConfigError(
             f"optimizer {name} evaluates the loss several times in one step, which the exchange of gradients cannot do;"
             " use one that steps once per gradient, such as AdamW"
+        )
+
+
+def _check_state(name: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state cannot be sent to newcomers, nor saved.
+
+    Raises:
+        ConfigError: what torch's optimizers have is missing.
+    """
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigError(
+            f"optimizer {name!r} has no list param_groups: its __init__ must call super().__init__(params, defaults)"
+        )
+    state = optimizer.state_dict()
+    lacking = [key for key in ("state", "param_groups") if not isinstance(state, dict) or key not in state]
+    if lacking:
+        raise ConfigError(
+            f"optimizer {name!r} gives a state_dict() without {' and '.join(map(repr, lacking))}, so its state could reach "
+            "neither a worker that joins nor a checkpoint: keep what it remembers in self.state[parameter], and leave "
+            "state_dict() and load_state_dict() to torch.optim.Optimizer"
         )
 
 

@@ -22,18 +22,7 @@ from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cell_checks import check_syntax, file_name, needed_modules, source_lines, undefined_names
 
-__all__ = ["CellError", "SourceLedger", "build_module", "cause_is_missing", "digest", "pip_name", "resolve"]
-
-#: Import names whose distribution has another name, of those that notebooks use most.
-_PIP_NAMES = {
-    "PIL": "pillow",
-    "bs4": "beautifulsoup4",
-    "cv2": "opencv-python",
-    "dateutil": "python-dateutil",
-    "skimage": "scikit-image",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}
+__all__ = ["CellError", "SourceLedger", "build_module", "cause_is_missing", "digest", "resolve"]
 
 
 class CellError(SourceError):
@@ -53,7 +42,7 @@ class CellError(SourceError):
         where = f"cell {cell!r}, line {line}" if line else f"cell {cell!r}"
         text = f"{where}: {type(cause).__name__}: {cause}"
         if self.missing_module:
-            text += f"; on the machine that lacks it run: %pip install {pip_name(self.missing_module)}"
+            text += "; it is not installed on this machine"
         super().__init__(text)
 
 
@@ -129,11 +118,6 @@ def digest(cells: Iterable[Cell]) -> str:
     return sha.hexdigest()
 
 
-def pip_name(module: str) -> str:
-    """What to give to `pip install` for a module that is missing."""
-    return _PIP_NAMES.get(module, module)
-
-
 # ---------------------------------------------------------------------------------------------------------- the module
 
 
@@ -183,10 +167,17 @@ def resolve(name: str, module: types.ModuleType | None) -> Any:
     """
     package, colon, path = name.partition(":")
     if colon:
+        if package and not all(part.isidentifier() for part in package.split(".")):
+            shown = name.splitlines()[0][:40]
+            raise SourceError(
+                f"{shown!r} is not a name: give one from the shared cells (the class, not an object of it), or "
+                "package.module:name"
+            )
         try:
             module = importlib.import_module(package)
         except Exception as error:  # importing runs code that may raise anything
-            advice = f"; run: %pip install {pip_name(missing)}" if (missing := _missing_module(error)) else ""
+            missing = _missing_module(error)
+            advice = f"; {missing!r} is not installed on this machine" if missing else ""
             raise SourceError(f"{name!r} cannot be imported: {type(error).__name__}: {error}{advice}") from error
     else:
         path = name

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.report_checks import without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import NotFinite
 from guava_nb.protocol.messages import Commit, CommitStep, Ready, RunSpec, StepApplied, StepWithoutShard
@@ -209,10 +210,10 @@ class StepExchange(ABC, Generic[_Replicas]):
         buffers = self._replicas.master.layout.buffers
         kind = "buffer" if buffers is not None and nonfinite in buffers.names else "the gradient of"
         where = f"{kind} {nonfinite}" if nonfinite else "the loss"
-        span = f"samples {ids[0]} to {ids[-1]}" if ids else "its samples"
+        who = self._job.cluster.name(halt.rank)
         return NotFinite(
-            f"NaN or Inf in {where} on {self._job.cluster.name(halt.rank)} at step {in_flight.machine.step + 1} ({span}, "
-            f"{rows} rows). The step was not applied anywhere. Look at these samples, lower the learning rate, or clip "
+            f"NaN or Inf in {where} on {who} at step {in_flight.machine.step + 1} ({sample_text(ids)}, {rows} rows). The step "
+            "was not applied anywhere. Look at these samples, lower the learning rate, or clip "
             "with max_grad_norm"
         )
 

@@ -30,7 +30,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
-from guava_nb.spec.cells import pip_name
+from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.sync.exchange import StepExchange
 
 __all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
@@ -387,8 +387,7 @@ class ReplicaSet(ABC):
 def preparation_text(name: str, answer: Prepared) -> str:
     """Say why a worker could not build its replica, and what to do."""
     if answer.missing_module:
-        package = pip_name(answer.missing_module.split(".")[0])
-        return f"{name} cannot import {answer.missing_module!r}: run  %pip install {package}  in its notebook, then start again"
+        return f"{name} cannot import {answer.missing_module!r}: {missing_advice(answer.missing_module)}"
     if answer.ok:
         return (
             f"{name} built a model with other parameters than the orchestrator's: use the same versions of the code and of "

@@ -34,6 +34,9 @@ class EnergyIntegral:
     Args:
         counts: readings are joules of a counter; else watts, joined by straight lines.
         wrap_j: see `Sensor`.
+
+    Attributes:
+        watts: of a counter, on average between the last two times that it was seen to grow; None before.
     """
 
     def __init__(self, counts: bool, wrap_j: float | None = None) -> None:
@@ -45,6 +48,8 @@ class EnergyIntegral:
         self._curve: deque[tuple[float, float]] = deque()
         self._increments: deque[tuple[float, float, float]] = deque(maxlen=CURVE_POINTS)
         self._every, self._skipped = 1, 0
+        self._grew_s: float | None = None
+        self.watts: float | None = None
 
     def add(self, at_s: float, value: float) -> None:
         """Take a reading; one that is older than the last is left out."""
@@ -67,6 +72,9 @@ class EnergyIntegral:
             self._joules += joules
             self._increments.append((last[0], at_s, joules))
             self._draw(at_s, joules / seconds if self._counts else value)
+            if self._counts and joules > 0:
+                self.watts = None if self._grew_s is None else joules / (at_s - self._grew_s)
+                self._grew_s = at_s
         self._failed = False
 
     def fail(self, at_s: float) -> None:

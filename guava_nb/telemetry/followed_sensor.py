@@ -22,13 +22,17 @@ class FollowedSensor:
         self.integral = EnergyIntegral(sensor.counts, sensor.wrap_j)
         self.faults = 0
         self.problem = "it has not answered yet"
+        self._power_w: float | None = None
 
     def ask(self) -> float | str | None:
         """Return the reading, else what is wrong with it; None when it is asked no more."""
         if self.faults >= MAX_FAULTS:
             return None
         try:
-            return _checked(self.sensor.read())
+            reading = _checked(self.sensor.read())
+            if self.sensor.counts and self.integral.watts is None:  # until the counter itself tells the power
+                self._power_w = self.sensor.power()
+            return reading
         except (Exception, SystemExit) as problem:  # a sensor of another package may raise anything
             return str(problem) if isinstance(problem, SensorError) else f"{type(problem).__name__}: {problem}"
 
@@ -58,14 +62,21 @@ class FollowedSensor:
             joules, readings, covered_s = _between(then, self.integral.total())
         # A stretch of which nothing is known is not measured, whatever was read at its ends.
         measured = readings > 0 and covered_s > 0
+        method, too_short = self.sensor.method, seconds < 2 * self.sensor.refresh_s
+        if measured and self.sensor.counts and (too_short or not joules):
+            # A counter grows in leaps: a stretch between two of them is no 0 J, and one with a leap in it has too many.
+            watts = self._power_w if self.integral.watts is None else self.integral.watts
+            if watts is not None:
+                joules, method = watts * covered_s, f"{method}, by power and time"
+            measured = bool(joules)
         return BoardEnergy(
             key=self.sensor.board.key,
             name=self.sensor.board.name,
-            method=self.sensor.method,
+            method=method,
             joules=joules if measured else None,
             readings=readings,
             uncovered_s=max(0.0, seconds - covered_s),
-            too_short=seconds < 2 * self.sensor.refresh_s,
+            too_short=too_short,
             problem=self.problem,
         )
 

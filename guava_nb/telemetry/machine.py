@@ -41,7 +41,7 @@ class MachineMeter:
         self._clock, self._source = clock, source
         self._last: tuple[float, dict[str, float]] | None = None
         self._load = MachineLoad()
-        self._ask(lambda: source.cpu_percent(None))  # its first answer means nothing
+        self._cores: Any = None  # seconds of all cores; psutil's own percentage says 0 to each thread that asks first
 
     def look(self) -> MachineLoad:
         """Return the load since the last look."""
@@ -54,11 +54,11 @@ class MachineMeter:
             before = self._last[1]
             seconds = now - self._last[0]
             rates = {k: max(0.0, v - before[k]) / seconds for k, v in counters.items() if k in before}
-        busy = None if self._last is None else self._ask(lambda: self._source.cpu_percent(None) / 100.0)
         self._last = (now, counters)
+        before, self._cores = self._cores, self._ask(self._source.cpu_times)
         memory = self._ask(self._source.virtual_memory)
         self._load = MachineLoad(
-            cpu_busy=busy,
+            cpu_busy=_busy(before, self._cores),
             memory_used_bytes=None if memory is None else int(memory.total - memory.available),
             memory_bytes=None if memory is None else int(memory.total),
             **{name: rates.get(name) for name in RATES},
@@ -81,3 +81,13 @@ class MachineMeter:
             return call()
         except Exception:  # a container may hide any of them
             return None
+
+
+def _busy(before: Any, now: Any) -> float | None:
+    """Return which part of the cores' time between two looks was not idle; None where it cannot be told."""
+    if before is None or now is None:
+        return None
+    passed = {name: max(0.0, b - a) for name, a, b in zip(now._fields, before, now, strict=True)}
+    # A guest's time is in the host's, too.
+    total = sum(seconds for name, seconds in passed.items() if name not in ("guest", "guest_nice"))
+    return (total - passed["idle"] - passed.get("iowait", 0.0)) / total if total > 0 else None

@@ -42,8 +42,10 @@ class NvmlSensor(Sensor):
         counts: bool,
         call: Callable[[], float],
         on_close: Callable[[], None] = lambda: None,
+        power: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.board, self.method, self.counts, self._call, self._on_close = board, method, counts, call, on_close
+        self._power = power
         self.refresh_s = 0.1  # as slow as 10 Hz, by model
 
     def read(self) -> float:
@@ -52,6 +54,10 @@ class NvmlSensor(Sensor):
             return self._call() / 1000.0  # NVML counts in thousandths
         except Exception as problem:
             raise SensorError(f"{self.method}: {problem}") from problem
+
+    def power(self) -> float | None:
+        """Return watts now."""
+        return self._power()
 
     def close(self) -> None:
         """Give the board back."""
@@ -74,13 +80,16 @@ class NvmlBoard:
         """Read what it shows; each call that it refuses is None."""
         used = self._ask(lambda: self._api.nvmlDeviceGetMemoryInfo(self._handle))
         busy = self._ask(lambda: self._api.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        power = self._ask(lambda: self._api.nvmlDeviceGetPowerUsage(self._handle))
         return Gauges(
             busy=None if busy is None else busy / 100.0,
             memory_used_bytes=None if used is None else int(used.used),
             memory_bytes=None if used is None else int(used.total),
-            power_w=None if power is None else power / 1000.0,
+            power_w=self._power(),
         )
+
+    def _power(self) -> float | None:
+        power = self._ask(lambda: self._api.nvmlDeviceGetPowerUsage(self._handle))
+        return None if power is None else power / 1000.0
 
     def close(self) -> None:
         """Give NVML back. Safe to call twice."""
@@ -97,7 +106,7 @@ class NvmlBoard:
             ("NVML energy counter", True, "nvmlDeviceGetTotalEnergyConsumption"),
             ("NVML power, integrated", False, "nvmlDeviceGetPowerUsage"),
         ):
-            sensor = NvmlSensor(self.board, method, counts, partial(self._call, name), self.close)
+            sensor = NvmlSensor(self.board, method, counts, partial(self._call, name), self.close, self._power)
             try:
                 sensor.read()
             except SensorError as problem:

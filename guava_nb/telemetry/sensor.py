@@ -52,5 +52,9 @@ class Sensor(ABC):
             SensorError: it cannot be read (any more).
         """
 
+    def power(self) -> float | None:
+        """Return watts at this moment, where a counter's sensor tells them too; None where it does not."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give back what reading needed. Safe to call twice."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from guava_nb.cluster.roster import Member
+from guava_nb.data.sample_text import sample_text
 from guava_nb.errors import SamplesKill
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.sync.step_machine import ShardTask
@@ -18,7 +19,7 @@ __all__ = ["MOST_LOSSES", "PoisonSamples", "Blamed", "Samples"]
 
 MOST_LOSSES = 3
 
-Samples = tuple[int, int, int]  # epoch, first and last sample id
+Samples = tuple[int, tuple[int, ...]]  # epoch and ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,10 @@ class Blamed:
 
     def error(self, members: Sequence[Member]) -> SamplesKill:
         """Return the error that says so; `members` are the victims."""
-        epoch, first, last = self.samples
+        epoch, ids = self.samples
         names = ", ".join(member.name for member in members)
         return SamplesKill(
-            f"{len(members)} workers were lost while they worked on samples {first} to {last} of epoch {epoch + 1} ({names}; the "
+            f"{len(members)} workers were lost while they worked on {sample_text(ids)} of epoch {epoch + 1} ({names}; the "
             f"last one: {members[-1].detail}). The step was not applied. Look at what your code does with these samples, and at "
             "the memory they need; %guava_log shows the last lines of each worker"
         )
@@ -83,4 +84,4 @@ class PoisonSamples:
 
 
 def _samples(step: StepInFlight, task: ShardTask) -> Samples:
-    return step.epoch, task.sample_ids[0], task.sample_ids[-1]
+    return step.epoch, tuple(task.sample_ids)

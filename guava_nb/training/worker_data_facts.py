@@ -14,7 +14,7 @@ from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, RunSpec
-from guava_nb.spec.cells import pip_name
+from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.spec.run_spec import factory_name, plain_arguments
 
 __all__ = ["ask_data", "data_spec", "feeds", "refuse_group", "refuse_place", "refuse_static"]
@@ -127,8 +127,7 @@ def ask_data(
 
 def _sentence(name: str, answer: DataFacts) -> str:
     if answer.missing_module:
-        package = pip_name(answer.missing_module.split(".")[0])
-        return f"{name} cannot import {answer.missing_module!r}: run  %pip install {package}  in its notebook, then start again"
+        return f"{name} cannot import {answer.missing_module!r}: {missing_advice(answer.missing_module)}"
     trace = f"\n{answer.traceback}" if answer.traceback else ""
     return f"{name} cannot make the data set: {answer.problem}{trace}"
 

@@ -355,11 +355,25 @@ class StepRunner:
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
         elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
-            text += ". One sample alone does not fit here: use a smaller model, lower precision or another device"
+            text += f". {self._memory_advice(request)}"
         failure = Failure(
             run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
         )  # fmt: skip
         self._send(failure, ())
+
+    def _memory_advice(self, request: int) -> str:
+        """What helps where memory ran out: only whole replicas cut a step's part into smaller pieces."""
+        if request:
+            return "Here a batch of a validation or prediction does not fit: give a loader with smaller batches"
+        run = self._run
+        if run is not None and run.spec.parallel is not None:
+            pipeline = ", more micro-batches" if run.spec.parallel.pp > 1 else ""
+            return (
+                "This worker's part of the step does not fit here, and all workers of this mode compute theirs at one time, so "
+                f"it cannot be cut: use smaller batches with accumulation_steps{pipeline}, activation checkpointing, a lower "
+                "precision or more workers"
+            )
+        return "One sample alone does not fit here: use a smaller model, lower precision or another device"
 
 
 def _refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> None:

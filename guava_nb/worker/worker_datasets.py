@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from guava_nb.data.codec import pack
 from guava_nb.data.sample_count import has_rows
+from guava_nb.data.sample_text import sample_text
 from guava_nb.errors import ConfigError, PreparationError, TrainingError
 from guava_nb.protocol.messages import Cell, CheckStep, DataSpec, Evaluate, Predict, Shard
 from guava_nb.replica.rng import seeded, shard_seed
@@ -49,7 +50,7 @@ class _Built:
             batch = self.collate(samples)
         except Exception as error:
             raise SampleFailed(
-                f"samples {ids[0]} to {ids[-1]} of {self.name} could not be collated: {type(error).__name__}: {error}"
+                f"{sample_text(ids)} of {self.name} could not be collated: {type(error).__name__}: {error}"
             ) from error
         if not has_rows(batch, len(ids)):
             raise SampleFailed(

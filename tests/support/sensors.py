@@ -32,11 +32,15 @@ class Scripted(Sensor):
         counts: bool = False,
         key: str = "host/GPU-1",
         wrap_j: float | None = None,
+        watts: float | None = None,
     ) -> None:
         self.board, self.method = Board(key, "a board"), "scripted"
         self.counts, self.wrap_j = counts, wrap_j
         self._at, self._clock, self._start_s = at, clock, clock.now_s
-        self.closed = False
+        self.closed, self._watts = False, watts
+
+    def power(self) -> float | None:
+        return self._watts
 
     def read(self) -> float:
         value = self._at(self._clock.now_s - self._start_s)

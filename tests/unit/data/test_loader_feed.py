@@ -545,3 +545,28 @@ def test_an_example_is_the_first_samples_and_draws_nothing() -> None:
 def test_an_example_needs_a_data_set_with_indices() -> None:
     with pytest.raises(ConfigError, match="no data set with indices"):
         LoaderFeed([torch.zeros(2, 1)]).example(1)
+
+
+class NotebookOnly(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """As a cell defines it."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(2)
+
+
+def test_a_class_of_a_cell_and_spawned_loader_processes_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NotebookOnly, "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    inside = torch.utils.data.Subset(NotebookOnly(), [0, 1])
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    with pytest.raises(ConfigError, match=r"begin by 'spawn' and cannot import NotebookOnly.*num_workers=0"):
+        LoaderFeed(DataLoader(inside, **spawned))
+    LoaderFeed(DataLoader(inside))
+    LoaderFeed(DataLoader([1.0, 2.0], **spawned))
+    sys.modules["__main__"].__file__ = "train.py"  # a spawned process runs a script's file again
+    LoaderFeed(DataLoader(inside, **spawned))

@@ -180,9 +180,34 @@ def test_a_number_for_missing_values_fits_the_type(write, missing, dtype) -> Non
         ("a,b\n1_000,2\n", {}, "line 2, column 'a': '1_000' is no finite number"),
         ("a,b\ninf,2\n", {}, "'inf' is no finite number"),
         (b"a,b\n1,\xe9\n", {}, "0xe9; say encoding="),
+        ("a,b\n1,2\n".encode("utf-16"), {}, 'byte order mark of utf-16: say encoding="utf-16"'),
+        ("a,b\n1,2\n".encode("utf-32"), {}, 'byte order mark of utf-32: say encoding="utf-32"'),
+        ("a,b\n1,2\n", {"encoding": "utf-16"}, "is not written in utf-16"),
+        (
+            "a;b\n1,5;2\n2,5;3\n",
+            {"delimiter": ";"},
+            "'1,5' has a comma: if it stands before the fraction, say decimal=",
+        ),
+        ("a,b\nx,2\ny,3\n", {}, "column 'a' has no number in any of them: name the columns wanted in features="),
+        ("a,b\nx,2\n4,3\n", {}, "mend them, or leave them out"),
+        ("a,b\n1,2\n", {"decimal": ";"}, "decimal is ';'"),
+        ("a;b\n1.5;2\n", {"delimiter": ";", "decimal": ","}, "'1.5' is no finite number"),
         ('a,b\n"x\ny",1\n\noops,2\n', {"features": ["a"]}, r"lines 2 to 3 .*\n.*line 5, "),
     ],
 )
 def test_what_is_wrong_is_told(write, text, options, words) -> None:
     with pytest.raises(ConfigError, match=words):
         CsvDataset(write(text), **options)
+
+
+def test_decimal_commas_and_utf_16(write) -> None:
+    table = CsvDataset(
+        write("a;b;y\n1,5;2;0,25\n-2,5e1;3;1\n".encode("utf-16")),
+        target="y",
+        delimiter=";",
+        decimal=",",
+        encoding="utf-16",
+    )
+    features, target = table[1]
+    assert features.tolist() == [-25.0, 3.0] and target.item() == 1.0
+    assert table[0][1].item() == 0.25

@@ -55,6 +55,8 @@ def test_any_line_gives_words_or_one_sentence(line: str) -> None:
 def test_expand() -> None:
     names = {"x": 5, "net": SimpleNamespace(width=8), "table": {"key": 1}, "row": [7]}
     assert expand("$x-{x}-{net.width}-{table[key]}-{row[0]}", names) == "5-5-8-1-7"
+    assert expand("held-{x+1}.pt {x + 1:03d} {net.width*2} {row[0] ** 2}", names) == "held-6.pt 006 16 49"
+    assert expand('{"a": x} {1, 2} {lr: 0.1} {"p": "{x}"} {a b}', names) == '{"a": x} {1, 2} {lr: 0.1} {"p": "5"} {a b}'
     assert expand("$$x {{x}}", names) == "$x {x}"
     assert expand('{"a": 1, "b": {"c": $x}}', names) == '{"a": 1, "b": {"c": 5}}'
     assert expand("100$ {} { x }", names) == "100$ {} { x }"

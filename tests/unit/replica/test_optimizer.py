@@ -222,3 +222,33 @@ def test_plain_keeps_ties_and_names_what_cannot_be_saved() -> None:
     assert torch.equal(out["view"], tensor[:2])
     with pytest.raises(CheckpointError, match=r"state\['a'\]\[1\] is a object"):
         plain({"a": [1, object()]})
+
+
+class Forgetful(optim.SGD):
+    """Its state is a form of its own."""
+
+    def state_dict(self):  # type: ignore[no-untyped-def]
+        return {"lr": 0.1}
+
+
+class Bare(optim.Optimizer):
+    """Does not call torch's own beginning."""
+
+    def __init__(self, params):  # type: ignore[no-untyped-def]
+        self.params = list(params)
+
+    def step(self):  # type: ignore[no-untyped-def,override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Forgetful, r"'mine' gives a state_dict\(\) without 'state' and 'param_groups'.*self.state\[parameter\]"),
+        (Bare, r"'mine' has no list param_groups: its __init__ must call super\(\).__init__\(params, defaults\)"),
+    ],
+)
+def test_an_optimizer_without_what_torch_s_have_is_refused(made: type, words: str) -> None:
+    net = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=words):
+        build_optimizer(Factory("mine", {}), net.named_parameters(), resolver(mine=made))

@@ -115,6 +115,36 @@ def test_a_window_shorter_than_the_sensor_s_pace_says_so() -> None:
     assert window.boards[0].too_short and "too short" in repr(window)
 
 
+def leaping(s: float) -> float:
+    """A counter of 200 W that is refreshed every 0.1 s."""
+    return 20.0 * int(s / 0.1 + 1e-9)
+
+
+@pytest.mark.parametrize(("watts", "joules"), [(200.0, 6.0), (None, None)])
+def test_a_window_between_two_leaps_of_a_counter_is_no_0_joules(watts: float | None, joules: float | None) -> None:
+    clock = Clock()
+    meter = meter_of(Scripted(leaping, clock, counts=True, watts=watts), clock=clock)
+    clock.wait(0.01)
+    meter.begin()
+    clock.wait(0.03)
+    window = meter.end()
+    assert window.joules == (None if joules is None else pytest.approx(joules))
+    assert window.boards[0].method == ("scripted" if joules is None else "scripted, by power and time")
+
+
+def test_a_leap_in_a_short_window_does_not_count_whole() -> None:
+    """The power is the counter's own where it was seen to grow twice, whatever the sensor says of it."""
+    clock = Clock()
+    meter = meter_of(Scripted(leaping, clock, counts=True, watts=55.0), clock=clock)
+    meter.begin("long")
+    pass_time(meter, clock, 1.0, pace_s=0.1)
+    clock.wait(0.09)
+    meter.begin("short")
+    clock.wait(0.02)
+    assert meter.end("short").joules == pytest.approx(4.0, rel=0.15)
+    assert meter.end("long").joules == pytest.approx(220.0)
+
+
 def test_a_sensor_that_dies_leaves_a_gap_and_raises_nothing() -> None:
     clock = Clock()
     meter = meter_of(Scripted(lambda s: 100.0 if s < 5 else None, clock), clock=clock)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -59,11 +62,12 @@ def test_without_a_sensor_there_is_time_and_no_energy() -> None:
 
 
 def test_rates_of_a_machine_are_of_the_time_between_two_looks() -> None:
-    clock, moved = Clock(), SimpleNamespace(read_bytes=0, write_bytes=0)
+    times = namedtuple("times", "user system idle iowait guest")
+    clock, moved, cores = Clock(), SimpleNamespace(read_bytes=0, write_bytes=0), times(10.0, 5.0, 20.0, 1.0, 3.0)
 
     class Source:
-        def cpu_percent(self, interval):
-            return 50.0
+        def cpu_times(self):
+            return cores
 
         def virtual_memory(self):
             return SimpleNamespace(total=100, available=40)
@@ -78,6 +82,22 @@ def test_rates_of_a_machine_are_of_the_time_between_two_looks() -> None:
     first = meter.look()
     assert first.cpu_busy is None and first.disk_read_bytes_s is None and first.memory_used_bytes == 60
     clock.wait(2.0)
-    moved.read_bytes = 500
+    moved.read_bytes, cores = 500, times(12.0, 6.0, 22.0, 2.0, 4.0)
     second = meter.look()
     assert (second.cpu_busy, second.disk_read_bytes_s, second.network_in_bytes_s) == (0.5, 250.0, None)
+    clock.wait(2.0)  # no core's time went on, as in a container that hides it
+    assert meter.look().cpu_busy is None
+
+
+def test_a_look_of_another_thread_is_no_0_percent() -> None:
+    """psutil's own percentage counts for each thread by itself, and says 0 to one that asks for the first time."""
+    meter, seen = MachineMeter(Clock()), []
+    meter.look()
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    meter._clock.wait(2.0)
+    thread = threading.Thread(target=lambda: seen.append(meter.look().cpu_busy))
+    thread.start()
+    thread.join()
+    assert 0 < seen[0] <= 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from guava_nb.training.poison_samples import PoisonSamples
 
-A, B = (0, 0, 31), (0, 32, 63)
+A, B = (0, tuple(range(32))), (0, tuple(range(32, 64)))
 
 
 def test_the_third_worker_lost_over_the_same_samples_is_told() -> None:
