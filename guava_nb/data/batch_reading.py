@@ -130,8 +130,10 @@ class BatchReading:
         named = self._given.names and self._named_rows(batch)
         if named:
             return named
-        cut = [(path, axis) for path, axis in self._axes.items() if axis is not None]
-        lengths = {_length(part, axis) for path, axis in cut if _has_axis(part := _at(batch, path), axis)}
+        cut = [(_at(batch, path), axis, path) for path, axis in self._axes.items() if axis is not None]
+        lengths = {
+            _length(part, axis) for part, axis, path in cut if _has_axis(part, axis) and self._is_like(part, path)
+        }
         if len(lengths) == 1:
             return lengths.pop()
         if drawn is not None and has_rows(batch, drawn) and not are_fields(batch, drawn):
@@ -144,6 +146,10 @@ class BatchReading:
             if drawn is None:
                 raise
             return drawn
+
+    def _is_like(self, part: Any, path: Path) -> bool:
+        """Whether a part is an array, or a list, as it was in the first batch."""
+        return isinstance(part, ARRAYS) != self._shapes[path].startswith("(")
 
     def _named_rows(self, batch: Any) -> int | None:
         """Samples by the parts that the user says are cut."""

@@ -76,6 +76,9 @@ class BatchOrders:
             part = taken_apart(self.writer, part, batch.rows, self.splitter)
         return self._record(request, batch, batch.rows, False), OutgoingBatch([part], single=True)
 
+    def _marks(self, mesh: Mesh, piece: Any, rows: int) -> tuple[bytes, ...]:
+        return micro_batch_marks(mesh, self.splitter, [piece], [max(1, rows)], self.treated)
+
     def shared(self, request: int, batch: LoadedBatch, mesh: Mesh) -> list[Order]:
         """Ask all ranks of a group about what the question takes of a batch, in order of rank."""
         shares = shares_of([batch], mesh, [1.0] * mesh.data, self.splitter)
@@ -85,11 +88,11 @@ class BatchOrders:
             rows = sum(share.rows)
             if rank % mesh.tensor == 0:  # the ranks that share layers share one batch
                 piece: Any = self.question.part(share.pieces[0], self.treated)
-                axes = micro_batch_marks(mesh, self.splitter, [piece], [max(1, rows)], self.treated)
-                if isinstance(piece, ARRAYS):  # inputs alone become the first of a pair
-                    axes = tuple(b"\0" + marks for marks in axes)
+                axes = self._marks(mesh, piece, rows) if isinstance(piece, ARRAYS) else ()
                 if mesh.stages > 1:
                     piece = self.question.for_stage(mesh, mesh.stage_of(rank), piece, self.treated)
+                # Inputs alone have become the first of a pair.
+                axes = tuple(b"\0" + marks for marks in axes) or self._marks(mesh, piece, rows)
                 piece = taken_apart(self.writer, piece, max(1, rows), self.splitter)
                 outgoing = OutgoingBatch([piece], single=True)
             record = self._record(request, batch, rows, True)

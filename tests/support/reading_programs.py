@@ -201,3 +201,39 @@ ANCHORS = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5)
 def with_anchors(samples: list[Any]) -> dict[str, Tensor]:
     x, y = _xy(samples)
     return {"anchors": ANCHORS.clone(), "x": x, "y": y}
+
+
+class FormFirst(nn.Module):
+    """The first layer of a stack; it takes a batch's inputs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 6)
+
+    def forward(self, inputs: Any) -> Tensor:
+        if isinstance(inputs, Fields):
+            return self.linear(inputs.x)
+        if isinstance(inputs, dict):
+            return self.linear(inputs["frames"].mean(0)) + self.linear(inputs["table"]).mean(0)
+        return self.linear(inputs)
+
+
+def formed() -> nn.Module:
+    """Return a stack whose stages may be cut anywhere."""
+    return nn.Sequential(FormFirst(), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def fields_and_labels(samples: list[Any]) -> Any:
+    return as_fields(samples), _xy(samples)[1]
+
+
+def frames_and_table(samples: list[Any]) -> Any:
+    """Frames in time beside a table that is the same in every batch."""
+    frames, labels = time_first(samples)
+    return {"table": ANCHORS.clone(), "frames": frames}, labels
+
+
+def noise_and_labels(samples: list[Any]) -> Any:
+    """A table that belongs to the batch."""
+    frames, labels = time_first(samples)
+    return {"table": frames[:, 0].clone(), "frames": frames}, labels

@@ -69,6 +69,8 @@ def cut_rows(value: Any, rows: int, sizes: Sequence[int], axis_of: AxisOf | None
     Raises:
         ConfigError: there are tensors or arrays, and none of them has `rows` rows.
     """
+    if len(sizes) == 1:
+        return [value]
     stops = list(accumulate(sizes))
     ranges, cut = list(zip([0, *stops], stops, strict=False)), False
 
