@@ -5,6 +5,8 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from guava_nb.errors import TrainingError
@@ -74,11 +76,11 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
         if parameter.requires_grad and not was_trained:
             raise TrainingError(
                 f"parameter {name!r} began to take a gradient during the run, and several workers exchange the gradients of "
-                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in the "
-                "factory (or on the registered instance), and start training again, which goes on from the weights; or train "
+                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in "
+                "the factory (or on the registered instance), and start training again, which goes on from the weights; or train "
                 "with one worker"
             )
 
 
-def _same(now: dict[str, object], before: dict[str, object]) -> bool:
+def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
     return len(now) == len(before) and all(now.get(name) is value for name, value in before.items())
