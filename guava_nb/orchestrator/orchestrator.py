@@ -78,7 +78,7 @@ class Orchestrator(SessionHost):
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
-        cluster.on_idle_leave = lambda rank: take_over(self._replica_sets.trained, cluster, rank)
+        cluster.on_idle_leave = lambda rank: take_over(self._replica_sets.held_by_workers, cluster, rank)
         return cluster
 
     def _close(self) -> None:
@@ -118,7 +118,8 @@ class Orchestrator(SessionHost):
 
         Args:
             model: a class or function (shared, importable, or its name), called with `args` on every machine; or an
-                instance, whose class must be shared or importable and whose weights are where training starts; or
+                instance, whose class must be shared or importable, and whose weights and requires_grad are where training
+                starts, all else being as its class builds it; or
                 "@model", the one that lives in the worker's own process (`GPUTrainer`) and starts from what it holds.
             args: plain data.
 
@@ -132,7 +133,7 @@ class Orchestrator(SessionHost):
                 "shared function that returns torch.compile(...) of it"
             )
         if self._models.register(model, args):
-            self._replica_sets.trained = None
+            self._replica_sets.let_go()
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -148,8 +149,8 @@ class Orchestrator(SessionHost):
     ) -> Run:
         """Train the registered model; blocks until the end unless `detach`.
 
-        A second call with the same model and the same shared cells goes on from where the weights are; with the same
-        optimizer, from its state too. `fresh` starts anew.
+        A second call goes on from where the weights are as long as the model has the same parameters; with the same
+        optimizer, from its state too. `fresh` starts anew; without it no trained weights are thrown away.
 
         Args:
             train_loader: the user's DataLoader (its batch is the global batch), or an iterable of batches; or a `WorkerData`

@@ -23,7 +23,7 @@ from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.training import checkpoint
-from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on
+from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on, unlike
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.schedule_check import check_schedule
@@ -56,6 +56,7 @@ class ReplicaSets:
         self._registry, self._notices = registry, notices
         self._cluster, self._patience_s = cluster, patience_s
         self.trained: ReplicaSet | None = None
+        self._replaced: ReplicaSet | None = None  # by a registered instance, while only workers hold what was trained
         self.loaded: checkpoint.Loaded | None = None
         self._runs = 0
         # Replicas that are asked and not trained, and what they were made of.
@@ -64,7 +65,17 @@ class ReplicaSets:
 
     def forget(self) -> None:
         """The session was closed, and its workers are gone."""
-        self.trained = self._asked = None
+        self.trained = self._replaced = self._asked = None
+
+    def let_go(self) -> None:
+        """A registered instance takes the place of what was trained: its weights are where training starts."""
+        if self.trained is not None:
+            self._replaced, self.trained = self.trained, None
+
+    @property
+    def held_by_workers(self) -> ReplicaSet | None:
+        """The replicas whose state is not to be lost when a worker leaves; None: there are none."""
+        return self.trained or self._replaced
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.
@@ -157,6 +168,12 @@ class ReplicaSets:
             own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
             self.fetch(own)
             return own
+        replaced = self._replaced
+        if not fresh and replaced is not None and replaced.master_step != replaced.step:
+            raise ConfigError(
+                f"a run from the registered model would throw away what the last one trained in {replaced.step + 1} steps, which "
+                "is at the workers only: fetch it before with run.model(), or say fresh=True (--fresh)"
+            )
         replica_set = self._build(composed)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
@@ -171,7 +188,7 @@ class ReplicaSets:
 
     def launched(self, replica_set: ReplicaSet) -> None:
         """A run of these replicas was launched."""
-        self.trained, self._asked = replica_set, None
+        self.trained, self._replaced, self._asked = replica_set, None, None
         self._runs += 1
 
     def guess(self, composed: Composed, plan: TrainingPlan, options: TrainingOptions) -> tuple[ReplicaSet, bool]:
@@ -220,9 +237,9 @@ class ReplicaSets:
             cells, shared = self._registry.cells, self._registry.shared()
             self.trained = adopt(self._next_asked(), fresh, cells, shared, self._cluster())
             return self.trained
-        if trained is None or trained.spec.model != fresh.model or self.loaded is not None:
+        if trained is None or self.loaded is not None:
             return self._standing(fresh, None)
-        spec = trained.spec
+        spec = replace(trained.spec, model=fresh.model, frozen=fresh.frozen)
         if criterion is not None:
             spec = replace(spec, criterion=fresh.criterion, step=None)
         if preprocess is not None:
@@ -247,8 +264,10 @@ class ReplicaSets:
         if self._asked is None or self._asked[1] != made_of:
             state = None if trained is None else self.fetch(trained)
             replica_set = build_ensemble(self._next_asked(), spec, cells, self._registry.shared(), instance)
-            if state is not None:
-                replica_set.master.load_state({"model": state["model"]})
+            if state is not None and (problem := self._foreign(replica_set, spec, trained)):
+                self._notices.add(f"another model was chosen, and it was not trained yet ({problem})", "run")
+            elif state is not None:
+                replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
             elif self.loaded is not None:
                 path, content = self.loaded
                 checkpoint.check_model(path, content, replica_set.master.model.state_dict(), spec.model)
@@ -256,11 +275,19 @@ class ReplicaSets:
             self._asked = (replica_set, made_of)
         return self._hold(self._asked[0])
 
+    @staticmethod
+    def _foreign(replica_set: ReplicaSet, spec: RunSpec, trained: ReplicaSet | None) -> str:
+        """What a model of another name than the trained one's has not in common with that; "" where its weights fit."""
+        if trained is None or spec.model is None or trained.spec.model is None:
+            return ""
+        return "" if spec.model.name == trained.spec.model.name else unlike(replica_set, trained)
+
     def _hold(self, replica_set: ReplicaSet) -> ReplicaSet:
         """Workers hold one run at a time: what they hold of others is brought here, and they are known to forget it."""
-        if self.trained is not None and self.trained is not replica_set and self.trained.at:
-            self.fetch(self.trained)
-        for other in (self.trained, self._asked and self._asked[0]):
+        held = self.held_by_workers
+        if held is not None and held is not replica_set and held.at:
+            self.fetch(held)
+        for other in (held, self._asked and self._asked[0]):
             if other is not None and other is not replica_set:
                 for rank in list(other.at):
                     other.drop(rank)

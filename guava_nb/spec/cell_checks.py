@@ -20,7 +20,7 @@ from pyflakes.checker import Checker
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
 
-__all__ = ["check_syntax", "file_name", "needed_modules", "source_lines", "undefined_names"]
+__all__ = ["cells_behind", "check_syntax", "file_name", "needed_modules", "source_lines", "undefined_names"]
 
 _ASSIGNED_MAGIC = re.compile(r"^[\w.,\s]+=\s*[%!]")
 _INSTALL = re.compile(r"\b(pip|conda|mamba|uv)\b.*\binstall\b")
@@ -122,6 +122,17 @@ def _bound_names(text: str) -> set[str]:
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
             )
     return names
+
+
+def cells_behind(name: str, cells: Sequence[Cell]) -> set[str]:
+    """Return the names of the cells that define a shared name and, step by step, what those use."""
+    trees = {cell.name: ast.parse(cell.text) for cell in cells}
+    bound = {cell.name: _bound_names(cell.text) for cell in cells}
+    wanted, found = {name.partition(".")[0]}, set[str]()
+    while more := {cell for cell, names in bound.items() if cell not in found and names & wanted}:
+        found |= more
+        wanted |= {node.id for cell in more for node in ast.walk(trees[cell]) if isinstance(node, ast.Name)}
+    return found
 
 
 def _star_may_define(name: str, from_list: str) -> bool:

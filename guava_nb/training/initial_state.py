@@ -16,6 +16,7 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.replica.model.structure import first_difference
 from guava_nb.replica.replica import Replica
+from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.handover import fetch_between_runs
@@ -24,7 +25,7 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
-__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on"]
+__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
 
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
@@ -74,45 +75,71 @@ def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Mo
 
 
 def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:
-    """Go on from the last run's weights where model and cells are the same, and from its optimizer where that is too.
+    """Go on from the last run's weights where the model has the same parameters, and from its optimizer where that is the same.
 
     Returns:
         What the run begins with, in a sentence.
 
     Raises:
+        ConfigError: the model has other parameters, and what was trained would be thrown away.
         WorkerLost: the workers that hold those weights are gone.
     """
-    if not _is_same_model(replica_set, last):
-        return (
-            f"begins with new weights: {_difference(replica_set, last)} since the last run. To keep them, save before the change "
-            "and resume after it: %guava_save, %guava_resume"
-        )
+    changed, problem = _difference(replica_set, last), unlike(replica_set, last)
+    if problem:
+        is_lost = last.master_step != last.step or _name(replica_set) == _name(last)
+        if last.step >= 0 and is_lost:
+            raise ConfigError(
+                f"a run with this model would throw away what the last one trained in {last.step + 1} steps: "
+                f"{changed or 'the model changed'} since, and its parameters are others now ({problem}). To begin with new "
+                "weights: fresh=True (--fresh). To keep what was trained, save it before, with save_checkpoint(path) "
+                "(%guava_save path), or go on with the model as it was"
+            )
+        return f"begins with new weights: {changed} since the last run"
     state = fetch_between_runs(last, cluster, timeout_s)
     same = _has_same_optimizer(replica_set, last)
-    replica_set.master.load_state(state if same else {"model": state["model"]})
+    replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
+    if same:
+        try:
+            replica_set.master.load_state(
+                {key: value for key, value in state.items() if key not in ("model", "buffers")}
+            )
+        except CheckpointError:  # a function of the user's makes other groups of the parameters than before
+            same = False
     optimizer = "" if same else " with a new optimizer"
-    return f"goes on from the weights of the last run{optimizer}; --fresh (fresh=True) starts anew"
+    since = f" ({changed} since, and its parameters are the same)" if changed else ""
+    return f"goes on from the weights of the last run{optimizer}{since}; --fresh (fresh=True) starts anew"
 
 
 def goes_on(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
     """Whether a run would go on from the last one's optimizer, too."""
-    return _is_same_model(replica_set, last) and _has_same_optimizer(replica_set, last)
+    return not unlike(replica_set, last) and _has_same_optimizer(replica_set, last)
+
+
+def unlike(replica_set: ReplicaSet, last: ReplicaSet) -> str:
+    """What names and shapes the models of two runs have not in common."""
+    before, now = (one.master.model.state_dict() for one in (last, replica_set))
+    return checkpoint.differences(before, now, "in the last run's model")
+
+
+def _name(replica_set: ReplicaSet) -> str:
+    return "" if replica_set.spec.model is None else replica_set.spec.model.name
 
 
 def _difference(replica_set: ReplicaSet, last: ReplicaSet) -> str:
-    """Why the weights of the last run are not those of this one."""
-    if last.spec.model != replica_set.spec.model:
+    """What the user changed of the model, "" where it is what it was: only what it depends on counts."""
+    model = replica_set.spec.model
+    assert model is not None
+    if last.spec.model != model:
         return "another model was chosen"
-    before, now = ({cell.name: cell.text for cell in cells} for cells in (last.cells, replica_set.cells))
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    return f"shared cell {' and '.join(names)} changed" if names else "the order of the shared cells changed"
-
-
-def _is_same_model(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
-    return last.spec.model == replica_set.spec.model and last.cells == replica_set.cells
+    before, now = ({cell.name: cell.text for cell in one.cells} for one in (last, replica_set))
+    behind = cells_behind(model.name, last.cells) | cells_behind(model.name, replica_set.cells)
+    names = sorted(name for name in behind if before.get(name) != now.get(name))
+    return f"shared cell {' and '.join(names)} changed" if names else ""
 
 
 def _has_same_optimizer(replica_set: ReplicaSet, last: ReplicaSet) -> bool:
+    if last.spec.frozen != replica_set.spec.frozen and not hasattr(torch.optim, replica_set.spec.optimizer.name):
+        return False  # a function of the user's may have left out what was frozen
     return all(getattr(last.spec, n) == getattr(replica_set.spec, n) for n in ("optimizer", "scheduler", "precision"))
 
 

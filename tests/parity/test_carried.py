@@ -468,3 +468,153 @@ def test_what_is_frozen_during_a_run_stays_where_it_is(workers: int) -> None:
         session.register_model(Unfreezing, {"freezes": True})
         trained = train(session, seed=3)
     assert difference(trained, plain(seeded(Unfreezing, freezes=True))) <= 1e-9
+
+
+# ------------------------------------------------------------------------------------- nothing trained is thrown away
+
+CELL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width={width}, p=0.0):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(10, width), nn.Dropout(p), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.{act}(self.first(x))))
+"""
+LOSS = """
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing={smoothing})
+"""
+METRIC = """
+def right(outputs, targets):
+    return (outputs.argmax(1) == targets).double().mean()
+"""
+
+
+def shared(session: Orchestrator, width: int = 8, act: str = "tanh") -> None:
+    session.share(CELL.format(width=width, act=act), "net")
+
+
+def steps_in(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(model: nn.Module, before: list[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def _metric(session: Orchestrator) -> None:
+    session.share(METRIC, "metric")
+    session.validate(loader(), metrics={"right": "right"}, progress=False)
+
+
+def _loss(session: Orchestrator) -> None:
+    session.share(LOSS.format(smoothing=0.1), "loss")
+
+
+def _again(session: Orchestrator) -> None:
+    shared(session)
+    session.register_model("Net")
+
+
+def _comment(session: Orchestrator) -> None:
+    session.share("# better\n" + CELL.format(width=8, act="tanh"), "net")
+
+
+def _activation(session: Orchestrator) -> None:
+    shared(session, act="relu")
+
+
+def _arguments(session: Orchestrator) -> None:
+    session.register_model("Net", {"p": 0.0})
+
+
+def _mode(session: Orchestrator) -> None:
+    session.set_mode("data", path="relay")
+
+
+@pytest.mark.parametrize("change", [_metric, _loss, _again, _comment, _activation, _arguments, _mode])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_stay_while_the_model_has_the_same_parameters(change: Any, workers: int) -> None:
+    """A step with a learning rate of 0 shows from where a run goes on."""
+    with direct_session(workers) as session:
+        shared(session)
+        session.register_model("Net")
+        trained = steps_in(train(session))
+        change(session)
+        assert same(train(session, epochs=1, optimizer_args={"lr": 0.0}), trained)
+        told = said(session)
+        assert "goes on from the weights of the last run" in told
+        named = {_comment: "net", _activation: "net"}.get(change)
+        assert (f"shared cell {named} changed since" in told) == (named is not None)
+
+
+def test_another_metric_leaves_the_optimizer_s_state_too() -> None:
+    with direct_session(2) as session:
+        shared(session)
+        session.register_model("Net")
+        train(session)
+        _metric(session)
+        trained = train(session)
+        assert "with a new optimizer" not in said(session)
+        assert difference(trained, plain_continued(session)) <= 1e-9
+
+
+def plain_continued(session: Orchestrator) -> nn.Module:
+    """Two runs of two epochs; the loader of each begins with the same order."""
+    net = session._models.shared().Net  # type: ignore[union-attr]
+    torch.manual_seed(session.config.seed)
+    model = net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        batches = loader()
+        for x, y in [*batches, *batches]:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def test_what_would_throw_training_away_asks_first() -> None:
+    with direct_session(2) as session:
+        shared(session)
+        session.register_model("Net")
+        trained = steps_in(train(session))
+        shared(session, width=9)
+        with pytest.raises(
+            ConfigError, match=r"throw away what the last one trained in 8 steps: shared cell net changed.*--fresh"
+        ):
+            train(session)
+        with pytest.raises(CheckpointError, match="belongs to another model"):
+            session.validate(loader(), progress=False)
+        shared(session)
+        assert same(train(session, epochs=1, optimizer_args={"lr": 0.0}), trained)
+        session.register_model("Net", {"width": 9})
+        with pytest.raises(ConfigError, match="another model was chosen since"):
+            train(session)
+        assert train(session, fresh=True).first.weight.shape == (9, 10)
+
+
+def test_a_registered_instance_does_not_throw_training_away_unasked() -> None:
+    net = seeded()
+    with direct_session(2) as session:
+        session.register_model(net)
+        trained = steps_in(train(session))
+        session.register_model(net)  # once more, as a notebook's cell does that is run again
+        assert same(train(session, epochs=1, optimizer_args={"lr": 0.0}), trained)
+        run = session.start_training(loader(), **TRAINING)
+        assert session._replica_sets.trained is not None
+        session._replica_sets.trained.master_step = -1  # as after a run whose state took too long to fetch
+        session.register_model(seeded(seed=4))
+        with pytest.raises(ConfigError, match=r"throw away what the last one trained.*run\.model\(\)"):
+            train(session)
+        session.validate(
+            loader(dtype=torch.float32), progress=False
+        )  # of the instance; what only workers hold is fetched before
+        kept = steps_in(run.model())
+        other = train(session, epochs=1, optimizer_args={"lr": 0.0})
+        assert torch.equal(other.head.weight, seeded(seed=4).double().head.weight)
+        assert same(run.model(), kept) and not same(run.model(), trained)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from guava_nb.errors import SourceError
 from guava_nb.protocol.messages import Cell
+from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import CellError, SourceLedger, build_module, digest, resolve
 
 MODULE = "guava_shared_under_test"
@@ -365,3 +366,15 @@ def test_a_wrong_name_is_told_with_near_ones(name: str, message: str) -> None:
 def test_with_nothing_shared_the_remedy_is_told() -> None:
     with pytest.raises(SourceError, match="nothing is shared yet"):
         resolve("Net", None)
+
+
+def test_the_cells_behind_a_name_are_those_that_define_it_and_what_it_uses() -> None:
+    cells = [
+        Cell("imports", "import torch\nfrom torch import nn"),
+        Cell("block", "class Block(nn.Module):\n    pass"),
+        Cell("net", "class Net(nn.Module):\n    def __init__(self):\n        self.block = Block()"),
+        Cell("metric", "def right(outputs):\n    return torch.ones(1)"),
+    ]
+    assert cells_behind("Net.small", cells) == {"imports", "block", "net"}
+    assert cells_behind("right", cells) == {"imports", "metric"}
+    assert cells_behind("package.module:Net", cells) == set()

@@ -33,6 +33,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "text": ("accuracy", "accuracy"),
     "norm": ("0.5", 0.5),
     "size": ("2MB", 2_000_000),
+    "policies": ("vq.*=first,sum", "vq.*=first,sum"),
     "weights": ("2,1", (2.0, 1.0)),
     "file": ("~/a.pt", Path("~/a.pt").expanduser()),
     "words": ("'cut: x; whole: y'", "cut: x; whole: y"),
