@@ -11,7 +11,7 @@ import torch
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.state_dict import parameter_hash
-from guava_nb.replica.wrappers import unwrapped
+from guava_nb.replica.user_model.wrappers import unwrapped
 from guava_nb.spec.cells import SourceLedger, build_module, resolve
 from guava_nb.spec.run_spec import factory_name, plain_arguments
 from guava_nb.spec.training_options import Reference

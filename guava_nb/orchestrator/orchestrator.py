@@ -32,7 +32,7 @@ from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
-from guava_nb.replica.wrappers import is_compiled, unwrapped
+from guava_nb.replica.user_model.wrappers import is_compiled, unwrapped
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options

@@ -13,7 +13,7 @@ from torch import nn
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.rng import seeded
-from guava_nb.replica.wrappers import unwrapped
+from guava_nb.replica.user_model.wrappers import unwrapped
 from guava_nb.spec.factories import Resolve, build, find
 
 __all__ = ["autocast_dtype", "build_model", "check_spec", "place_model"]
@@ -45,7 +45,7 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
     """Call the model factory on the CPU, its random numbers drawn as after `torch.manual_seed(spec.seed)`.
 
     Returns:
-        The plain model, see `guava_nb.replica.wrappers`, with the run's frozen parameters.
+        The plain model, see `guava_nb.replica.user_model.wrappers`, with the run's frozen parameters.
 
     Raises:
         ConfigError: there is none, its name or arguments are wrong, or it makes no module.

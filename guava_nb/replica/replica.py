@@ -30,12 +30,12 @@ from guava_nb.replica.build import build_model, place_model
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.replica.parameter_watch import ParameterWatch
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
 from guava_nb.replica.timer import StepTimer
-from guava_nb.replica.wrappers import unwrapped
+from guava_nb.replica.user_model.parameter_watch import ParameterWatch
+from guava_nb.replica.user_model.wrappers import unwrapped
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["Replica"]

@@ -31,11 +31,11 @@ from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.objective import build_criterion, counting_correct
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
-from guava_nb.replica.parameter_watch import refuse_late_gradients
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, parameter_hash
+from guava_nb.replica.user_model.parameter_watch import refuse_late_gradients
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["ShardedReplica"]

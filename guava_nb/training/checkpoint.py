@@ -16,7 +16,7 @@ import torch
 
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
-from guava_nb.replica.wrappers import plain_names
+from guava_nb.replica.user_model.wrappers import plain_names
 from guava_nb.training.plan import Position
 
 __all__ = ["Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]

@@ -15,7 +15,7 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.build import build_model
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.structure import first_difference
+from guava_nb.replica.user_model.structure import first_difference
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.handover import fetch_between_runs

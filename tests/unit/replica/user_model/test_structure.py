@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.protocol.messages import Cell
-from guava_nb.replica.structure import first_difference
+from guava_nb.replica.user_model.structure import first_difference
 from guava_nb.spec.cells import build_module
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from guava_nb.replica.wrappers import is_compiled, plain_names, unwrapped
+from guava_nb.replica.user_model.wrappers import is_compiled, plain_names, unwrapped
 
 
 def net() -> nn.Module:

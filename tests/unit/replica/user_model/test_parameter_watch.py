@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guava_nb.errors import TrainingError
-from guava_nb.replica.parameter_watch import ParameterWatch
+from guava_nb.replica.user_model.parameter_watch import ParameterWatch
 
 
 def net() -> Any:
