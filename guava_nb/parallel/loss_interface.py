@@ -79,11 +79,13 @@ class Learning:
         make_optimizer: makes the optimizer of named parameters. It is called once for the whole model, to learn its
             groups, and once for what this rank holds.
         criterion: measures outputs against targets; only a pipeline needs it.
+        buffers: what becomes of buffers that replicas change unlike, see `replicas.buffer_policy`.
     """
 
     objective: Objective
     make_optimizer: MakeOptimizer
     criterion: Criterion | None = None
+    buffers: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

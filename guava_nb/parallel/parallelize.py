@@ -50,7 +50,6 @@ def parallelize(
     example: Any = None,
     sync_batchnorm: bool = False,
     habit: Habit | None = None,
-    buffers: str = "auto",
 ) -> ModelPart:
     """Spread a whole model over a mesh; every rank calls it with an equal model at the same time.
 
@@ -63,7 +62,6 @@ def parallelize(
         example: inputs of a typical micro-batch on `device`, on rank 0; only a pipeline balanced by time needs it.
         sync_batchnorm: batch norms see the rows of all replicas.
         habit: what former groups have shown of the model's calls; changed.
-        buffers: what becomes of buffers that replicas change unlike, see `replicas.buffer_policy`.
 
     Raises:
         ConfigError: the model cannot be spread like this.
@@ -91,7 +89,7 @@ def parallelize(
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
-    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather, buffers)
+    data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather, learning.buffers)
     holding = hold(model, names, order, mesh)
     optimizer = learning.make_optimizer(holding.named)
     if data.sharded:

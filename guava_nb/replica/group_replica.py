@@ -104,8 +104,8 @@ class GroupReplica(BaseReplica):
         model = begin_training(place_model(build_model(self._spec, self.resolve), self._spec, self.device))
         self.part = parallelize(
             model, shape, self._axes, self.device,
-            Learning(self._objective, self._make_optimizer, self._criterion),
-            sync_batchnorm=self._spec.sync_batchnorm, buffers=self._spec.buffers, example=self._inputs_of(example),
+            Learning(self._objective, self._make_optimizer, self._criterion, self._spec.buffers),
+            sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
             habit=self._habit,
         )  # fmt: skip
         self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
