@@ -76,7 +76,7 @@ def parallelize(
         # Only now: torch's pipelining is slow to import, and the other modes never need it.
         from guava_nb.parallel.pipeline.parallelize_stages import pipeline_part
 
-        stages = pipeline_part(model, spec, mesh, device, learning, plan, example, buffers)
+        stages = pipeline_part(model, spec, mesh, device, learning, plan, example)
         stages.layout = describe(stages.begins, stages.stage_parameters, plan)
         return stages
     names = full_names_of(model)

@@ -36,9 +36,8 @@ def pipeline_part(
     learning: Learning,
     plan: Plan,
     example: Any = None,
-    buffers: str = "auto",
 ) -> PipelinePart:
-    """Cut a model into stages and spread each; `plan` is the whole model's, `example` and `buffers` as in `parallelize`.
+    """Cut a model into stages and spread each; `plan` is the whole model's, `example` as in `parallelize`.
 
     Raises:
         ConfigError: there is no criterion, or the model cannot be cut so.
@@ -50,7 +49,7 @@ def pipeline_part(
         )
     # On the whole model, because in a stage alone a block may not repeat.
     again = matching(model, spec.checkpoint_activations, "checkpoint_activations (--checkpoint-activations)")
-    stages = _Stages(spec, mesh, plan, list(again), buffers)
+    stages = _Stages(spec, mesh, plan, list(again), learning.buffers)
     place = PipelinePlace(mesh.group("pp"), device, mesh.dp, mesh.tp)
     hooks = stages.hooks()
     return PipelinePart(
