@@ -87,6 +87,11 @@ class LoaderFeed:
             raise ConfigError(_empty_sentence(loader))
 
     @property
+    def data_set(self) -> Any:
+        """What the samples come from: the loader's data set, else the loader itself."""
+        return self._source.data_set
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Batches in an epoch; None where the loader cannot tell."""
         try:

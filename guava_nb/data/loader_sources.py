@@ -97,6 +97,11 @@ class Source:
         """Samples of a batch, where the loader says it."""
         return getattr(self._theirs, "batch_size", None)
 
+    @property
+    def data_set(self) -> Any:
+        """What the samples come from: the loader's data set, else the loader."""
+        return getattr(self._theirs, "dataset", self._theirs)
+
     def num_samples(self) -> int | None:
         """Samples drawn in an epoch; None when it is unknown."""
         return None  # a stream's length is a promise at best

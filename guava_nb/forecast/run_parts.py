@@ -17,7 +17,7 @@ from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.training.first_step_check import Question, digest_of, first_rows, weights_of_pieces
+from guava_nb.training.first_step_check import Question, digest_of, first_rows, found_before, weights_of_pieces
 
 __all__ = ["parts_of"]
 
@@ -83,9 +83,12 @@ def _first_step_check(run: RunFacts) -> Traffic:
     weights = weights_of_pieces(run.spec, run.plan.weights(range(run.workers)))
     if run.plan.check == "off" or first is None or len(weights) < 2:
         return NOTHING
-    if digest_of(run.replica_set, first.batch, weights) in run.replica_set.checks:
+    if found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set):
         return NOTHING
-    question = Question(first, first.batch, weights, RowSplitter(run.plan.split_fn))
+    splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
+    if splitter.problem:
+        return NOTHING
+    question = Question(first, first.batch, weights, splitter)
     message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows))
     answer = run.back(messages.StepChecked, outcome="same", precision="fp32", parameter="layer.weight")
     return run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
 
-__all__ = ["evaluating", "to_device", "unchanged"]
+__all__ = ["evaluating", "late_gradient", "to_device", "unchanged"]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -44,3 +45,13 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in before:
                     buffer.copy_(value)
+
+
+def late_gradient(name: str) -> TrainingError:
+    """Return the error on a parameter that takes a gradient and took none when the run began."""
+    return TrainingError(
+        f"parameter {name!r} began to take a gradient during the run, and several workers exchange the gradients of "
+        "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in "
+        "the factory (or on the registered instance), and start training again, which goes on from the weights; or train "
+        "with one worker"
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout
@@ -165,7 +165,7 @@ class BaseReplica(ABC):
         try:
             self._step(sums, factor)
         except (Exception, SystemExit) as error:
-            if self._undo is None or not self._undo.undo():
+            if isinstance(error, LocalProtocolError) or self._undo is None or not self._undo.undo():
                 raise
             self.restore()
             raise ApplyFailed(applied=False) from error

@@ -13,6 +13,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.data.codec import tensor_bytes, tensor_from
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
+from guava_nb.errors import TrainingError
 from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
@@ -126,7 +127,7 @@ class StarExchange(StepExchange[Replicas]):
         failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
         super()._commit(in_flight, decided)
         if failure is not None:
-            raise failure
+            raise _user_error(in_flight, failure, "The step counts") from failure
 
     def _apply_here(self, in_flight: StepInFlight, commit: Commit) -> BaseException | None:
         """optimizer_site="orchestrator": the master takes the step, its new values go out.
@@ -142,7 +143,7 @@ class StarExchange(StepExchange[Replicas]):
         except ApplyFailed as failed:
             failure = failed.__cause__
             if not failed.applied and failure is not None:
-                raise failure from None
+                raise _user_error(in_flight, failure, "The step counts nowhere") from failure
         except BaseException:
             self._replicas.master_step = self._replicas.step - 1  # what it holds now is the state of no step
             raise
@@ -153,3 +154,11 @@ class StarExchange(StepExchange[Replicas]):
             last = index == len(values) - 1
             self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)
         return failure
+
+
+def _user_error(in_flight: StepInFlight, error: BaseException, counts: str) -> TrainingError:
+    """Return the error on an optimizer or a schedule that raised at the orchestrator."""
+    return TrainingError(
+        f"optimizer or schedule raised at step {in_flight.machine.step + 1} on the orchestrator ({type(error).__name__}: {error}). {counts}; "
+        "run.model() and the next run have the last state that is whole"
+    )

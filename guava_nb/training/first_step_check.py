@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 
-__all__ = ["FirstStepCheck", "Question", "digest_of", "first_rows", "weights_of_pieces"]
+__all__ = ["FirstStepCheck", "Question", "digest_of", "first_rows", "found_before", "weights_of_pieces"]
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
 _FEW_ROWS = 8
@@ -139,11 +140,13 @@ class FirstStepCheck:
         self._settled = True
         content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
         digest = digest_of(replicas, content, weights)
-        known = digest in replicas.checks
-        if not known:
-            replicas.checks[digest] = self._judge(Question(batch, content, weights, self._splitter), team[0])
-        self._tell(replicas.checks[digest], known)
-        return not known
+        data = self._plan.feed.data_set
+        verdict = known = found_before(replicas, digest, data)
+        if verdict is None:
+            verdict = self._judge(Question(batch, content, weights, self._splitter), team[0])
+            replicas.checks[digest] = (_reference(data), verdict)
+        self._tell(verdict, known is not None)
+        return known is None
 
     def _tell(self, verdict: _Verdict, known: bool) -> None:
         self._run.check = {**verdict.record, "seconds": 0.0 if known else verdict.record["seconds"], "known": known}
@@ -219,6 +222,19 @@ def digest_of(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> b
     return hashlib.blake2b(msgspec.msgpack.encode(record) + repr((form, ratio)).encode()).digest()
 
 
+def found_before(replicas: ReplicaSet, digest: bytes, data: Any) -> _Verdict | None:
+    """Return what a check of the same has come to for the same data set: another one may pad or mask otherwise."""
+    reference, verdict = replicas.checks.get(digest, (None, None))
+    return verdict if reference is not None and reference() is data else None
+
+
+def _reference(data: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(data)
+    except TypeError:  # lists and tuples know no such references
+        return lambda: data
+
+
 # --------------------------------------------------------------------------------------------------------------- words
 
 
@@ -241,7 +257,7 @@ def _verdict(
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
     begin = f"One-step check: {some} of the first batch, whole and in two pieces on {name} ({seconds:.2g} s)"
-    if answer.outcome == "same":
+    if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved):
         drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         return _Verdict(record, f"{begin}: loss and gradient are equal{drawn}", True)
     return _Verdict(record, f"{begin}: {'. '.join(_findings(spec, question, answer))}", False)
@@ -275,7 +291,7 @@ def _findings(spec: RunSpec, question: Question, answer: StepChecked) -> Iterato
     )
     if answer.causes:
         yield measured
-    pipeline = spec.parallel is not None and spec.parallel.pp > 1
+    pipeline = _is_pipeline(spec)
     if BATCH_STATISTICS in answer.causes:
         cure = "use GroupNorm or LayerNorm" if pipeline else (
             "set_mode(..., sync_batchnorm=True) (%guava_mode --sync-batchnorm on) lets them see all samples"
@@ -288,11 +304,21 @@ def _findings(spec: RunSpec, question: Question, answer: StepChecked) -> Iterato
         )
     if COUPLED in answer.causes:
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
-    if answer.buffers:
+    if pipeline and answer.moved:
+        assert spec.parallel is not None
+        yield (
+            f"The forward changes the buffers {', '.join(answer.moved[:3])}, and a pipeline runs it for each of the "
+            f"{spec.parallel.micro_batches} micro-batches of a step: take --micro-batches 1, or a mode without stages"
+        )
+    elif answer.buffers:
         yield (
             f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
             "what a forward leaves in them"
         )
+
+
+def _is_pipeline(spec: RunSpec) -> bool:
+    return spec.parallel is not None and spec.parallel.pp > 1 and spec.parallel.micro_batches > 1
 
 
 def _about_coupling(question: Question, way: str) -> Iterator[str]:

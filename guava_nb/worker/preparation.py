@@ -171,7 +171,12 @@ class Preparation:
             found = compare(run.replica, run.spec, run.resolve, batches, rows)
         except USER_ERRORS as error:  # the batch itself cannot be made here
             found = Finding("whole failed", problem=error_text(error))
-        kept = replace(found, problem=sendable(found.problem[:_MOST_TEXT]), buffers=found.buffers[:_MOST_NAMES])
+        kept = replace(
+            found,
+            problem=sendable(found.problem[:_MOST_TEXT]),
+            buffers=found.buffers[:_MOST_NAMES],
+            moved=found.moved[:_MOST_NAMES],
+        )
         return StepChecked(run_id=message.run_id, request_id=message.request_id, **asdict(kept))
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:

@@ -203,7 +203,7 @@ def test_somebody_else_answers(greeting: bytes, hears: bool, scheme: str, name: 
     with somebody(greeting, hears) as port:
         check = failed(check_join(code_for(port, scheme), IMPATIENT), name)
     assert says in check.detail
-    assert "newest join code" in check.fix or "upgrade guava-nb" in check.fix
+    assert "newest join code" in check.fix or "the same version of it" in check.fix
 
 
 def test_the_code_of_yesterday() -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.parity.programs.table import Cell
 from tests.support.processes import ROOT, Session
 
 transformers = pytest.importorskip("transformers")
@@ -96,8 +95,6 @@ def plain(step: str, data: Any) -> torch.nn.Module:
 def test_three_cells(
     session: Session, container: type | None, mode: str, settings: dict[str, Any], step: str, lengths: tuple[int, ...]
 ) -> None:
-    if container is None and (awaits := Cell(2, "model with its own loss, BatchEncoding", "data").awaits):
-        pytest.xfail(f"awaits {awaits}")
     session.ensure(2)
     session.orch.set_mode(mode, **settings)
     session.orch.share(CELL, "cell")

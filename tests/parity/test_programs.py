@@ -29,8 +29,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
 
 @pytest.mark.parametrize("cell", covering(), ids=str)
 def test_a_program_is_right_or_says_why_not(table: Table, cell: Cell) -> None:
-    if cell.awaits:
-        pytest.xfail(f"awaits {cell.awaits}")
     outcome = table.run(cell)
     assert outcome.is_right, f"{outcome.kind}: {outcome.text}"
 

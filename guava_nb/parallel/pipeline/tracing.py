@@ -36,6 +36,9 @@ class _Single(nn.Module):
         return self.model(inputs)
 
 
+_NOTHING = object()
+
+
 class _OuterTracer(fx.Tracer):
     """Looks into the given modules only; assertions are left out, whatever they ask."""
 
@@ -156,7 +159,7 @@ def _sequential_graph(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str, Any]]:
     single, tracer = _Single(model), _OuterTracer(enter)
     try:
-        with _factories_followed():
+        with _factories_followed(), _refusing_changes(model, enter):
             graph = tracer.trace(single)
     except ConfigError:
         raise
@@ -182,6 +185,40 @@ def _factories_followed() -> Iterator[None]:
     finally:
         for name, function in originals.items():
             setattr(torch, name, function)
+
+
+@contextmanager
+def _refusing_changes(model: nn.Module, enter: Collection[str]) -> Iterator[None]:
+    """Undo and refuse what a followed forward changes of the model in Python: stages run the calls in it, and not the rest.
+
+    Raises:
+        ConfigError: it set an attribute, or requires_grad of a parameter.
+    """
+    modules = [model, *(model.get_submodule(name) for name in enter)]
+    before = [dict(vars(module)) for module in modules]
+    took = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    try:
+        yield
+        for module, attributes in zip(modules, before, strict=True):
+            changed = [name for name, value in vars(module).items() if attributes.get(name, _NOTHING) is not value]
+            if changed:
+                raise _changes(module, f"self.{changed[0]}")
+        for name, (parameter, took_gradients) in took.items():
+            if parameter.requires_grad != took_gradients:
+                raise _changes(model, f"requires_grad of {name}")
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        for parameter, took_gradients in took.values():
+            parameter.requires_grad_(took_gradients)
+
+
+def _changes(module: nn.Module, what: str) -> ConfigError:
+    return ConfigError(
+        f"the forward of {type(module).__name__} changes {what}, and stages run only the calls that they find in it: the "
+        "change would not happen in any step. Put what changes it into a submodule of its own, or take a mode without stages"
+    )
 
 
 def _followed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from guava_nb.errors import GroupBroken
 from guava_nb.nested import leaves, map_leaves
+from guava_nb.parallel.module_state import late_gradient
 from guava_nb.parallel.replicas.call_order import EXIT, CallOrder, Habit, Unplanned
 
 __all__ = ["SharedUnits"]
@@ -72,6 +73,7 @@ class _Unit:
         places: module, attribute and full name of each of its parameters.
         enter, leave: FSDP2's hooks.
         nested: other units lie inside.
+        took: full names of the parameters that took gradients when it was sharded.
     """
 
     module: nn.Module
@@ -80,6 +82,7 @@ class _Unit:
     enter: Callable[..., Any]
     leave: Callable[..., Any]
     nested: bool
+    took: frozenset[str]
 
 
 class SharedUnits:
@@ -126,13 +129,14 @@ class SharedUnits:
             (module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2], full)
             for local, full in names.items()
         ]
+        took = frozenset(full for owner, own, full in places if getattr(owner, own).requires_grad)
         shard()
         (before,) = set(module._forward_pre_hooks) - kept
         (after,) = set(module._forward_hooks) - kept
         inner = {id(m) for m in module.modules() if m is not module}
         unit = _Unit(
             module, name, places, module._forward_pre_hooks[before], module._forward_hooks[after],
-            any(id(other.module) in inner for other in self._units),
+            any(id(other.module) in inner for other in self._units), took,
         )  # fmt: skip
         module._forward_pre_hooks[before] = partial(self._on_enter, unit, len(self._units))
         module._forward_hooks[after] = partial(self._on_leave, unit)
@@ -154,6 +158,9 @@ class SharedUnits:
     def _on_leave(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if _in_backward():
             return unit.leave(module, args, output)
+        for owner, own, full in unit.places:  # gathered parameters: what is done to them is not seen in the shards
+            if getattr(owner, own).requires_grad and full not in unit.took:
+                raise late_gradient(full)
         return self._leave(unit, args, output, self._open.pop())
 
     # ---------------------------------------------------------------------------------------------------------- a call

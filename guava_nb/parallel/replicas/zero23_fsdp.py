@@ -188,7 +188,8 @@ def _of_other_dtype(
             if len(own) > 1 or module is root or any(True for _ in module.children()):
                 kinds = ", ".join(sorted(str(dtype) for dtype in own | {most}))
                 raise ConfigError(
-                    f"ZeRO 2 and 3 need one dtype per layer, {full!r} mixes {kinds}; use zero_stage=1 (--zero 1)"
+                    f"ZeRO 2 and 3 need one dtype per layer, and {full or 'the model itself'} mixes {kinds}; use zero_stage=1 "
+                    "(--zero 1)"
                 )
             found.append((full, module))
     return found

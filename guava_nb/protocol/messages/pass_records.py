@@ -139,6 +139,7 @@ class StepChecked(Message, frozen=True, kw_only=True):
     gradient_difference: float = 0.0
     parameter: str = ""
     buffers: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
     precision: str = ""
     problem: str = ""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from guava_nb.errors import TrainingError
+from guava_nb.parallel.module_state import late_gradient
 
 __all__ = ["ParameterWatch", "refuse_late_gradients"]
 
@@ -74,12 +75,7 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
     """
     for name, (parameter, was_trained) in named.items():
         if parameter.requires_grad and not was_trained:
-            raise TrainingError(
-                f"parameter {name!r} began to take a gradient during the run, and several workers exchange the gradients of "
-                "those only that took one when it began. Unfreeze it between two runs: let one end before, set requires_grad in "
-                "the factory (or on the registered instance), and start training again, which goes on from the weights; or train "
-                "with one worker"
-            )
+            raise late_gradient(name)
 
 
 def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:

@@ -59,6 +59,7 @@ class Finding:
         parameter: the one whose gradient differs most.
         buffers: names of buffers that the pieces would leave with other values, those of batch norms left out.
         drawn: random functions that were replaced by constants.
+        moved: names of buffers that a forward changes, those of batch norms left out.
         precision: in which it was computed.
         problem: what was raised.
     """
@@ -71,6 +72,7 @@ class Finding:
     parameter: str = ""
     buffers: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
     precision: str = ""
     problem: str = ""
 
@@ -168,7 +170,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
     buffers = tuple(name for name in one.buffers if _unlike(one.buffers[name], many.buffers.get(name)))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
-        tuple(sorted(trial.drawn)),
+        tuple(sorted(trial.drawn)), trial.beside_norms(trial.moved_by(one)),
     )  # fmt: skip
     if max(by_loss, by_gradient) > _CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
@@ -245,6 +247,10 @@ class _Trial(Replica):
             self._start_over()
         scale = rows / count if count else 1.0
         return _Measured(loss_sum / count if count else math.nan, {n: g * scale for n, g in gradients.items()}, buffers)
+
+    def moved_by(self, one: _Measured) -> tuple[str, ...]:
+        """Return the names of buffers that a measurement changed."""
+        return tuple(name for name, value in self._first.items() if _unlike(one.buffers.get(name, value), value))
 
     def _start_over(self) -> None:
         with torch.no_grad():

@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 #: Where a sentence must stand for a kind of program that cannot equal plain PyTorch when its batch is cut.
-COUPLED = "samples"  # a loss that looks at all samples of a batch
-STATISTICS = "batch statistics"  # layers that normalise over the batch
-NOISY = "random"  # dropout, noise drawn in forward
+COUPLED = "cut, the gradient differs by"  # a loss that looks at all samples of a batch
+STATISTICS = "Batch norms see their own piece"  # layers that normalise over the batch
+NOISY = "whose draws depend on the shares"  # dropout, noise drawn in forward
 POSITIONS = "split_fn"  # parts that refer to positions in the batch
 #: Refusals of programs that take a layer's parameters from outside, where each worker holds a part of them.
 READ = {"tensor": "is read outside its layer", "zero 3": "is read outside its layer"}

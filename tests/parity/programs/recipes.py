@@ -427,7 +427,7 @@ def mlp(name, **words):
 PROGRAMS = [
     mlp("one cycle", scheduler="OneCycleLR", scheduler_args={"max_lr": 0.3, "total_steps": 6}),
     mlp("one cycle, too short", scheduler="OneCycleLR", scheduler_args={"max_lr": 0.3, "total_steps": 4},
-        refused={"*": "total_steps"}),
+        refused={"*": "fails after optimizer step"}),
     mlp("warm-up function", scheduler=warmup, scheduler_args={"steps": 4}),
     mlp("warm-up, then cosine", scheduler=warmup_then_cosine),
     mlp("cosine each epoch", scheduler="CosineAnnealingLR", scheduler_args={"T_max": 2},
@@ -449,7 +449,7 @@ PROGRAMS = [
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),
-    mlp("early exit", model=EarlyExit, told={"*": "samples"}),
+    mlp("early exit", model=EarlyExit, told={"*": COUPLED}),
     mlp("transposed parameter", model=Transposed),
     mlp("penalty on the weights", criterion=None, step=l2_step, refused=READ),
     mlp("penalty on the first layer", criterion=None, step=l1_first_step, refused=READ),

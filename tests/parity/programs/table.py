@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 
 from guava_nb.errors import GuavaError
 from tests.parity.programs import contrastive, detection, language, recipes, signals, vision
-from tests.parity.programs.program import Plain, Program, plain
+from tests.parity.programs.program import NOISY, Plain, Program, plain
 from tests.support.processes import Session
 
-__all__ = ["AWAITS", "CELLS", "MODES", "PROGRAMS", "Cell", "Outcome", "Table", "covering"]
+__all__ = ["CELLS", "MODES", "PROGRAMS", "Cell", "Outcome", "Table", "covering"]
 
 TOLERANCE = 1e-9
 LIMIT_S = 30.0  # of a cell; one that takes longer hangs
@@ -56,53 +55,6 @@ MODE_REFUSALS: dict[str, tuple[str, ...]] = {
     "zero 3": ("exchanged gradients are dense; use sparse=False",),
 }
 
-#: Cells that are wrong today, and the entry of the list of faults whose mending they await: (program, mode) patterns.
-AWAITS: dict[tuple[str, str], str] = {
-    ("frozen instance", "*"): "R1",
-    # R2, how a batch is read
-    ("detection, boxes joined by image number", "*"): "R2",
-    ("detection, two images with two boxes", "*"): "R2",
-    ("lstm, time first", "*"): "R2",
-    ("text bags with offsets", "*"): "R2",
-    ("ctc, joined texts", "*"): "R2",
-    ("graphs, a list of them", "*"): "R2",
-    ("graphs, edge_index and batch vector", "*"): "R2",
-    ("graphs, one for all", "*"): "R2",
-    ("model with its own loss, BatchEncoding", "*"): "R2",
-    ("(X, y) for a loader", "*"): "R2",
-    # R2, the one-step check that tells of a difference
-    ("resnet, batch norm", "*"): "R2 check",
-    ("spectral norm", "pipeline"): "R2 check",
-    ("vit, dropout", "*"): "R2 check",
-    ("cutmix in step", "*"): "R2 check",
-    ("dice over the batch", "*"): "R2 check",
-    ("model with its own loss, padded", "*"): "R2 check",
-    ("mean over words that are no padding", "*"): "R2 check",
-    ("two towers, in-batch negatives", "*"): "R2 check",
-    ("survival, cox", "*"): "R2 check",
-    ("clip", "*"): "R2 check",
-    ("info nce", "*"): "R2 check",
-    ("nt-xent", "*"): "R2 check",
-    ("barlow twins", "*"): "R2 check",
-    ("supervised contrast", "*"): "R2 check",
-    ("vae", "*"): "R2 check",
-    ("diffusion, noise in the step", "*"): "R2 check",
-    ("hardest *", "*"): "R2 check",
-    ("sum over a fixed size", "*"): "R2 check",
-    ("early exit", "*"): "R2 check; zero 3: R7",
-    ("vq, averaged code book", "*"): "R3",
-    ("counting samples", "*"): "R3",
-    ("byol", "site"): "R3",
-    ("gradual unfreezing", "*"): "R4",
-    ("complex filter", "*"): "R5",
-    ("one cycle, too short", "*"): "R6",
-    ("sam", "site"): "R6",
-    ("experts, best one", "zero 3"): "R7",
-    ("channels_last model", "zero 3"): "R7",
-    ("transposed parameter", "zero 3"): "R7",
-    ("compiled submodule", "*"): "R8",
-}
-
 
 @dataclass(frozen=True, order=True)
 class Cell:
@@ -114,14 +66,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.program} | {self.mode} | {self.workers}"
-
-    @property
-    def awaits(self) -> str:
-        """The entry that this cell awaits, or ""."""
-        found = (
-            entry for (name, mode), entry in AWAITS.items() if fnmatch(self.program, name) and fnmatch(self.mode, mode)
-        )
-        return next(found, "")
 
 
 @dataclass(frozen=True)
@@ -183,6 +127,7 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._session: Session | None = None
+        self._told: dict[str, list[str]] = {}
 
     def close(self) -> None:
         if self._session is not None:
@@ -232,6 +177,11 @@ class Table:
         status = orch.status()
         told = zip(status.note_numbers, status.notes, strict=True)
         notices = [sentence for number, sentence in told if number not in before]
+        if run.check and run.check["known"]:  # nothing changed since a run that told it
+            notices += self._told.get(program.name, [])
+        self._told[program.name] = notices
+        if mode == "tensor" and NOISY in program.told.values():  # nothing is cut: README's limits tell it of every run
+            notices.append(f"README.md: {NOISY}")
         state, reference = run.model().state_dict(), _plain(program.name)
         if isinstance(reference, Exception):
             return "silent", f"plain PyTorch raises {reference!r}"
