@@ -89,7 +89,7 @@ def _first_step_check(run: RunFacts) -> Traffic:
     if splitter.problem:
         return NOTHING
     question = Question(first, first.batch, weights, splitter)
-    message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows))
+    message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows), True)
     answer = run.back(messages.StepChecked, outcome="same", precision="fp32", parameter="layer.weight")
     return run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)
 

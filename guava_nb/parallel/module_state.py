@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
 
-__all__ = ["evaluating", "late_gradient", "to_device", "unchanged"]
+__all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged"]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -30,8 +30,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        back_to(model, modes)
+
+
+def back_to(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
+    """Give every module its mode back after `model.eval()`; a `train` of a module's own may do more, so it is called too."""
+    for module in modes:
+        if modes[module] and type(module).train is not nn.Module.train:
+            module.train()
+    # One by one: train() would wake layers that the user keeps in evaluation mode.
+    for module, training in modes.items():
+        module.training = training
 
 
 @contextmanager

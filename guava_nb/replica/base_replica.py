@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
+from guava_nb.parallel.module_state import back_to
 from guava_nb.protocol.messages import Commit, RunSpec
 from guava_nb.replica.buckets import BucketLayout
 from guava_nb.replica.buffers import BufferBook
@@ -255,15 +256,13 @@ class BaseReplica(ABC):
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self._module.modules()]
+        modes = {module: module.training for module in self._module.modules()}
         self._module.eval()
         try:
             with torch.no_grad(), seeded(self._spec.seed, self.device, restore_all=False):
                 yield
         finally:
-            # One by one: train() would wake layers that the user keeps in evaluation mode.
-            for module, training in modes:
-                module.training = training
+            back_to(self._module, modes)
 
     # ------------------------------------------------------------------------------------------------------------ state
 

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import msgspec
@@ -54,6 +54,16 @@ def factory_name(what: str, reference: Reference, shared: ModuleType | None) -> 
     name, module = getattr(reference, "__qualname__", ""), getattr(reference, "__module__", "")
     if shared is not None and hasattr(shared, name):
         return name
+    if not name:
+        kind = type(reference).__name__
+        raise ConfigError(
+            f"{what} is an object of {kind}, and workers build their own from a name: give {kind} itself or its name, with "
+            f"{what}_args={{...}}, or a function in a %%guava_share cell that does the same"
+        )
+    if isinstance(reference, MethodType):
+        raise ConfigError(
+            f"{what} {name} is a method of an object, which is here only: give a function in a %%guava_share cell"
+        )
     if module in ("__main__", "", None) or "<locals>" in name or "<lambda>" in name:
         raise SourceError(
             f"{what} {name or reference!r} exists only here. Put its definition into a %%guava_share cell (in a script: "

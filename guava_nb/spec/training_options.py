@@ -139,7 +139,7 @@ class TrainingOptions:
             steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
             directly does not count.
         save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
-        check: before the first step that several workers share, one of them computes a batch whole and in two pieces. "warn"
+        check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
         resume: go on from a checkpoint, at its place in its epoch.
         fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.

@@ -159,6 +159,7 @@ class StarExchange(StepExchange[Replicas]):
 def _user_error(in_flight: StepInFlight, error: BaseException, counts: str) -> TrainingError:
     """Return the error on an optimizer or a schedule that raised at the orchestrator."""
     return TrainingError(
-        f"optimizer or schedule raised at step {in_flight.machine.step + 1} on the orchestrator ({type(error).__name__}: {error}). {counts}; "
+        f"optimizer or schedule raised at step {in_flight.machine.step + 1} on the orchestrator ({type(error).__name__}: "
+        f"{error}). {counts}; "
         "run.model() and the next run have the last state that is whole"
     )

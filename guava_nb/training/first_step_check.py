@@ -1,4 +1,4 @@
-"""The one-step check: before batches are cut, one worker computes the first one whole and in two pieces, and compares.
+"""The one-step check: before batches are cut, one worker computes the first one whole and in pieces, and compares.
 
 Only a loss or a model in which samples depend on each other can make them differ, and no arithmetic of ours can mend that;
 so it is told, or refused, before the first step. No gradient crosses the line, and the samples stay those of that step.
@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -79,9 +80,15 @@ class Question:
     weights: tuple[float, ...]
     splitter: RowSplitter
 
-    def message(self, run_id: str, request: int, rows: int) -> tuple[CheckStep, Sequence[memoryview]]:
-        """Return the record that asks about the first `rows` samples, with their bytes."""
+    def message(self, run_id: str, request: int, rows: int, fine: bool) -> tuple[CheckStep, Sequence[memoryview]]:
+        """Return the record that asks about the first `rows` samples, with their bytes; `fine`: in pieces of two samples.
+
+        Small pieces show what depends on other samples where two large ones may come to the same by chance.
+        """
         ranges = [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
+        if fine and rows >= 4:
+            edges = [*range(0, rows - 1, 2), rows]
+            ranges = list(pairwise(edges))
         batches = [self.content] if rows == self.batch.rows else self._cut([(0, rows)])
         if not self.batch.source:  # a worker that has the samples cuts what it loads
             batches += self._cut(ranges)
@@ -164,32 +171,37 @@ class FirstStepCheck:
 
     def _judge(self, question: Question, rank: int) -> _Verdict:
         started, total = time.monotonic(), question.batch.rows
-        rows, earlier = first_rows(total), None
+        rows, earlier, fine = first_rows(total), None, True
         while True:
-            answer, problem = self._ask(question, rank, rows)
+            answer, problem = self._ask(question, rank, rows, fine)
             fits = answer is None or answer.outcome != _OUT_OF_MEMORY
             if answer is not None and not fits and earlier is None and rows >= 4:
                 rows //= 2
                 continue
-            if earlier is not None and (
-                answer is None or not fits
-            ):  # the whole batch cannot be had: what few gave holds
-                (answer, rows), problem = earlier, ""
-            elif answer is not None and _is_doubtful(answer) and rows == first_rows(total) < total:
-                earlier, rows = (answer, rows), total
+            if answer is not None and earlier is None and self._asks_again(answer, rows, total):
+                earlier, rows, fine = (answer, rows), total, False
                 continue
+            missing = answer is None or not fits
+            by_chance = answer is not None and not _is_doubtful(answer)
+            if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
+                (answer, rows), problem = earlier, ""  # what few samples gave holds
             seconds = time.monotonic() - started
             return _verdict(self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds)
+
+    @staticmethod
+    def _asks_again(answer: StepChecked, rows: int, total: int) -> bool:
+        """Whether to look at the shares of the whole batch; what pieces of two cannot compute, larger ones may."""
+        return _is_doubtful(answer) and (rows < total or answer.outcome in _FAILED)
 
     def _name(self, rank: int) -> str:
         return self._members.cluster.name(rank)
 
-    def _ask(self, question: Question, rank: int, rows: int) -> tuple[StepChecked | None, str]:
+    def _ask(self, question: Question, rank: int, rows: int, fine: bool = False) -> tuple[StepChecked | None, str]:
         """Ask a worker; without an answer, why there is none. It is asked once: code that ends one worker may end all."""
         replicas, cluster = self._members.replica_set, self._members.cluster
         self._request = replicas.next_request()
         self._answers.clear()
-        message, buffers = question.message(replicas.run_id, self._request, rows)
+        message, buffers = question.message(replicas.run_id, self._request, rows, fine)
         nbytes = sum(buffer.nbytes for buffer in buffers)
         if nbytes > (_FEW_BYTES if 2 < rows < question.batch.rows else _MOST_BYTES):
             if rows <= 2 or rows == question.batch.rows > first_rows(rows):
@@ -256,7 +268,7 @@ def _verdict(
         "precision": answer.precision,
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
-    begin = f"One-step check: {some} of the first batch, whole and in two pieces on {name} ({seconds:.2g} s)"
+    begin = f"One-step check: {some} of the first batch, whole and in pieces on {name} ({seconds:.2g} s)"
     if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved):
         drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         return _Verdict(record, f"{begin}: loss and gradient are equal{drawn}", True)
@@ -272,8 +284,9 @@ def _why_not(name: str, rows: int, answer: StepChecked | None) -> str:
     if answer.outcome == "whole failed":
         return f"{name} could not compute {rows} samples at once: {answer.problem}"
     return (
-        f"the whole batch alone gives unlike losses on {name}, because the forward draws random numbers that are not torch's, or "
-        "by functions that cannot be held still"
+        f"the whole batch alone gives unlike losses on {name}: what the forward, the loss or the step keeps outside the model's "
+        "parameters and buffers (Python attributes, counters, globals) changes with each call, or random numbers are not "
+        "torch's. Each worker has its own of these; keep in a buffer (register_buffer) what must be alike"
     )
 
 

@@ -268,7 +268,7 @@ class Session:
         self.orch.share(CELL.format(folder=str(self.folder)) if cell is None else cell, "net")
         self.orch.register_model(options.pop("model", "Net"), options.pop("model_args", None))
         given = {
-            "criterion": "loss_fn",
+            **({} if "step" in options else {"criterion": "loss_fn"}),
             "optimizer": "AdamW",
             "optimizer_args": {"lr": 0.01},
             "fresh": options.get("resume") is None,

@@ -184,6 +184,9 @@ class _Pairs:
             return True
         if hasattr(a, "__dict__") and not callable(getattr(type(a), "__get__", None)):
             return self._classes(type(a), type(b)) and self._all(list(vars(a).items()), list(vars(b).items()))
+        if slots := [name for cls in type(a).__mro__ for name in _slots(cls)]:
+            values = [[getattr(one, name, None) for name in slots] for one in (a, b)]
+            return self._classes(type(a), type(b)) and self._all(*values)
         # Without attributes and without an equality of its own nothing can be told apart: locks, generators.
         return vars(object)["__eq__"] is type(a).__eq__ or bool(a == b)
 
@@ -206,6 +209,11 @@ class _Pairs:
             if one is not other and not self._all(_members(one), _members(other)):
                 return False
         return True
+
+
+def _slots(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ()) if cls.__module__ != "builtins" else ()
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _members(cls: type) -> list[tuple[str, Any]]:

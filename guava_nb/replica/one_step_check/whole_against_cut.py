@@ -250,7 +250,9 @@ class _Trial(Replica):
 
     def moved_by(self, one: _Measured) -> tuple[str, ...]:
         """Return the names of buffers that a measurement changed."""
-        return tuple(name for name, value in self._first.items() if _unlike(one.buffers.get(name, value), value))
+        return tuple(
+            n for n, value in self._first.items() if n in one.buffers and not torch.equal(one.buffers[n], value)
+        )
 
     def _start_over(self) -> None:
         with torch.no_grad():
