@@ -178,7 +178,7 @@ class FirstStepCheck:
             if answer is not None and not fits and earlier is None and rows >= 4:
                 rows //= 2
                 continue
-            if answer is not None and earlier is None and self._asks_again(answer, rows, total):
+            if answer is not None and fine and _is_doubtful(answer):  # the shares of the whole batch are what counts
                 earlier, rows, fine = (answer, rows), total, False
                 continue
             missing = answer is None or not fits
@@ -187,11 +187,6 @@ class FirstStepCheck:
                 (answer, rows), problem = earlier, ""  # what few samples gave holds
             seconds = time.monotonic() - started
             return _verdict(self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds)
-
-    @staticmethod
-    def _asks_again(answer: StepChecked, rows: int, total: int) -> bool:
-        """Whether to look at the shares of the whole batch; what pieces of two cannot compute, larger ones may."""
-        return _is_doubtful(answer) and (rows < total or answer.outcome in _FAILED)
 
     def _name(self, rank: int) -> str:
         return self._members.cluster.name(rank)

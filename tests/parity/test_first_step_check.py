@@ -120,6 +120,7 @@ def cluster() -> Iterator[Cluster]:
 class Session:
     def __init__(self, cluster: Cluster, workers: int = 2) -> None:
         self.cluster, self.asked, self.checks, self.number = cluster, 0, {}, 0  # type: ignore[var-annotated]
+        self.loaders: dict[Any, Any] = {}
         self.workers = [DirectWorker(cluster, f"w{k}", self._hook).start() for k in range(workers)]
         cluster.wait_for(workers, 10)
 
@@ -145,7 +146,8 @@ class Session:
             **({"step": Factory(f"{__name__}:{step}"), "criterion": None} if step else {}),
         )  # fmt: skip
         dtype = torch.float64 if precision == "fp64" else torch.float32
-        run = self.run(run_spec, loader(2 * rows, rows, dtype), **changes)
+        data = self.loaders.setdefault((rows, dtype), loader(2 * rows, rows, dtype))
+        run = self.run(run_spec, data, **changes)
         assert run.check is not None and (run.check["worker"], run.check["batch_samples"]) == ("w0", rows)
         return run
 
@@ -171,7 +173,7 @@ def test_a_loss_that_couples_samples_is_found(cluster: Cluster, step: str, preci
     assert (found["outcome"], found["causes"], found["precision"]) == ("differs", ["coupled"], "fp64")
     with pytest.raises(ConfigError, match=r"couples the samples.*gather_batch.*shares=\[1, 0\]"):
         session.check(step, precision=precision, check="strict").result()
-    assert session.asked == 1, "nothing has changed, so the second run knows"
+    assert session.asked == 2, "pieces of two, then the shares; nothing has changed, so the second run knows"
 
 
 @pytest.mark.parametrize("step", ["mean_of_some", "hard_coded"])
@@ -245,7 +247,9 @@ def test_parts_that_travel_whole_are_named(cluster: Cluster) -> None:
     with pytest.warns(
         UserWarning, match=r"Parts of shape \[15, 4\], \[15\] go to every worker whole.*split_fn.*Or the loss"
     ):
-        run = Session(cluster).run(run_spec, DataLoader(Boxes(), 8, collate_fn=Boxes.joined)).result()
+        run = Session(cluster).run(
+            run_spec, DataLoader(Boxes(), 8, collate_fn=Boxes.joined), batch="whole: boxes, owner"
+        )
     assert run.check is not None and run.check["causes"] == ["coupled"]
 
 

@@ -77,8 +77,8 @@ def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str
     return TrainingJob(replica_set, plan, cluster, model)
 
 
-def plan_for(data: Any, epochs: int = 2, **changes: Any) -> TrainingPlan:
-    return TrainingPlan(LoaderFeed(data), None, epochs, **changes)
+def plan_for(data: Any, epochs: int = 2, batch: str | None = None, **changes: Any) -> TrainingPlan:
+    return TrainingPlan(LoaderFeed(data, batch=batch), None, epochs, **changes)
 
 
 def plain(

@@ -41,7 +41,9 @@ def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.Data
     asked = data.draw(st.integers(2, rows))
     content = torch.arange(rows)
     batch = LoadedBatch(0, content, tuple(range(rows)), rows, source=int(at_workers))
-    message, buffers = Question(batch, content, (1.0, 2.0), RowSplitter()).message("run-1", 3, asked)
+    message, buffers = Question(batch, content, (1.0, 2.0), RowSplitter()).message(
+        "run-1", 3, asked, data.draw(st.booleans())
+    )
     came = unpack(message.batch, memoryview(b"".join(bytes(buffer) for buffer in buffers)))
     assert came[0].tolist() == list(range(asked)) and message.rows[0] == asked == sum(message.rows[1:])
     assert [len(piece) for piece in came[1:]] == ([] if at_workers else list(message.rows[1:]))

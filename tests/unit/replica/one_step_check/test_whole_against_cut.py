@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from guava_nb.data.split import split_rows
+from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.one_step_check import whole_against_cut
 from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
@@ -64,7 +64,7 @@ def found(name: str) -> object:
 def look(replica: Replica, spec: RunSpec, resolve: Any = found) -> Finding:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(7, 6, generator=generator), torch.randint(0, 3, (7,), generator=generator)
-    return compare(replica, spec, resolve, [(x, y), *split_rows((x, y), [(0, 3), (3, 7)])], (7, 3, 4))
+    return compare(replica, spec, resolve, [(x, y), *RowSplitter().split((x, y), [(0, 3), (3, 7)])], (7, 3, 4))
 
 
 def everything(replica: Replica) -> dict[str, Any]:
