@@ -161,6 +161,7 @@ class BaseReplica(ABC):
                 raise ApplyFailed(applied=True) from error
 
     def _step_or_undo(self, sums: Buckets | None, factor: float) -> None:
+        self._buffers.begin_step()
         if self._undo is not None:
             self._undo.begin(self._buffers.committed().values())
         try:
@@ -168,6 +169,7 @@ class BaseReplica(ABC):
         except (Exception, SystemExit) as error:
             if isinstance(error, LocalProtocolError) or self._undo is None or not self._undo.undo():
                 raise
+            self._buffers.take_back()
             self.restore()
             raise ApplyFailed(applied=False) from error
 

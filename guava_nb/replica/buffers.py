@@ -162,6 +162,17 @@ class BufferBook:
         self._remember(moved)
         self.has_followed = bool(moved)
 
+    def begin_step(self) -> None:
+        """A step is about to be applied: `take_back` undoes what it changes from now on."""
+        self._previous = {}
+
+    def take_back(self) -> None:
+        """Make the committed values those before the step that was applied last."""
+        for i, value in self._previous.items():
+            self._saved[i] = value
+        self._write(list(self._previous), self._saved)
+        self._previous = {}
+
     def last_changes(self) -> tuple[bytes, Tensor]:
         """Return which tensors the last step changed, hooks of the optimizer included, and by how much, as `flatten` does."""
         assert self._bucket is not None

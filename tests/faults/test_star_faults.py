@@ -378,7 +378,7 @@ def test_samples_that_end_every_worker_are_named(cluster: Cluster) -> None:
     job.start()
     assert job.run.wait(30)
     with pytest.raises(
-        SamplesKill, match=r"3 workers were lost while they worked on samples \d+ to \d+ of epoch 1 \(w0"
+        SamplesKill, match=r"3 workers were lost while they worked on samples [\d, ]+ and \d+ more of epoch 1 \(w0"
     ):
         job.run.result()
     assert len(job.run.history) == 2 and len(cluster.roster.ready()) == 1
@@ -615,7 +615,9 @@ def test_a_run_that_a_worker_cannot_build_is_refused_before_training(cluster: Cl
     run = job.run
     job.start()
     assert run.wait(30)
-    with pytest.raises(PreparationError, match=r"w0 cannot import 'no_such_library_xyz': run  %pip install no_such"):
+    with pytest.raises(
+        PreparationError, match=r"w0 cannot import 'no_such_library_xyz': nothing here tells which package"
+    ):
         run.result()
     assert run.history == []
 
