@@ -204,7 +204,7 @@ class GroupReplica(BaseReplica):
         if shape.pp == 1 or shape.micro_batches == 1 or rows < 2 or not (part.takes_inputs or part.takes_targets):
             return
         if marks:
-            found = axes_at(batch, marks)
+            found = axes_at(tuple(batch) if isinstance(batch, tuple) else batch, marks)  # stages take them by place
             part.cut_along = lambda path, value: found.get(path)
             return
         self._reading.read(batch if isinstance(batch, list | tuple) else (batch, None), rows)
