@@ -125,8 +125,8 @@ class WholeModelPart:
             self._data.recover()
             if self._data.sharded and isinstance(error, RuntimeError) and "storage of size 0" in str(error):
                 raise TrainingError(
-                    "ZeRO 2 and 3 give a layer's parameters back after its forward, and the step needs them once more (a gradient "
-                    "of a gradient, as in a gradient penalty): use data mode or zero_stage=1 (--zero 1)"
+                    "ZeRO 2 and 3 give a layer's parameters back after its forward, and the step needs them once more (a "
+                    "gradient of a gradient, as in a gradient penalty): use data mode or zero_stage=1 (--zero 1)"
                 ) from error
             raise
         self._data.end()
