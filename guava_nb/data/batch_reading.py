@@ -54,6 +54,7 @@ class BatchReading:
         self._whole: dict[Path, Any] = {}  # parts that travel whole, of the first batch, and must not change
         self._shapes: dict[Path, str] = {}  # of the parts that are told, of the first batch
         self._pair = False
+        self._fields: tuple[str, ...] = ()  # of a named tuple
         self._positions: set[Path] = set()  # of parts that may number the samples of the batch
         self._second: set[Path] = set()  # of parts that may have the samples on axis 1
         self._guessed = 0  # samples of the first batch, where nothing told how many were drawn
@@ -95,6 +96,8 @@ class BatchReading:
         """Return what `guava_nb.nested.cut_parts` asks about the parts of a batch of so many samples."""
 
         def axis_of(path: Path, part: Any) -> int | None:
+            if path and path not in self._axes and isinstance(path[0], int) and path[0] < len(self._fields):
+                path = (self._fields[path[0]], *path[1:])  # stages get the halves of a named tuple by place
             axis = self._axes.get(path)
             return axis if axis is not None and _has_axis(part, axis) and _length(part, axis) == rows else None
 
@@ -119,6 +122,7 @@ class BatchReading:
         rows = self._rows(batch, drawn)
         if rows > 1:  # of a single sample nothing can be cut
             if not self.seen:
+                self._fields = getattr(batch, "_fields", ())
                 self._pair, self._guessed = _is_pair(batch), rows if drawn is None else 0
             self._look(batch, (), rows)
             if not self.seen:

@@ -517,8 +517,7 @@ def Schedule(optimizer):
 """.replace("{{", "{").replace("}}", "}")
 
 
-@pytest.mark.parametrize("cause", ["optimizer", "schedule"])
-@pytest.mark.parametrize("where", ["all", "one"])
+@pytest.mark.parametrize(("where", "cause"), [("all", "optimizer"), ("one", "optimizer"), ("one", "schedule")])
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
