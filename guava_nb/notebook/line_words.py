@@ -16,7 +16,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-__all__ = ["expand", "near", "split_line", "take_code"]
+__all__ = ["expand", "near", "split_line", "take_code", "value_of"]
 
 _CODE = re.compile(r"guava\s*\d+\s*:", re.IGNORECASE)
 _MISSPELT = r"--[a-z][a-z-]{0,19}"
@@ -130,6 +130,11 @@ def _value(match: re.Match[str], namespace: Mapping[str, Any]) -> str:
     return str(value)
 
 
+def value_of(expression: str | ast.Expression, namespace: Mapping[str, Any], where: str) -> Any:
+    """The value of an expression that the user typed in the notebook, as if it stood in the cell; raises what it raises."""
+    return eval(compile(expression, where, "eval"), dict(namespace))  # noqa: S307 - no more than the cell itself can do
+
+
 def _of_expression(text: str, namespace: Mapping[str, Any]) -> str:
     """What an f-string has for `{text}`; JSON, sets of numbers and what is no expression stay as they are."""
     plain = "{" + expand(text, namespace) + "}"
@@ -140,7 +145,7 @@ def _of_expression(text: str, namespace: Mapping[str, Any]) -> str:
     if not any(isinstance(node, ast.Name) for node in ast.walk(tree)) or ": " in text:
         return plain
     try:
-        return str(eval(compile(tree, "<line>", "eval"), dict(namespace)))  # noqa: S307 - the user's own line
+        return str(value_of(tree, namespace, "<line>"))
     except Exception as error:
         raise UsageError(f"{{{text}}}: {type(error).__name__}: {error}") from None
 

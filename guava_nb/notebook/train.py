@@ -11,7 +11,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from guava_nb.notebook.line_words import near
+from guava_nb.notebook.line_words import near, value_of
 from guava_nb.spec.training_options import OptionInfo, option_infos
 
 __all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
@@ -32,7 +32,7 @@ def resolve(expression: str, namespace: Mapping[str, Any], option: str) -> Any:
             f"{option} {expression}: this notebook has no variable {expression}{near(expression, namespace)}"
         )
     try:
-        return eval(compile(expression, f"<{option}>", "eval"), dict(namespace))
+        return value_of(expression, namespace, f"<{option}>")
     except Exception as error:
         raise UsageError(f"{option} {expression}: {type(error).__name__}: {error}") from None
 
