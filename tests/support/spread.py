@@ -359,10 +359,9 @@ class Counting(nn.Module):
         h = self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2)
         return self.head(h + self.other(h.to(self.other.weight.dtype)).to(h.dtype))
 
-    def to(self, *args: Any, **kwargs: Any) -> nn.Module:
-        super().to(*args, **kwargs)
-        if torch.float64 in args:
-            self.other.to(torch.float32)
+    def double(self) -> nn.Module:
+        super().double()
+        self.other.float()
         return self
 
 
@@ -564,10 +563,10 @@ class Towers(nn.Module):
                 h = h + torch.where((kind == number)[:, None, None], tower(x), 0.0)
         return self.head(h)
 
-    def to(self, *args: Any, **kwargs: Any) -> nn.Module:
-        super().to(*args, **kwargs)
-        for tower in self.towers if torch.float64 in args else ():
-            tower.norm.to(torch.float32)
+    def double(self) -> nn.Module:
+        super().double()
+        for tower in self.towers:
+            tower.norm.float()
         return self
 
 
