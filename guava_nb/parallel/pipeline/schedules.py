@@ -7,7 +7,7 @@ that torch has no reason to ask for them with pickled objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -65,16 +65,16 @@ class _Joint(torch.autograd.Function):
 
 
 class _Anchor(torch.autograd.Function):
-    """A constant that claims to depend on tensors, with gradients of zero."""
+    """A tensor that claims to depend on others as well, with gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, constant: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return constant.clone()
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return (gradient, *(torch.zeros_like(other) for other in ctx.saved_tensors))
 
 
 def _with_gradients(flats: Sequence[Tensor]) -> list[Tensor]:
@@ -94,6 +94,7 @@ class _Station(nn.Module):
         self._shapes, self._device = shapes, device
         self.slots_in = () if self._first else slots_of(list(shapes.arriving[index].values()))
         self.slots_out = () if self._last else slots_of(list(shapes.leaving[index].values()))
+        self._frozen_before = not any(slot.gradient for slot in self.slots_in)
         self.begin(())
 
     def begin(self, inputs: Sequence[Any]) -> None:
@@ -131,6 +132,10 @@ class _Station(nn.Module):
             return torch.zeros(1, device=self._device)
         return tuple(self._pack(result, rows, anchors))
 
+    def needs_anchor(self, results: Iterable[Tensor]) -> bool:
+        """Whether what arrived takes no part in these results: torch before 2.13 sends a gradient back for it all the same."""
+        return self._frozen_before or not any(result.requires_grad for result in results)
+
     def _pack(self, result: Any, rows: int, anchors: Sequence[Tensor]) -> list[Tensor]:
         expected = self._shapes.leaving[self._index][rows]
         record, tensors = take_apart(result, gradient=False)
@@ -141,10 +146,10 @@ class _Station(nn.Module):
                 "stages may depend on the shapes of the inputs only"
             )
         flats = pack(tensors, expected, self.slots_out, self._device)
-        if anchors and not any(flat.requires_grad for flat in flats):
-            # Torch before 2.13 wants a gradient for every tensor that arrives, and sends one back for each that left.
-            forced = not any(slot.gradient for slot in self.slots_in)
-            wanted = next((k for k, slot in enumerate(self.slots_out) if slot.gradient or forced), None)
+        if anchors and self.needs_anchor(flats):
+            wanted = next(
+                (k for k, slot in enumerate(self.slots_out) if slot.gradient), 0 if self._frozen_before else None
+            )
             if wanted is not None:
                 flats[wanted] = _applied(_Anchor, flats[wanted], *anchors)
         return flats
@@ -187,7 +192,7 @@ class Program:
         assert self._last is not None and self._loss is not None
         outputs, anchors = self._last.outputs.pop(int(number))
         loss = self._loss(int(number), outputs)
-        if anchors and not loss.requires_grad:
+        if anchors and self._last.needs_anchor([loss]):
             loss = _applied(_Anchor, loss, *anchors)
         return loss
 
@@ -228,7 +233,11 @@ def _torch_stage(
 ) -> PipelineStage:
     arriving = tuple(map(_example, station.slots_in)) or (torch.empty(1, dtype=torch.int64, device="meta"),)
     leaving = tuple(map(_example, station.slots_out)) or (torch.empty(1, device="meta"),)
-    return PipelineStage(station, index, total, device, input_args=arriving, output_args=leaving, group=group)
+    stage = PipelineStage(station, index, total, device, input_args=arriving, output_args=leaving, group=group)
+    if group.size() == 1:
+        # Torch before 2.13 tries each link first, the one to its own rank as well, which gloo does not have.
+        cast(Any, stage)._get_init_p2p_neighbors_ops = list
+    return stage
 
 
 def _torch_schedule(
