@@ -43,6 +43,8 @@ class StarExchange(StepExchange[Replicas]):
         tasks, shards = plan_step(head, group, team, weights, splitter, self._writer)
         buckets = () if solo else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
+        if solo:
+            self._replicas.sent_alone(team[0], head.step)
         return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
 
     def parts(self, weights: Sequence[float]) -> list[float]:
