@@ -242,7 +242,7 @@ def _tensor(ids: tuple[int, ...]) -> torch.Tensor:
 def plan_for(batches: list[list[int]], epochs: int, saved: Checkpoint | None, **changes: Any) -> TrainingPlan:
     """The plan of a run over these batches of sample ids."""
     feed = LoaderFeed([_tensor(tuple(ids)) for ids in batches])
-    plan = TrainingPlan(feed, None, epochs, prefetch_bytes=0, **changes)
+    plan = TrainingPlan(feed, None, epochs, prefetch_bytes=0, check="off", **changes)
     if saved is not None:
         plan.start = Position(**{name: getattr(saved.position, name) for name in Position.__slots__})
         plan.start.rewind(feed)

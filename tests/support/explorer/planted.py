@@ -86,7 +86,7 @@ def _c(**changes: Any) -> Configuration:
 PLANTED = (
     Planted("a step is committed before its buckets are complete", StepMachine, "_decide", _early,
             _c(batches=_ONE), invariants.WAIT),
-    Planted("a lost worker's shard is issued to it again", StepMachine, "on_lost", _to_the_lost,
+    Planted("a lost worker's shard is issued to it again", StepMachine, "on_away", _to_the_lost,
             _c(batches=_ONE, faults={"die": 1}), invariants.WAIT),
     Planted("a worker may report on any shard", StepMachine, "was_asked", _asks_nothing,
             _c(batches=_ONE, unasked=True), invariants.ASKED),

@@ -107,6 +107,9 @@ class CountingReplica(Replica):
         self.value, self.pending = (values.pop() if len(values) == 1 else -1), None
         self.step += 1
 
+    def buffer_changes(self) -> None:
+        """It has no buffers."""
+
     def parameter_buckets(self) -> Iterator[tuple[int, bytes, torch.Tensor]]:
         for bucket in self.layout.numbers:
             yield bucket, b"\1", torch.tensor([self.value])

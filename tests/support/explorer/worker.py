@@ -155,10 +155,13 @@ class _Preparation:
     def build(self, message: Prepare) -> PreparedRun:
         seat = None if message.spec.parallel is None else self._seat
         replica = CountingReplica(self._samples, self._buckets, seat)
-        return PreparedRun(message.run_id, message.spec, None, replica, SimpleNamespace())  # type: ignore[arg-type]
+        return PreparedRun(message.run_id, message.spec, None, str, replica, SimpleNamespace())  # type: ignore[arg-type]
 
     def built(self, message: Prepare, run: PreparedRun) -> Prepared:
         return Prepared(run_id=run.run_id, ok=True, generation=message.generation)
+
+    def failed(self, message: Prepare, error: BaseException) -> Prepared:
+        raise AssertionError(f"the worker cannot build: {error!r}") from error
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
         ok = self._seat.order is message and not self._seat.broken
