@@ -2,12 +2,14 @@
 
 A whole optimizer is made first, the user's own function included, then each group is cut to the parameters that this
 rank owns; torch's optimizers make their state on the first step, so what is cut away never exists. After each step the
-owners broadcast their parameters, which a hook on the optimizer does: whoever calls `step()` need not know.
+owners broadcast their parameters, as the end of `optimizer.step()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,8 +55,25 @@ def own_share(optimizer: Optimizer, named: Mapping[str, nn.Parameter], group: di
     for parameter in [p for p in optimizer.state if id(p) not in owned]:
         del optimizer.state[parameter]  # Adagrad makes its state before the first step.
     sending = _sending(named, owner, ranks)
-    optimizer.register_step_post_hook(lambda *_: _broadcast(sending, group))
+    _share_after(optimizer, lambda: _broadcast(sending, group))
     return owner
+
+
+def _share_after(optimizer: Optimizer, share: Callable[[], None]) -> None:
+    """Have every call of `step` end with `share`.
+
+    A hook would not do: torch runs it once more in a step that calls its base class's, if some optimizer of that class was
+    ever made in this process, so that ranks with unlike pasts would send unlike often.
+    """
+    own_step = optimizer.step
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = own_step(*args, **kwargs)
+        share()
+        return result
+
+    # A method, since schedules of torch look into it.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def _sending(
