@@ -144,7 +144,8 @@ class _Watch(TorchFunctionMode):
         if args[0].numel() and not args[0].untyped_storage().size():  # reading it would end the process
             raise ConfigError(
                 f"{self._name_of(args[0])} is read by {name} after the forward that gathered it, and with ZeRO 2 and 3 its "
-                "memory is given back then: keep such work inside the model's forward, or use data mode or zero_stage=1 (--zero 1)"
+                "memory is given back then: keep such work inside the model's forward, or use data mode or zero_stage=1 "
+                "(--zero 1)"
             )
         if name in _WRITES or (name == "data" and func.__name__ == "__set__"):
             raise ConfigError(
