@@ -164,15 +164,20 @@ class ReplicaSet(ABC):
         """Whether a worker knows a generation and has applied all that was committed before, or holds the run no more."""
         return rank not in self.at or (self.generation_of.get(rank, -1) >= generation and self.at[rank] >= self.step)
 
+    def take_back(self, step: int) -> None:
+        """Note that the steps after this one were undone where they were applied; who holds what stays."""
+        self.step = step
+        self._hashes.clear()
+        self._learning_rates.clear()
+
     def go_back(self, step: int) -> None:
         """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others.
 
         With other shares the sums round differently, so even right parameters would have other hashes than before.
         """
-        self.step, self._lone = step, (-1, -1)
+        self.take_back(step)
+        self._lone = -1, -1
         self.at.clear()
-        self._hashes.clear()
-        self._learning_rates.clear()
 
     def learning_rate(self, step: int) -> float | None:
         """Return the learning rate that a worker reported for a step."""
