@@ -54,13 +54,14 @@ class SampleBytes:
 def test_epoch_two_sends_no_sample_and_equals_plain_pytorch(pool: Session) -> None:
     pool.ensure(2)
     counted = SampleBytes()
-    run = pool.train(ordered(), 3, cache="memory", callbacks=[counted], val_loader=ordered())
+    # The one-step check sends samples of its own.
+    run = pool.train(ordered(), 3, cache="memory", callbacks=[counted], val_loader=ordered(), check="off")
     pool.assert_undisturbed(run, PlainTraining(pool.folder, ordered()).epochs(3))
     assert counted.bytes[0] >= 2 * ROWS * ROW_BYTES / 2 and counted.bytes[1:] == [0, 0]
     assert run.report()["wire"]["sample_bytes"] == counted.totals[-1]
     # Without a cache every epoch costs the same; the report says so in the same place.
     plain = SampleBytes()
-    pool.train(ordered(), 2, callbacks=[plain])
+    pool.train(ordered(), 2, callbacks=[plain], check="off")
     assert plain.bytes[0] == plain.bytes[1] > ROWS * ROW_BYTES
 
 
@@ -82,7 +83,7 @@ def test_a_killed_worker_s_successor_proves_what_is_on_its_disk(pool: Session) -
     eventually(lambda: len(pool.ready()) == 1, 30, "the killed worker is gone")
     pool.ensure(2)  # another process, under another name
     counted = SampleBytes()
-    run = pool.train(ordered(), 2, cache="disk", callbacks=[counted])
+    run = pool.train(ordered(), 2, cache="disk", callbacks=[counted], check="off")
     pool.assert_undisturbed(run, PlainTraining(pool.folder, ordered()).epochs(2))
     assert counted.bytes == [0, 0]
 
@@ -111,7 +112,7 @@ def test_damaged_rows_on_disk_are_asked_for_again(pool: Session) -> None:
             damage.execute("UPDATE rows SET entry=zeroblob(length(entry)) WHERE rowid % 3 = 0")
         damage.close()
     counted = SampleBytes()
-    run = pool.train(ordered(), 2, cache="disk", callbacks=[counted])
+    run = pool.train(ordered(), 2, cache="disk", callbacks=[counted], check="off")
     pool.assert_undisturbed(run, PlainTraining(pool.folder, ordered()).epochs(2))
     assert 0 < counted.bytes[0] < ROWS * ROW_BYTES and counted.bytes[1] == 0
     assert any("missing or damaged" in note for note in pool.orch.status().notes)
