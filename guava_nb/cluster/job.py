@@ -43,7 +43,10 @@ class Job:
     Attributes:
         ready: members that are connected.
         suspects: members whose connections broke and who may come back.
-        run_id: the run whose replicas this job works with; set, like `forget` and `on_group_failure`, by its replica set.
+        run_id: the run whose replicas this job works with; set, like those that follow, by its replica set.
+        forget: a member does not hold the run any more.
+        was_asked: says whether a member was told to build the run.
+        on_group_failure: a member reports that the group broke.
         failed: members whose code of the user's raised; they hold the last state that is whole there.
         about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
@@ -60,6 +63,7 @@ class Job:
         self.failed: set[int] = set()
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
+        self.was_asked: Callable[[int], bool] = lambda rank: True
         self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
         self.about_request: Callable[[int], str | None] = lambda request: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
@@ -187,8 +191,8 @@ class Job:
 
     def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Failure)
-        if message.run_id != self.run_id:
-            return  # of a run that is over
+        if message.run_id != self.run_id or not self.was_asked(rank):
+            return  # of a run that is over, or that it was not told to build
         if message.kind in (FailureKind.GROUP, FailureKind.TORN):  # whose fault it was is known when the lost member is
             self.on_group_failure(rank, message.text, message.kind is FailureKind.TORN)
             return

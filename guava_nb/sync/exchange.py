@@ -36,6 +36,9 @@ class Replicas(Protocol):
     master_step: int
     writer: RowWriter
 
+    def sent_alone(self, rank: int, step: int) -> None:
+        """Note that a lone worker was sent a step, which it may commit by itself."""
+
 
 _Replicas = TypeVar("_Replicas", bound=Replicas)
 
@@ -123,7 +126,9 @@ class StepExchange(ABC, Generic[_Replicas]):
     def _send_again(self, rank: int, step: int, shard: int) -> None:
         """Send a shard again to a worker that lacks rows that it was thought to hold."""
         in_flight = self.in_flight.get(step)
-        if in_flight is not None and shard < len(in_flight.shards) and in_flight.machine.tasks[shard].owner == rank:
+        if in_flight is None or not 0 <= shard < len(in_flight.shards):
+            return
+        if in_flight.machine.tasks[shard].owner == rank:
             self._send_shard(in_flight, shard, rank)
 
     # ------------------------------------------------------------------------------------------------------ reports in
@@ -132,18 +137,16 @@ class StepExchange(ABC, Generic[_Replicas]):
         return self.in_flight.get(message.step) if message.run_id == self._replicas.run_id else None
 
     def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
+        in_flight = self._in_flight(message)
+        if in_flight is None or not in_flight.machine.was_asked(rank, message.shard, message.generation):
+            return  # of a step that is over, or of a shard that it was not sent
         message = self._sound(rank, message)
         member = self._job.cluster.roster.members[rank]
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
         member.waits.reported(time.monotonic(), message.wait_s)
-        in_flight = self._in_flight(message)
-        rows = self._rows_done(message, in_flight)
-        if rows is not None:
-            member.samples += rows
-            if message.tokens is not None:
-                member.tokens = (member.tokens or 0.0) + message.tokens
-        if in_flight is None:
-            return
+        member.samples += self._rows_of(in_flight, message.shard)
+        if message.tokens is not None:
+            member.tokens = (member.tokens or 0.0) + message.tokens
         if message.unlike:
             self._tell_unlike(message.step, message.unlike)
         self._credit.worked(message.step, message.shard)
@@ -175,19 +178,21 @@ class StepExchange(ABC, Generic[_Replicas]):
             self._job.cluster.tell_invalid(rank, "step", odd)
         return message
 
-    def _rows_done(self, message: Ready, in_flight: StepInFlight | None) -> int | None:
-        """Return how many samples a report accounts to its worker; None: the report accounts nothing."""
-        return message.rows
+    def _rows_of(self, in_flight: StepInFlight, shard: int) -> int:
+        """Return how many samples a shard accounts to its worker."""
+        return in_flight.machine.tasks[shard].rows
 
     def _on_committed(self, rank: int, message: StepApplied, payload: memoryview) -> None:
-        if message.run_id != self._replicas.run_id:
+        if message.run_id != self._replicas.run_id or message.generation > self._job.cluster.roster.generation:
             return
         if message.ready is not None:
             self._on_ready(rank, message.ready, payload)
-        self._on_applied(rank, message)
         in_flight = self._in_flight(message)
-        if in_flight is not None and in_flight.machine.solo:
-            self._carry_out(in_flight, in_flight.machine.on_solo_commit(message.skipped))
+        if in_flight is None:
+            self._on_applied(rank, message)
+        elif instructions := in_flight.machine.on_solo_commit(rank, message.generation, message.skipped):
+            self._on_applied(rank, message)  # the history wants its learning rate
+            self._carry_out(in_flight, instructions)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         """Do what the step's machine decided."""
@@ -201,6 +206,8 @@ class StepExchange(ABC, Generic[_Replicas]):
             order = CommitStep(self._replicas.run_id, machine.generation, machine.step, decided.commit)
             self._job.cluster.send_all(in_flight.members, order)
         del self.in_flight[machine.step]
+        for task in machine.tasks:  # of a shard that two workers had, only one report came in time
+            self._credit.worked(machine.step, task.index)
         self._replicas.step = machine.step
         self._credit.committed(time.monotonic())
         self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)

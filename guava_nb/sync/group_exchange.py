@@ -14,7 +14,6 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import Ready
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.row_cache.writer import OutgoingBatch, RowWriter, taken_apart
 from guava_nb.sync.exchange import Replicas, StepExchange
@@ -82,8 +81,8 @@ class GroupExchange(StepExchange[Group]):
         total = sum(weights[::ranks]) or 1.0
         return [weights[rank - rank % ranks] / total for rank in range(len(weights))]
 
-    def _rows_done(self, message: Ready, in_flight: StepInFlight | None) -> int | None:
-        return None if in_flight is None else sum(in_flight.shards[message.shard][0].part_rows)
+    def _rows_of(self, in_flight: StepInFlight, shard: int) -> int:
+        return sum(in_flight.shards[shard][0].part_rows)
 
     def _samples_of(self, in_flight: StepInFlight, shard: int) -> tuple[Sequence[int], int]:
         return in_flight.sample_ids(), in_flight.machine.rows  # the ranks sum among themselves before they report

@@ -152,6 +152,8 @@ class GroupReplicaSet(ReplicaSet):
 
     def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
         """Note that a member reports a broken group; which member was lost is known in a moment."""
+        if rank not in self.team:
+            return
         if torn:
             self.drop(rank)
         if not self._broken and not self._retired:  # that a group which was given up is broken is no news
@@ -198,7 +200,7 @@ class GroupReplicaSet(ReplicaSet):
         job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
 
     def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
-        if message.run_id == self.run_id and message.generation == self.generation:
+        if message.run_id == self.run_id and message.generation == self.generation and rank in self.team:
             self._formed[rank] = message
             self.layout_text = self.layout_text or message.layout
 
@@ -212,10 +214,13 @@ class GroupReplicaSet(ReplicaSet):
             PreparationError: the model cannot be spread like this.
             TrainingError: ranks that must hold the same parameters do not.
         """
-        members = side_by_side(job.cluster.roster.members, self.pick(set(ranks) | (set(self.team) & job.ready)))
+        here = set(ranks) | (set(self.team) & job.ready)
+        if len(here) < self.least:
+            raise GroupLost("a worker was lost while it prepared the run")
+        members = side_by_side(job.cluster.roster.members, self.pick(here))
         self._form(job, members)
-        self._send_state(job, members, self.generation, state, step)
-        self._pump(job, lambda: all(rank in self._loaded for rank in members))
+        with self._sending_state(job, members, self.generation, state, step):
+            self._pump(job, lambda: all(rank in self._loaded for rank in members))
         self._compare_hashes(job, members)
 
     def _form(self, job: Job, members: Sequence[int]) -> None:
@@ -241,8 +246,7 @@ class GroupReplicaSet(ReplicaSet):
         roster.generation += 1
         self.layout_text = ""
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
-        for rank in members:
-            self.at.pop(rank, None)
+        self.at.clear()  # who held a part of the group before holds nothing of this one
         direct = route.path == "direct"
         machines, phrase = machines_for(roster.members, members, self._mesh_of(len(members)), route)
         if phrase and phrase not in route.reason:

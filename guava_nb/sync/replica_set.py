@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from guava_nb.cluster.group_path import Route
@@ -91,7 +92,13 @@ class ReplicaSet(ABC):
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._awaited: set[int] = set()  # requests whose answer is waited for
+        self._building: dict[int, int] = {}  # generation of the last order to build the run that each was sent
+        self._loading: dict[int, int] = {}  # generation of the state that each was sent and that is waited for
+        self._aborted: dict[
+            int, tuple[int, int]
+        ] = {}  # generation of the last abort each was sent, and the step to end at
+        self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
+        self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._learning_rates: dict[int, float] = {}
         self._hashes: dict[int, dict[str, dict[str, int]]] = {}
         self._device_kind: dict[int, str] = {}
@@ -100,7 +107,7 @@ class ReplicaSet(ABC):
 
     def attach(self, job: Job) -> None:
         """Handle the messages of this run's replicas in that job."""
-        job.run_id, job.forget = self.run_id, self.drop
+        job.run_id, job.forget, job.was_asked = self.run_id, self.drop, lambda rank: rank in self._building
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
@@ -108,25 +115,29 @@ class ReplicaSet(ABC):
         self.writer.attach(job, self.run_id)
 
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
-        if message.run_id == self.run_id:
+        if message.run_id == self.run_id and self._building.get(rank) == message.generation:
             self._prepared[rank] = message
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
-        if message.run_id == self.run_id:
+        if message.run_id == self.run_id and self._loading.get(rank) == message.generation:
+            del self._loading[rank]
             self._loaded[rank] = message
             self._device_kind[rank] = message.device_kind
             self.at[rank] = message.step
 
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
-        if message.run_id == self.run_id and message.request_id in self._awaited:
+        asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
+        if asked and self._may_hold(rank, message.step):
             self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
 
     def note_commit(self, rank: int, message: StepApplied) -> str | None:
-        """Note that a worker applied a step.
+        """Note that a worker applied a step; one that it cannot have applied is no news.
 
         Returns:
             A sentence without the worker's name when its parameters differ from others', else None.
         """
+        if rank not in self.at or not (self._has_undone(rank, message) or self._goes_on(rank, message.step)):
+            return None
         self.at[rank] = message.step
         # The report of a step that was committed before an abort comes after the answer to the abort.
         self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
@@ -144,18 +155,49 @@ class ReplicaSet(ABC):
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
-    def has_settled(self, rank: int, generation: int) -> bool:
-        """Whether a worker knows a generation and has applied all that was committed before, or holds the run no more."""
-        return rank not in self.at or (self.generation_of.get(rank, -1) >= generation and self.at[rank] >= self.step)
+    def sent_alone(self, rank: int, step: int) -> None:
+        """Note that a lone worker was sent a step, which it may commit by itself."""
+        self._lone = rank, step
+
+    def _may_hold(self, rank: int, step: int) -> bool:
+        """Whether a worker can have applied a step: it was committed, or sent to that worker alone."""
+        return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
+
+    def _goes_on(self, rank: int, step: int) -> bool:
+        return self.at[rank] <= step and self._may_hold(rank, step)
+
+    def _has_undone(self, rank: int, message: StepApplied) -> bool:
+        """Whether this is a worker's first answer to an abort, and it took back the one step that it should."""
+        generation, last = self._aborted.get(rank, (-1, -1))
+        is_answer = message.generation == generation > self.generation_of.get(rank, -1)
+        return is_answer and message.step == last == self.at[rank] - 1
+
+    def has_settled(self, rank: int, has_failed: bool = False) -> bool:
+        """Whether a worker has answered the last abort and holds the step to end at, or does not hold the run any more.
+
+        Args:
+            has_failed: its code raised, so it may not come so far.
+        """
+        generation, last = self._aborted.get(rank, (-1, -1))
+        if rank not in self.at:
+            return True
+        return self.generation_of.get(rank, -1) >= generation and (has_failed or self.at[rank] >= last)
+
+    def take_back(self, step: int) -> None:
+        """Note that the steps after this one count no more: they were undone where they were applied, or are lost there."""
+        self.step = step
+        self.at = {rank: at for rank, at in self.at.items() if at <= step}
+        self._hashes.clear()
+        self._learning_rates.clear()
 
     def go_back(self, step: int) -> None:
-        """Forget what was reported of the steps after this one: they will be done again, by others.
+        """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others.
 
         With other shares the sums round differently, so even right parameters would have other hashes than before.
         """
-        self.step = step
-        self._hashes.clear()
-        self._learning_rates.clear()
+        self.take_back(step)
+        self._lone = -1, -1
+        self.at.clear()
 
     def learning_rate(self, step: int) -> float | None:
         """Return the learning rate that a worker reported for a step."""
@@ -172,7 +214,10 @@ class ReplicaSet(ABC):
         for rank in asked:
             self.drop(rank)
         self.writer.expect(asked)
-        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec))
+        roster = job.cluster.roster
+        roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
+        self._building.update(dict.fromkeys(asked, roster.generation))
+        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation))
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
@@ -232,11 +277,16 @@ class ReplicaSet(ABC):
     def retire(self) -> None:  # noqa: B027 - whole replicas need nothing
         """Note that the members were told to give up: they keep the state, and their group is over."""
 
-    def abort(self, job: Job, ranks: Iterable[int], reason: str) -> None:
-        """Have workers give up what is not committed; those that are blocked in a group wake up."""
-        roster = job.cluster.roster
+    def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
+        """Have workers give up what is not committed; those that are blocked in a group wake up.
+
+        Args:
+            last: the step to end at: that before the last committed one where this could not be applied everywhere.
+        """
+        roster, last = job.cluster.roster, self.step if last is None else last
         roster.generation += 1
-        job.cluster.send_all(ranks, Abort(self.run_id, roster.generation, self.step, reason))
+        self._aborted.update(dict.fromkeys(ranks, (roster.generation, last)))
+        job.cluster.send_all(ranks, Abort(self.run_id, roster.generation, last, reason))
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -262,14 +312,21 @@ class ReplicaSet(ABC):
     def rescue(self, job: Job) -> bool:
         """Take the state of the last committed step from the workers that are left; returns whether it is here."""
 
-    def _send_state(
+    @contextmanager
+    def _sending_state(
         self, job: Job, ranks: Collection[int], generation: int, state: Mapping[str, Any], step: int
-    ) -> None:
+    ) -> Iterator[None]:
+        """Send workers a state and wait in the block: an answer that comes later is of a state that the run has left."""
         for rank in ranks:
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
+        self._loading = dict.fromkeys(ranks, generation)
         tree, buffers = pack(dict(state))
         job.cluster.send_all(ranks, LoadState(self.run_id, generation, step, tree), buffers)
+        try:
+            yield
+        finally:
+            self._loading = {}
 
     def _compare_hashes(self, job: Job, ranks: Iterable[int]) -> None:
         first: dict[str, tuple[int, str]] = {}
@@ -367,7 +424,7 @@ class ReplicaSet(ABC):
             StateLate: one is there and gave no answer in time.
         """
         requests = {self.next_request(): rank for rank in ranks}
-        self._awaited = set(requests)  # what was asked for earlier and comes now would be kept for nothing
+        self._awaited = requests  # what was asked for earlier and comes now would be kept for nothing
         self._states.clear()
         for request, rank in requests.items():
             job.cluster.send(rank, FetchState(request, self.run_id))
@@ -378,7 +435,7 @@ class ReplicaSet(ABC):
             ),
             timeout_s,
         )
-        self._awaited = set()
+        self._awaited = {}
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]

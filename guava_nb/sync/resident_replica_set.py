@@ -36,7 +36,7 @@ class ResidentReplicaSet(WholeReplicaSet):
         """Take over a worker that has prepared the run."""
         super().__init__(run_id, spec, cells, master)
         self.master_step = _NOT_HERE
-        self._prepared[origin] = answer
+        self._prepared[origin], self._building[origin] = answer, answer.generation
         self.at[origin] = self.step
         self._origin: int | None = origin
 

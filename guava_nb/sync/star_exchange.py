@@ -46,9 +46,10 @@ class StarExchange(StepExchange[Replicas]):
         tasks, shards = plan_step(head, batches, team, weights, splitter, self._writer)
         buckets = () if alone else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
-        return StepMachine(
-            head.step, head.generation, tasks, buckets, scaled, alone and not self._replicas.spec.lockstep
-        ), shards
+        solo = alone and not self._replicas.spec.lockstep
+        if solo:
+            self._replicas.sent_alone(team[0], head.step)
+        return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
 
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""

@@ -66,12 +66,16 @@ Instruction = Add | SendBucket | Decided | Reissue | Halt
 
 @dataclass(slots=True)
 class ShardTask:
-    """One shard: how many samples, and which worker computes it now."""
+    """One shard: how many samples, and which worker computes it now.
+
+    `earlier` are the workers that were asked before: what they have done of it counts as well.
+    """
 
     index: int
     rows: int
     owner: int
     sample_ids: tuple[int, ...] = ()
+    earlier: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -117,8 +121,8 @@ class StepMachine:
         return [task for task in self.tasks if task.owner == rank and not self._shard_done(task.index)]
 
     def on_bucket(self, rank: int, generation: int, shard: int, bucket: int, finite: bool) -> list[Instruction]:
-        """A shard's contribution to a bucket came; duplicates and old generations are dropped."""
-        if self.decided or generation < self.generation or not self._known(shard, bucket):
+        """A shard's contribution to a bucket came; only the first counts, of a worker that was asked for it."""
+        if self.decided or bucket not in self.buckets or not self.was_asked(rank, shard, generation):
             return []
         shards = self._arrived.setdefault(bucket, set())
         if shard in shards:
@@ -140,7 +144,7 @@ class StepMachine:
 
     def on_ready(self, rank: int, ready: Ready) -> list[Instruction]:
         """A shard's loss came; the first report of a shard counts."""
-        if self.decided or ready.generation < self.generation or not 0 <= ready.shard < len(self.tasks):
+        if self.decided or not self.was_asked(rank, ready.shard, ready.generation):
             return []
         if not ready.finite:
             if not self.scaled:
@@ -149,9 +153,9 @@ class StepMachine:
         self._ready.setdefault(ready.shard, ready)
         return self._decide()
 
-    def on_solo_commit(self, skipped: bool) -> list[Instruction]:
-        """The lone worker has applied the step."""
-        if self.decided or not self.solo or len(self._ready) < len(self.tasks):
+    def on_solo_commit(self, rank: int, generation: int, skipped: bool) -> list[Instruction]:
+        """The lone worker has applied the step; from any other, or before its report, this is no news."""
+        if self.decided or not self.solo or not self.was_asked(rank, 0, generation) or not self._ready:
             return []
         self._skip = skipped
         return self._finish()
@@ -168,13 +172,17 @@ class StepMachine:
         out: list[Instruction] = []
         for task in open_tasks:
             if task.owner == rank:
+                task.earlier.add(rank)
                 task.owner = min(load, key=lambda survivor: (load[survivor], survivor))
                 load[task.owner] += task.rows
                 out.append(Reissue(task.index, task.owner))
         return out
 
-    def _known(self, shard: int, bucket: int) -> bool:
-        return 0 <= shard < len(self.tasks) and bucket in self.buckets
+    def was_asked(self, rank: int, shard: int, generation: int) -> bool:
+        """Whether this worker was sent this shard in this attempt: nothing else that it says about it counts."""
+        if generation != self.generation or not 0 <= shard < len(self.tasks):
+            return False
+        return rank == self.tasks[shard].owner or rank in self.tasks[shard].earlier
 
     def _shard_done(self, shard: int) -> bool:
         if shard not in self._ready:

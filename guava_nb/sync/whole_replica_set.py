@@ -44,9 +44,10 @@ class WholeReplicaSet(ReplicaSet):
         Raises:
             TrainingError: workers of the same kind hold different parameters after loading.
         """
-        asked = set(ranks)
-        self._send_state(job, asked, job.cluster.roster.generation, state, step)
-        job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
+        asked, roster = set(ranks), job.cluster.roster
+        roster.generation += 1  # tells this state's answers from those to an earlier one
+        with self._sending_state(job, asked, roster.generation, state, step):
+            job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
         self._compare_hashes(job, [r for r in asked if r in self._loaded])
 
     def bring_up(self, job: Job) -> None:

@@ -309,6 +309,9 @@ class TrainingJob(Job):
         self.interrupts = 0
         try:
             self._fetch_in_time()
+        except GroupLost:
+            if not self.replica_set.rescue(self):
+                self._recovery.go_back()
         except (StopRequested, NobodyLeft, WorkerLost) as error:
             if any(rank in self.replica_set.at for rank in self.ready | self.suspects):
                 log.info("the final state stays with the workers for now: %s", error)

@@ -123,9 +123,8 @@ class Recovery:
         held = self._steps_held()
         together = replica_set.spec.parallel is not None
         if together and held == {last - 1, last}:
-            replica_set.step = last - 1
-            self.window.abort("a step could not be applied everywhere", hear_all=True)
-            replica_set.step, held = last, self._steps_held()
+            self.window.abort("a step could not be applied everywhere", hear_all=True, last=last - 1)
+            held = self._steps_held()
         return (
             last - 1 in held
             and (not together or held == {last - 1})

@@ -144,7 +144,7 @@ class StepAccounting:
 
     def take_back(self) -> None:
         """Forget the last committed step: it could be applied nowhere."""
-        self._replica_set.go_back(self._replica_set.step - 1)
+        self._replica_set.take_back(self._replica_set.step - 1)
         self._end_at(self._before, self._replica_set.step)
         self._feed_batches = self.position.batches
 

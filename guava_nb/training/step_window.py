@@ -13,7 +13,6 @@ from guava_nb.cluster.job_events import Wake
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError
-from guava_nb.protocol.messages import Abort
 from guava_nb.sync.batch_feeder import BatchFeeder
 from guava_nb.sync.exchange import StepExchange
 from guava_nb.sync.send_credit import SendCredit
@@ -138,32 +137,27 @@ class StepWindow:
         self._credit.pause()
         self._job.pump(lambda: all(replica_set.at[r] == replica_set.step for r in self._membership.available()))
 
-    def abort(self, reason: str, hear_all: bool = False) -> None:
+    def abort(self, reason: str, hear_all: bool = False, last: int | None = None) -> None:
         """Have all members forget what is not committed, and hear how far they are.
 
         Who is heard: a lone worker, which commits by itself and may be ahead of what is known here; after a failure all,
-        since others may have failed in the same way and their reports must not reach a later job.
+        since others may have failed in the same way and their reports must not reach a later job. `last` as in
+        `ReplicaSet.abort`.
         """
-        roster, replica_set = self._membership.cluster.roster, self._membership.replica_set
-        roster.generation += 1
-        message = Abort(replica_set.run_id, roster.generation, replica_set.step, reason)
-        self._membership.cluster.send_all(list(replica_set.at), message)
+        replica_set = self._membership.replica_set
+        replica_set.abort(self._job, list(replica_set.at), reason, last)
         lone = {t.owner for f in self.exchange.in_flight.values() if f.machine.solo for t in f.machine.tasks}
         self.exchange.give_up(but_solo=True)  # no member would apply one that were committed while others are heard
-        self._hear(set(replica_set.at) if hear_all else lone, roster.generation)
+        self._hear(set(replica_set.at) if hear_all else lone)
         self.exchange.give_up()
 
-    def _hear(self, ranks: set[int], generation: int) -> None:
-        deadline, replica_set = time.monotonic() + self._plan.interrupt_grace_s, self._membership.replica_set
-
-        def has_settled(rank: int) -> bool:
-            answered = rank in self._job.failed and replica_set.generation_of.get(rank, -1) >= generation
-            return answered or replica_set.has_settled(rank, generation)
-
-        while not all(has_settled(rank) for rank in (ranks & self._job.ready) - self._membership.behind):
-            if self._job.interrupts > 1 or time.monotonic() > deadline:
+    def _hear(self, ranks: set[int]) -> None:
+        deadline, job = time.monotonic() + self._plan.interrupt_grace_s, self._job
+        has_settled = self._membership.replica_set.has_settled
+        while not all(has_settled(r, r in job.failed) for r in (ranks & job.ready) - self._membership.behind):
+            if job.interrupts > 1 or time.monotonic() > deadline:
                 return
             try:
-                self._job.take_one(0.1)
+                job.take_one(0.1)
             except GuavaError as error:
                 log.debug("while giving up steps: %s", error)

@@ -141,11 +141,7 @@ class WorkerLoop:
         try:
             while not self._may_go():
                 self._take()
-                self._advance()
-                if self._leaving and self._leave_deadline is None and not self._steps.mid_step:
-                    # From here on it begins nothing: what it holds stays that of its last committed step.
-                    self._leave_deadline = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
-                    self._send(Leave(self._leaving), ())
+                self._turn()
             return True
         except _End:
             return self._leave_deadline is not None
@@ -190,10 +186,15 @@ class WorkerLoop:
             return False
         return (bool(self._leaving) and not self._steps.mid_step) or self._steps.has_work
 
-    def _advance(self) -> None:
+    def _turn(self) -> None:
+        """Do one piece of work, and say a leave between two steps."""
         error = self._steps.advance(leaving=self._leave_deadline is not None)
         if error is not None:
             self._give_up_run(error)
+        if self._leaving and self._leave_deadline is None and not self._steps.mid_step:
+            # From here on it begins nothing: what it holds stays that of its last committed step.
+            self._leave_deadline = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
+            self._send(Leave(self._leaving), ())
 
     def _handle(self, message: Message, payload: memoryview) -> None:
         match message:
@@ -277,9 +278,9 @@ class WorkerLoop:
             self._send(self._preparation.failed(message, error), ())
             return
         self._run = run
-        self._steps.begin(run)
+        self._steps.begin(run, message.generation)
         self._reader.open(run.run_id, run.spec.cache)
-        self._send(self._preparation.built(run), ())
+        self._send(self._preparation.built(message, run), ())
         self._show("ready")
 
     def _release_own(self) -> None:

@@ -46,14 +46,17 @@ class PendingSteps(Generic[T]):
     def __init__(self) -> None:
         """Start before the first step."""
         self.committed = -1
+        self._spared, self._floor = -1, -1  # of the steps after the first, what is older than the second is stale
         self._steps: dict[int, LocalStep[T]] = {}
         self.abandoned = False
 
-    def reset(self, committed: int) -> None:
-        """A state was loaded: steps up to it are over."""
+    def reset(self, committed: int, generation: int = -1) -> None:
+        """A state was loaded in this generation: steps up to it are over, and so are older attempts of those after it."""
         self.committed = committed
         for number in [n for n in self._steps if n <= committed]:
             del self._steps[number]
+        self.abort(committed, generation)
+        self.abandoned = False  # the state that was loaded has nothing of it
 
     def current(self) -> LocalStep[T] | None:
         """Return the step to work on, if anything of it has come."""
@@ -72,7 +75,7 @@ class PendingSteps(Generic[T]):
 
         A newer generation of the same step replaces the older attempt; `take_abandoned` then tells that work was dropped.
         """
-        if number <= self.committed:
+        if number <= self.committed or (number > self._spared and generation < self._floor):
             return None
         step = self._steps.get(number)
         if step is None or step.generation < generation:
@@ -88,7 +91,10 @@ class PendingSteps(Generic[T]):
         return step
 
     def abort(self, last_committed: int, generation: int) -> None:
-        """Give up all attempts after `last_committed` that are older than `generation`."""
+        """Give up all attempts after `last_committed` that are older than `generation`, and what still comes of them."""
+        if generation < self._floor:
+            return
+        self._spared, self._floor = last_committed, generation
         for number in [n for n, s in self._steps.items() if n > last_committed and s.generation < generation]:
             self.abandoned |= bool(self._steps.pop(number).done)
 

@@ -133,19 +133,21 @@ class Preparation:
             )
         return self._own.find(name)
 
-    def built(self, run: PreparedRun) -> Prepared:
+    def built(self, message: Prepare, run: PreparedRun) -> Prepared:
         """Return the answer for a run that was built; a model that the orchestrator cannot build is described."""
         described: tuple[TensorInfo, ...] = ()
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
             assert isinstance(run.replica, Replica)
             described = describe_model(run.replica.model)  # not the user's own object: that may be wrapped
-        return Prepared(run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described)
+        return Prepared(
+            run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described, generation=message.generation
+        )  # fmt: skip
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
         return Prepared(
             run_id=message.run_id, ok=False, missing_module=cause_is_missing(error),
-            problem=problem_text(error), traceback=trace_text(error),
+            problem=problem_text(error), traceback=trace_text(error), generation=message.generation,
         )  # fmt: skip
 
     def data_facts(self, message: AskData) -> DataFacts:

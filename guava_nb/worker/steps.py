@@ -98,9 +98,14 @@ class StepRunner:
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
 
-    def begin(self, run: PreparedRun) -> None:
-        """Work on this run from now on, from its first step or the one that `load_state` tells."""
+    def begin(self, run: PreparedRun, generation: int) -> None:
+        """Work on this run from now on, from its first step or the one that `load_state` tells.
+
+        Args:
+            generation: of the order to build it; messages of older ones are of an earlier attempt.
+        """
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
+        self._pending.reset(-1, generation)
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
@@ -182,12 +187,12 @@ class StepRunner:
     def load_state(self, replica: BaseReplica, message: LoadState, payload: memoryview) -> None:
         """Become the state that came, and say that it is loaded; errors as in `BaseReplica.load_state`."""
         replica.load_state(unpack(message.state, payload))
-        self._pending.reset(message.step)
+        self._pending.reset(message.step, message.generation)
         self._generation, self._is_halted = message.generation, False
         self.restart_wait_clock()  # what came before was preparing, no waiting for data
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
-        self._send(StateLoaded(message.run_id, message.step, digest, kind), ())
+        self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState) -> None:
         """Send the state of the last commit."""

@@ -214,6 +214,7 @@ class Prepare(Message, frozen=True):
     run_id: str
     cells: tuple[Cell, ...]
     spec: RunSpec
+    generation: int = -1  # of this order: what is older and still comes is of an earlier attempt
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -243,6 +244,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     problem: str = ""
     traceback: str = ""
     model: tuple[TensorInfo, ...] = ()
+    generation: int = -1  # of the `Prepare` that this answers
 
 
 class EndRun(Message, frozen=True):

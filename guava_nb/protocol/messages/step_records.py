@@ -45,6 +45,7 @@ class StateLoaded(Message, frozen=True):
     step: int
     parameter_hash: str
     device_kind: str  # device type, torch version and the part of the model held; hashes must be equal within one
+    generation: int = -1  # of the `LoadState` that this answers
 
 
 class FetchState(Message, frozen=True):

@@ -81,6 +81,17 @@ def test_frames_of_an_older_generation_and_unknown_numbers_are_dropped() -> None
     assert m.on_ready(0, ready(3, generation=5)) == []
 
 
+def test_a_report_on_a_shard_counts_only_of_a_worker_that_was_sent_it() -> None:
+    m = machine(2, buckets=(0,))
+    for rank, shard, generation in [(1, 0, 0), (0, -1, 0), (0, 2, 0), (0, 0, 1), (0, 0, 10**9)]:
+        assert not m.was_asked(rank, shard, generation)
+        assert m.on_bucket(rank, generation, shard, 0, False) == []
+        assert m.on_ready(rank, ready(shard, finite=False, generation=generation)) == []
+    assert m.on_away(0, [1]) == [Reissue(0, 1)]
+    assert m.on_bucket(0, 0, 0, 0, True) == [Add(0, 0)], "it was sent the shard before"
+    assert m.on_bucket(1, 0, 0, 0, True) == []
+
+
 def test_a_lost_owner_s_open_shards_go_to_those_with_least_to_do() -> None:
     m = StepMachine(0, 0, [ShardTask(0, 8, 0), ShardTask(1, 2, 1), ShardTask(2, 4, 2)], (0,))
     assert m.on_away(2, [0, 1]) == [Reissue(2, 1)]
@@ -97,11 +108,11 @@ def test_a_finished_shard_is_not_issued_again() -> None:
 
 def test_solo_commits_when_the_worker_says_so() -> None:
     m = StepMachine(0, 0, [ShardTask(0, 4, 0)], (), solo=True)
-    assert m.on_solo_commit(False) == []  # nothing was reported yet
+    assert m.on_solo_commit(0, 0, False) == []  # nothing was reported yet
     assert m.on_ready(0, ready(0)) == []
-    (decided,) = m.on_solo_commit(False)
+    (decided,) = m.on_solo_commit(0, 0, False)
     assert isinstance(decided, Decided)
-    assert m.on_solo_commit(False) == []
+    assert m.on_solo_commit(0, 0, False) == []
 
 
 @settings(max_examples=200, deadline=None)

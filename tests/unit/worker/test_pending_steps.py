@@ -65,3 +65,24 @@ def test_messages_of_a_step_may_come_in_any_order(order: list[str]) -> None:
     assert step is not None and step.announced and step.want_hash
     assert step.buckets == {0: "mean0", 1: "mean1"} and step.commit == COMMIT
     assert steps.advance() is step and steps.committed == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.permutations(["abort", "state", "old shard", "old sum", "spared sum", "new shard", "new sum"]))
+def test_what_is_stale_changes_nothing_wherever_it_comes(order: list[str]) -> None:
+    """An abort, a state and the shards and sums of two attempts come on channels of their own."""
+    steps: PendingSteps[str] = PendingSteps()
+    for what in order:
+        if what == "abort":
+            steps.abort(0, 5)
+        elif what == "state":
+            steps.reset(0, 6)
+        elif "shard" in what:
+            steps.announce(1, 8 if "new" in what else 4, False)
+        else:
+            step = steps.find(0 if "spared" in what else 1, 8 if "new" in what else 4)
+            if step is not None:
+                step.buckets[0] = what
+    step = steps.current()
+    assert step is not None and step.announced and step.generation == 8 and step.buckets == {0: "new sum"}
+    assert steps.find(1, 7) is None and steps.find(2, 5) is None

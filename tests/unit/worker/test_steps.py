@@ -18,7 +18,7 @@ def said(parallel: ParallelSpec | None, request: int = 0) -> str:
     runner = StepRunner(
         lambda message, buffers: sent.append(message), torch.device("cpu"), None, None, lambda: None, lambda *_: None
     )
-    runner.begin(SimpleNamespace(spec=spec(parallel=parallel)))  # type: ignore[arg-type]
+    runner.begin(SimpleNamespace(spec=spec(parallel=parallel)), 0)  # type: ignore[arg-type]
     runner.fail(torch.OutOfMemoryError("CUDA out of memory"), "run-1", request=request)
     assert sent[0].kind is FailureKind.MEMORY
     return str(sent[0].text)

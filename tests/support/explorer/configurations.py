@@ -1,0 +1,74 @@
+"""What is walked: in every run of the tests, and by the command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support.explorer.world import Configuration
+
+__all__ = ["COVERING", "WHOLE", "Case"]
+
+STEPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+_SMALL = ((0, 1),)
+_ANY = {"cut": 2, "die": 2, "leave": 2, "join": 2, "late": 1}
+_STOPS = {"cut": 2, "join": 2, "hub": 2, "leave": 1, "interrupt": 2}
+#: Exchange and site of the optimizer.
+_WAYS = (("star", "workers"), ("star", "orchestrator"), ("group", "workers"), ("parts", "workers"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration and how it is walked.
+
+    Attributes:
+        runs: so many paths drawn at random; 0 walks all of them.
+        limit_s: processor time.
+    """
+
+    name: str
+    configuration: Configuration
+    runs: int = 0
+    limit_s: float = 240.0
+
+
+def _all(name: str, limit_s: float = 240.0, **changes: object) -> Case:
+    return Case(name, Configuration(**changes), 0, limit_s)  # type: ignore[arg-type]
+
+
+def _drawn(name: str, runs: int, **changes: object) -> Case:
+    return Case(name, Configuration(**changes), runs)  # type: ignore[arg-type]
+
+
+def _covering() -> list[Case]:
+    out = [_all("lone worker", workers=1, faults={"cut": 1})]
+    for exchange, site in _WAYS:
+        way = {"exchange": exchange, "site": site}
+        name = f"{exchange}, optimizer at {site}"
+        out.append(_all(f"{name}: one step, nothing lost, unasked messages", batches=_SMALL, unasked=True, **way))
+        out.append(_all(f"{name}: one step, one lost", batches=_SMALL, faults={"die": 1}, **way))
+        deep = {"workers": 3, "batches": STEPS, "buckets": 2, "snapshot_every": 2, **way}
+        out.append(_drawn(f"{name}: 3 workers, 3 steps", 60, faults=_ANY, together=5, **deep))
+        out.append(_drawn(f"{name}: 3 workers, 3 steps, stops", 60, faults=_STOPS, together=4, save_every=1, **deep))
+    return out
+
+
+def _whole() -> list[Case]:
+    out = []
+    for exchange, site in _WAYS:
+        way = {"exchange": exchange, "site": site}
+        name = f"{exchange}, optimizer at {site}"
+        out.append(_all(f"{name}: 2 workers, 2 steps, 2 buckets", buckets=2, **way))
+        out.append(_all(f"{name}: 3 workers, 3 steps", workers=3, batches=STEPS, **way))
+        for fault in ("cut", "die", "leave", "join", "hub"):
+            more = {"faults": {fault: 1}, "save_every": 1 if fault == "hub" else 0}
+            out.append(_all(f"{name}: 2 workers, 2 steps, {fault}", ahead=0, **more, **way))
+        out.append(
+            _all(f"{name}: lone worker, 3 steps, any two", workers=1, batches=STEPS, faults=_ANY, together=2, **way)
+        )
+        deep = {"workers": 3, "batches": STEPS, "buckets": 2, "epochs": 2, "snapshot_every": 2, **way}
+        out.append(_drawn(f"{name}: 3 workers, 2 epochs", 3000, faults=_ANY, together=6, **deep))
+        out.append(_drawn(f"{name}: 3 workers, stops", 3000, faults=_STOPS, together=5, save_every=1, **deep))
+    return out
+
+
+COVERING, WHOLE = _covering(), _whole()

@@ -1,0 +1,91 @@
+"""What must hold in every state, each under its name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.support.explorer.search import Violation
+
+if TYPE_CHECKING:
+    from tests.support.explorer.world import World
+
+__all__ = ["INVARIANTS", "at_each_state", "at_the_end", "one_history"]
+
+ONCE = "each sample is committed once"
+HISTORY = "one history"
+AHEAD = "no worker is ahead of the log"
+PARAMETERS = "parameters are a function of the log"
+WAIT = "no wait without an enabled event"
+ASKED = "a message does what its sender was asked"
+GOES_ON = "the run goes on"
+CREDIT = "credit is given back"
+INVARIANTS = (ONCE, HISTORY, AHEAD, PARAMETERS, WAIT, ASKED, GOES_ON, CREDIT)
+
+
+def one_history(world: World, step: int) -> None:
+    """A step is about to be committed: it must be the next one."""
+    if step != len(world.log):
+        raise Violation(HISTORY, f"step {step} is committed after {len(world.log)} steps")
+
+
+def at_each_state(world: World) -> None:
+    """Look at log and workers."""
+    planned = [ids for _ in range(world.configuration.epochs) for ids in world.configuration.batches]
+    for step, (was, ids) in enumerate(zip(world.log, planned, strict=False)):
+        if sorted(was) != sorted(ids):
+            raise Violation(ONCE, f"step {step} was committed with {was}, and its batch has {ids}")
+    if len(world.log) > len(planned):
+        raise Violation(ONCE, f"{len(world.log)} steps were committed of {len(planned)}")
+    for worker in world.workers:
+        replica = worker.replica
+        if not worker.alive or replica is None:
+            continue
+        if replica.step != worker.steps.committed or not -1 <= replica.step < len(world.expected) - 1:
+            raise Violation(PARAMETERS, f"{worker.name} says step {worker.steps.committed} and has {replica.step}")
+        if replica.value != world.expected[replica.step + 1]:
+            raise Violation(
+                PARAMETERS, f"{worker.name} after step {replica.step} has other parameters than a plain run"
+            )
+    _not_ahead(world)
+
+
+def _not_ahead(world: World) -> None:
+    """A worker that takes part may hold a step that is not in the log only if it was sent it alone."""
+    job = world.job
+    solo = {
+        t.owner: f.machine.step
+        for f in job.window.exchange.in_flight.values()
+        if f.machine.solo
+        for t in f.machine.tasks
+    }
+    if not job.membership.formed:
+        return
+    for rank in job.membership.current():
+        worker = world._ranks[rank]
+        most = max(len(world.log) - 1, solo.get(rank, -1))
+        if worker.alive and worker.steps.committed > most:
+            raise Violation(
+                AHEAD, f"{worker.name} has applied step {worker.steps.committed}, the log has {len(world.log)} steps"
+            )
+
+
+def at_the_end(world: World, state: str) -> None:
+    """The run is over: look at its books."""
+    job, planned = world.job, len(world.configuration.batches) * world.configuration.epochs
+    if state == "done" and len(world.log) != planned:
+        raise Violation(ONCE, f"the run is done after {len(world.log)} of {planned} steps")
+    first = job.accounting.first_step
+    history = [record["step"] - 1 for record in job.run.history]
+    if history != list(range(first, len(world.log))):
+        raise Violation(HISTORY, f"the history has steps {history}, the log {len(world.log)}")
+    if job.replica_set.step != len(world.log) - 1:
+        raise Violation(HISTORY, f"the run stands at step {job.replica_set.step}, the log has {len(world.log)} steps")
+    books = (job.run.lost_samples, job.run.duplicated_samples)
+    if state == "done" and books != (0, 0):
+        raise Violation(ONCE, f"the ledger says {books} lost and doubled")
+    held = {rank: job.window._credit.held_bytes(rank) for rank in world._ranks}
+    if state == "done" and any(held.values()):
+        raise Violation(CREDIT, f"the run is over, and workers count as holding {held} bytes")
+    master = job.replica_set.master
+    if state == "done" and (master.step, master.value) != (planned - 1, world.expected[planned]):  # type: ignore[attr-defined]
+        raise Violation(PARAMETERS, "the trained model is not that of a plain run")

@@ -1,0 +1,133 @@
+"""A replica whose parameters are a number that tells every step and sample that went into it.
+
+A gradient is a vector with a 1 for each sample of the shard, so a sum tells which samples it has and how often. A step
+replaces the number by a hash of it and of the sum. So two replicas are equal only if they have the same steps, of the
+same samples, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from guava_nb.protocol.messages import Commit
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.shard import ShardResult, ShardWork
+
+__all__ = ["CountingReplica", "after_steps", "gradient_of", "ids_of"]
+
+
+def _layout(buckets: int) -> Any:
+    return SimpleNamespace(
+        numbers=tuple(range(buckets)),
+        buffers=None,
+        digest=lambda: "",
+        bucket=lambda number: SimpleNamespace(present_bytes=1, not_finite=lambda tensor: []),
+    )
+
+
+def ids_of(parts: Sequence[Any]) -> list[int]:
+    """The samples in a shard's parts."""
+    return [int(i) for part in parts if part is not None for i in part]
+
+
+def gradient_of(ids: Sequence[int], samples: int) -> torch.Tensor:
+    """The gradient of these samples, `[samples]`."""
+    return _gradient(tuple(ids), samples)
+
+
+@cache
+def _gradient(ids: tuple[int, ...], samples: int) -> torch.Tensor:
+    return torch.tensor([float(ids.count(i)) for i in range(samples)], dtype=torch.float64)
+
+
+def _next(value: int, counts: Sequence[float], factor: float) -> int:
+    return hash((value, tuple(counts), factor))
+
+
+def after_steps(steps: Sequence[Sequence[int]], samples: int) -> list[int]:
+    """What the parameters must be after each step of these samples, the first value before the first."""
+    values = [0]
+    for ids in steps:
+        values.append(_next(values[-1], gradient_of(ids, samples).tolist(), 1.0))
+    return values
+
+
+class CountingReplica(Replica):
+    """See the module's text.
+
+    Attributes:
+        value: the parameters.
+        step: last step that is in them.
+        pending: a lone worker's or a group's gradient, until the commit.
+    """
+
+    layout: Any
+
+    def __init__(self, samples: int, buckets: int, group: Any = None) -> None:
+        self.samples, self._group, self.layout = samples, group, _layout(buckets)
+        self.value, self.step = 0, -1
+        self.pending: list[float] | None = None
+
+    kind = ""
+    learning_rate = None
+    optimizer = SimpleNamespace(state={})
+
+    def run_shard(self, work: ShardWork, on_bucket: Any = None) -> ShardResult:
+        if self._group is not None:
+            ids = self._group.total(work.step)
+            self.pending = gradient_of(ids, self.samples).tolist()
+        else:
+            gradient = gradient_of(ids_of(work.parts), self.samples)
+            if on_bucket is None:
+                self.pending = gradient.tolist()
+            else:
+                for bucket in self.layout.numbers:
+                    on_bucket(bucket, b"\1", gradient.clone())
+        rows = float(work.rows)
+        return ShardResult(rows, rows, work.rows, True, 0.0, 0.0)
+
+    def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit) -> None:
+        if sums is None:
+            counts = self.pending if self.pending is not None else [-1.0]
+        else:
+            lists = [sums[bucket][1].tolist() for bucket in self.layout.numbers]
+            counts = lists[0] if lists[0] == lists[-1] else [-2.0]
+        if commit.skip:
+            counts = [-3.0]
+        self.value, self.pending = _next(self.value, counts, commit.scale * commit.clip), None
+        self.step += 1
+
+    def take_parameters(self, buckets: Mapping[int, tuple[bytes, torch.Tensor]]) -> None:
+        values = {int(buckets[bucket][1][0]) for bucket in self.layout.numbers}
+        self.value, self.pending = (values.pop() if len(values) == 1 else -1), None
+        self.step += 1
+
+    def buffer_changes(self) -> None:
+        """It has no buffers."""
+
+    def parameter_buckets(self) -> Iterator[tuple[int, bytes, torch.Tensor]]:
+        for bucket in self.layout.numbers:
+            yield bucket, b"\1", torch.tensor([self.value])
+
+    def restore(self) -> None:
+        self.pending = None
+
+    def parameter_hash(self) -> str:
+        return str(self.value)
+
+    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
+        return {"value": self.value, "step": self.step}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.value, self.step, self.pending = int(state["value"]), int(state["step"]), None
+
+    def tick(self, metric: float | None = None) -> None:
+        """No schedule."""
+
+    def close(self) -> None:
+        """Nothing to give back."""

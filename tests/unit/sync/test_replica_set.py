@@ -1,0 +1,114 @@
+"""A replica set believes an answer only if it asked that worker, and waits for the answer now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from guava_nb.cluster.roster import Roster
+from guava_nb.data.codec import pack
+from guava_nb.protocol.messages import Prepared, State, StateLoaded, StepApplied
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet
+from tests.support.explorer.orchestrator import replica_set_for, spec_for
+
+NOTHING = memoryview(b"")
+
+
+@pytest.fixture
+def replicas() -> ReplicaSet:
+    return replica_set_for(spec_for("star", "workers", 2), 4, 1, None)
+
+
+@pytest.fixture
+def job() -> Iterator[Any]:
+    sent: list[Any] = []
+    cluster = SimpleNamespace(roster=Roster(), send_all=lambda ranks, message, buffers=(): sent.append(message))
+    yield SimpleNamespace(cluster=cluster, ready={0, 1}, suspects=set(), sent=sent)
+
+
+def test_an_answer_to_an_earlier_order_to_build_is_none_to_this_one(replicas: ReplicaSet) -> None:
+    replicas._building[0] = 5
+    replicas._on_prepared(0, Prepared(run_id="run", ok=True, generation=4), NOTHING)
+    replicas._on_prepared(1, Prepared(run_id="run", ok=True, generation=5), NOTHING)
+    assert replicas.prepared() == set()
+    replicas._on_prepared(0, Prepared(run_id="run", ok=True, generation=5), NOTHING)
+    assert replicas.prepared() == {0}
+
+
+def test_a_state_that_is_loaded_when_nothing_waits_for_it_puts_no_worker_in_step(
+    replicas: ReplicaSet, job: Any
+) -> None:
+    with replicas._sending_state(job, [0, 1], 7, {"value": 0, "step": -1}, -1):
+        replicas._on_loaded(0, StateLoaded("run", -1, "", "cpu", 7), NOTHING)
+        replicas._on_loaded(1, StateLoaded("run", -1, "", "cpu", 6), NOTHING)
+    replicas._on_loaded(1, StateLoaded("run", -1, "", "cpu", 7), NOTHING)
+    assert replicas.at == {0: -1}
+
+
+def test_after_going_back_no_worker_holds_the_state(replicas: ReplicaSet) -> None:
+    replicas.step, replicas.at = 5, {0: 5, 1: 3}
+    replicas.go_back(3)
+    assert replicas.step == 3 and replicas.at == {}
+
+
+@pytest.mark.parametrize("step", [1, 3, 10**9])
+def test_a_commit_that_a_worker_cannot_have_made_is_no_news(replicas: ReplicaSet, step: int) -> None:
+    replicas.step, replicas.at = 2, {0: 2}
+    replicas.note_commit(0, StepApplied(run_id="run", generation=0, step=step))
+    replicas.note_commit(1, StepApplied(run_id="run", generation=0, step=2))
+    assert replicas.at == {0: 2}
+
+
+def test_only_the_worker_that_was_sent_a_step_alone_may_be_ahead_and_only_so_far(replicas: ReplicaSet) -> None:
+    replicas.step, replicas.at = 2, {0: 2, 1: 2}
+    replicas.sent_alone(0, 4)
+    for rank, step in ((0, 4), (1, 3)):
+        replicas.note_commit(rank, StepApplied(run_id="run", generation=0, step=step))
+    assert replicas.at == {0: 4, 1: 2}
+
+
+def test_a_step_is_undone_by_the_worker_that_was_asked_to_and_once(replicas: ReplicaSet, job: Any) -> None:
+    replicas.step, replicas.at = 2, {0: 2, 1: 1, 2: 2}
+    replicas.abort(job, [0, 1], "step 3 could not be applied everywhere", last=1)
+    undone = StepApplied(run_id="run", generation=job.cluster.roster.generation, step=1)
+    assert (job.sent[-1].last_committed, job.sent[-1].generation) == (1, undone.generation)
+    assert not replicas.has_settled(0) and not replicas.has_settled(1)
+    for rank in (0, 1, 2):
+        replicas.note_commit(rank, undone)
+    assert replicas.at == {0: 1, 1: 1, 2: 2} and replicas.has_settled(0) and replicas.has_settled(1)
+    replicas.note_commit(0, StepApplied(run_id="run", generation=undone.generation, step=2))
+    replicas.note_commit(0, undone)  # doubled
+    assert replicas.at[0] == 2
+
+
+def test_a_worker_that_cannot_undo_its_step_has_answered_all_the_same(replicas: ReplicaSet, job: Any) -> None:
+    replicas.step, replicas.at = 2, {0: 2}
+    replicas.abort(job, [0], "step 3 could not be applied everywhere", last=1)
+    replicas.note_commit(0, StepApplied(run_id="run", generation=job.cluster.roster.generation, step=2))
+    assert replicas.at == {0: 2} and replicas.has_settled(0)
+
+
+def test_a_worker_with_the_step_that_was_taken_back_holds_nothing_of_the_run(replicas: ReplicaSet) -> None:
+    replicas.step, replicas.at = 2, {0: 2, 1: 1}
+    replicas.take_back(1)
+    assert replicas.step == 1 and replicas.at == {1: 1}
+
+
+def test_a_state_is_taken_only_of_the_worker_that_was_asked(replicas: ReplicaSet) -> None:
+    tree, buffers = pack({"value": 1, "step": -1})
+    payload = memoryview(bytearray(b"".join(buffers)))
+    replicas._awaited = {1: 0}
+    replicas._on_state(1, State(1, "run", -1, tree), payload)
+    replicas._on_state(0, State(1, "run", 10**9, tree), payload)
+    assert replicas._states == {}
+    replicas._on_state(0, State(1, "run", -1, tree), payload)
+    assert list(replicas._states) == [1]
+
+
+def test_a_worker_that_is_lost_while_parts_are_prepared_is_a_reason_to_wait_and_none_to_fail(job: Any) -> None:
+    parts = replica_set_for(spec_for("parts", "workers", 2), 4, 1, None)
+    with pytest.raises(GroupLost, match="while it prepared the run"):
+        parts.load(job, [0], {}, -1)
