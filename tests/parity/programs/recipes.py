@@ -177,6 +177,31 @@ def sam(named):
     return Sam([p for _, p in named])
 
 
+class Lamb(torch.optim.Optimizer):
+    """Each parameter's update in proportion to its norm."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(m * (p.norm() / (m.norm() + 1e-6)), alpha=group["lr"])
+
+
+def lamb(named, lr):
+    return Lamb([p for _, p in named], lr)
+
+
+def clipping_hook(named, lr):
+    parameters = [p for _, p in named]
+    made = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 0.1) and None)
+    return made
+
+
 def no_decay_on_biases(named, lr):
     named = list(named)
     groups = [
@@ -439,7 +464,10 @@ PROGRAMS = [
     mlp("sam", optimizer=sam, optimizer_args={}, refused={"*": "closure"}),
     mlp("lbfgs", optimizer="LBFGS", optimizer_args={"lr": 0.1}, refused={"*": "steps once per gradient"}),
     mlp("muon-like: adafactor", optimizer="Adafactor", optimizer_args={"lr": 0.01},
-        refused={"zero 3": "looks at whole parameters", "tensor": "looks at whole parameters"}),
+        refused=dict.fromkeys(("zero 3", "tensor"), "parameters of which each worker holds some rows")),
+    mlp("lamb", optimizer=lamb, refused={"tensor": "looks at whole parameters"}),
+    mlp("clipping by a hook", optimizer=clipping_hook,
+        refused=dict.fromkeys(("tensor", "pipeline"), "SGD with its hooks looks at whole parameters")),
     mlp("rmsprop, momentum", optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9}),
     mlp("adam, amsgrad", optimizer="Adam", optimizer_args={"lr": 0.01, "amsgrad": True}),
     mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
