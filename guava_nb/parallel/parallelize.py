@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import Optimizer
 
 from guava_nb.config.modes import check_combination
 from guava_nb.errors import ConfigError
@@ -21,10 +20,10 @@ from guava_nb.parallel.describe_layout import describe
 from guava_nb.parallel.interface import ModelPart
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
+from guava_nb.parallel.optimizer_trial import check_optimizer, check_sharded_optimizer
 from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.data_axis import make_data_axis
-from guava_nb.parallel.replicas.sharded_step import check_sharded_step
 from guava_nb.parallel.state.full_state import FullOrder
 from guava_nb.parallel.state.local_tensors import full_names_of, hold
 from guava_nb.parallel.tensor.plan_search import make_plan
@@ -36,8 +35,6 @@ from guava_nb.protocol.messages import ParallelSpec
 __all__ = ["MODES", "check_model", "check_parallel", "parallelize"]
 
 MODES = ("data", "pipeline", "tensor", "zero", "hybrid")
-#: Optimizers that look at a whole parameter at once, so that a part of it would be updated differently.
-_NOT_BY_ELEMENT = ("Adafactor", "Muon", "LBFGS", "SparseAdam")
 
 
 def parallelize(
@@ -88,12 +85,12 @@ def parallelize(
     # 3. Activation checkpointing, inside what FSDP2 wraps, so that a block is gathered once for its recomputation.
     if spec.checkpoint_activations:
         checkpoint_activations(model, spec.checkpoint_activations)
+    if spec.zero_stage >= 2 and spec.dp > 1:
+        check_sharded_optimizer(model, mesh.axis("dp"), spec.zero_stage, learning.make_optimizer)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather, learning.buffers)
     holding = hold(model, names, order, mesh)
     optimizer = learning.make_optimizer(holding.named)
-    if data.sharded:
-        check_sharded_step(optimizer, mesh.axis("dp"), spec.zero_stage, device)
     owned = spec.zero_stage == 1 and spec.dp > 1
     if owned:
         zero1.own_share(optimizer, holding.named, mesh.group("dp"))
@@ -107,8 +104,8 @@ def parallelize(
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:
     optimizer = make_optimizer(dict(model.named_parameters()))
-    _check_optimizer(optimizer, spec)
     plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
+    check_optimizer(model, spec, plan, make_optimizer)
     return FullOrder.of(model, optimizer), plan
 
 
@@ -173,13 +170,4 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"the model's state dict holds {strange[0]!r}, which is neither a parameter nor a buffer "
             f"({len(strange)} such keys); a spread model cannot gather it"
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, spec: ParallelSpec) -> None:
-    name = type(optimizer).__name__
-    if name in _NOT_BY_ELEMENT and (spec.tp > 1 or spec.zero_stage >= 2):
-        raise ConfigError(
-            f"{name} looks at whole parameters, and tp {spec.tp} with ZeRO {spec.zero_stage} gives every worker a part of them; "
-            "use an element-wise optimizer such as AdamW, or zero_stage=1 (--zero 1)"
         )

@@ -7,7 +7,7 @@ owners broadcast their parameters, as the end of `optimizer.step()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["own_share", "owners"]
+__all__ = ["keep_owned", "own_share", "owners"]
 
 
 def owners(named: Mapping[str, nn.Parameter], ranks: int) -> dict[str, int]:
@@ -41,22 +41,30 @@ def own_share(optimizer: Optimizer, named: Mapping[str, nn.Parameter], group: di
         ConfigError: the optimizer keeps state of its own beside the parameters', which cannot be divided.
     """
     mine, ranks = dist.get_rank(group), dist.get_world_size(group)
+    owner = owners(named, ranks)
+    keep_owned(optimizer, {id(named[name]) for name, rank in owner.items() if rank == mine})
+    sending = _sending(named, owner, ranks)
+    _share_after(optimizer, lambda: _broadcast(sending, group))
+    return owner
+
+
+def keep_owned(optimizer: Optimizer, owned: Collection[int]) -> None:
+    """Cut an optimizer to the parameters with these `id`s.
+
+    Raises:
+        ConfigError: as `own_share`.
+    """
     if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {len(strange)} entries of state that belong to no parameter; "
             "ZeRO 1 cannot divide them, use zero_stage=0 (--zero 0 in hybrid mode), or data mode"
         )
-    owner = owners(named, ranks)
-    owned = {id(named[name]) for name, rank in owner.items() if rank == mine}
     for param_group in optimizer.param_groups:
         param_group["params"] = [p for p in param_group["params"] if id(p) in owned]
         # Present only where the user's function named its parameters; torch wants as many names as parameters.
         param_group.pop("param_names", None)
     for parameter in [p for p in optimizer.state if id(p) not in owned]:
         del optimizer.state[parameter]  # Adagrad makes its state before the first step.
-    sending = _sending(named, owner, ranks)
-    _share_after(optimizer, lambda: _broadcast(sending, group))
-    return owner
 
 
 def _share_after(optimizer: Optimizer, share: Callable[[], None]) -> None:

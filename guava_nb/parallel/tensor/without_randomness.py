@@ -28,6 +28,7 @@ _DRAWS = {
     Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
 }  # fmt: skip
 _WHOLE_DRAWS = {torch.randint, torch.randint_like}
+_COUNTS = {Tensor.random_, Tensor.geometric_, torch.poisson}
 
 
 class WithoutRandomness(TorchFunctionMode):
@@ -65,6 +66,8 @@ class WithoutRandomness(TorchFunctionMode):
             self._fill(func, result, 0.5)
         elif func in _WHOLE_DRAWS:
             self._fill(func, result, _lowest(args[1:] if func is torch.randint_like else args, words))
+        elif func in _COUNTS:
+            self._fill(func, result, 1)
         elif func is torch.randperm:
             self.drawn.add("randperm")
             return torch.arange(len(result), dtype=result.dtype, device=result.device)

@@ -63,6 +63,64 @@ class Binary(Mlp):
         return self.net[2:](Straight.apply(self.net[0](x)))
 
 
+class Clamped(Mlp):
+    """Values that the sum over workers reaches, and their parts do not."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def signs(parameter):
+    parameter.grad = parameter.grad.sign() * 0.1
+
+
+class Signs(Mlp):
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(signs)
+
+
+class Watched(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        for p in self.parameters():
+            p.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
+
+
+class HookedLayer(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net[2].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.net[4].register_full_backward_hook(lambda module, given, taken: tuple(0.5 * g for g in given))
+
+
+class Normalising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.1 * grad / (grad.norm(dim=1, keepdim=True) + 1e-3)
+
+
+class PerSample(Mlp):
+    def forward(self, x):
+        return self.net[2:](Normalising.apply(self.net[:2](x)))
+
+
+class Teacher(Mlp):
+    def forward(self, x):
+        h = self.net[:2](x)
+        with torch.no_grad():
+            stopped = self.net[2:4](h)
+        return self.net[4](h + stopped)
+
+
 class Spectral(Mlp):
     def __init__(self):
         super().__init__()
@@ -175,6 +233,31 @@ def lion(named, lr):
 
 def sam(named):
     return Sam([p for _, p in named])
+
+
+class Lamb(torch.optim.Optimizer):
+    """Each parameter's update in proportion to its norm."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(m * (p.norm() / (m.norm() + 1e-6)), alpha=group["lr"])
+
+
+def lamb(named, lr):
+    return Lamb([p for _, p in named], lr)
+
+
+def clipping_hook(named, lr):
+    parameters = [p for _, p in named]
+    made = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 0.1) and None)
+    return made
 
 
 def no_decay_on_biases(named, lr):
@@ -338,6 +421,18 @@ class Methods(Mlp):
         return self.net(x)
 
 
+def functional_step(model, batch):
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return F.cross_entropy(torch.func.functional_call(model, given, (batch[0],)), batch[1])
+
+
+def anchored_step(model, batch):
+    if not hasattr(model, "first"):
+        model.first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    far = sum((p - model.first[name]).pow(2).sum() for name, p in model.named_parameters())
+    return F.cross_entropy(model(batch[0]), batch[1]) + 0.5 * far
+
+
 def twice_step(model, batch):
     """Two forwards of one batch, as consistency training has them."""
     x, y = batch
@@ -439,13 +534,24 @@ PROGRAMS = [
     mlp("sam", optimizer=sam, optimizer_args={}, refused={"*": "closure"}),
     mlp("lbfgs", optimizer="LBFGS", optimizer_args={"lr": 0.1}, refused={"*": "steps once per gradient"}),
     mlp("muon-like: adafactor", optimizer="Adafactor", optimizer_args={"lr": 0.01},
-        refused={"zero 3": "looks at whole parameters", "tensor": "looks at whole parameters"}),
+        refused=dict.fromkeys(("zero 3", "tensor"), "parameters of which each worker holds some rows")),
+    mlp("lamb", optimizer=lamb, refused={"tensor": "looks at whole parameters"}),
+    mlp("clipping by a hook", optimizer=clipping_hook,
+        refused=dict.fromkeys(("tensor", "pipeline"), "SGD with its hooks looks at whole parameters")),
     mlp("rmsprop, momentum", optimizer="RMSprop", optimizer_args={"lr": 0.01, "momentum": 0.9}),
     mlp("adam, amsgrad", optimizer="Adam", optimizer_args={"lr": 0.01, "amsgrad": True}),
     mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     mlp("checkpointed module", model=Checkpointed),
     mlp("own autograd function", model=Binary),
     mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
+    mlp("gradients clamped by hooks", model=Clamped,
+        refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
+    mlp("signs of gradients by hooks", model=Signs,
+        refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
+    mlp("gradients watched by hooks", model=Watched, options={"max_grad_norm": 0.1}),
+    mlp("hooks on a layer", model=HookedLayer),
+    mlp("backward that normalises each sample", model=PerSample),
+    mlp("gradients switched off in the forward", model=Teacher, refused={"pipeline": "switches gradients or autocast"}),
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),
@@ -457,6 +563,8 @@ PROGRAMS = [
     mlp("layers called as functions", model=Functional, refused=READ),
     mlp("step calls a method", model=Methods, criterion=None, step=method_step, refused=READ),
     mlp("step calls submodules", criterion=None, step=sub_step, refused=READ),
+    mlp("functional call", criterion=None, step=functional_step, refused={"zero 3": "torch.func.functional_call gives"}),
+    mlp("distance from the first weights", criterion=None, step=anchored_step, refused=READ),
     mlp("two forwards", criterion=None, step=twice_step),
     mlp("targets without gradients", criterion=None, step=eval_target_step),
     mlp("one cell again and again", model=Recurrent),

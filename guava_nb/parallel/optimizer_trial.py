@@ -1,0 +1,286 @@
+"""Whether an optimizer does to parts of the parameters what it does to whole ones: tried on small stand-ins before the run.
+
+No list of names knows a user's optimizer and its hooks. One that acts on each element alone gives the same numbers on any
+part; one that looks at whole parameters (LAMB, gradient centralisation), or at several at once (clipping by a hook), does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from guava_nb.errors import ConfigError
+from guava_nb.parallel.blocks import repeated_blocks
+from guava_nb.parallel.loss_interface import MakeOptimizer
+from guava_nb.parallel.replicas.zero1 import keep_owned, owners
+from guava_nb.parallel.state.full_state import local_part
+from guava_nb.parallel.state.shard_layout import chunk_bounds, even_bounds
+from guava_nb.parallel.tensor.tensor_plan import Plan
+from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
+from guava_nb.protocol.messages import ParallelSpec
+
+__all__ = ["check_optimizer", "check_sharded_optimizer"]
+
+#: Sizes of the gradients of one step after the other: what clips does so at some of them, and what looks ahead by 5 steps does.
+_SIZES = (0.01, 1.0, 30.0, 1.0, 0.1, 10.0)
+_MOST_ELEMENTS = 1 << 18
+#: Relative to the update. Double precision rounds far below; an optimizer may compute in single precision by itself.
+_ROUNDING = 1e-4
+
+#: Gives of a named tensor what a worker holds; None: nothing of it.
+_Cut = Callable[[str, Tensor], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one worker holds.
+
+    Attributes:
+        cut: of a parameter.
+        what: the parameters that a worker has, in words.
+        way: what to use instead.
+        owned: the optimizer steps on these only; None: on all that it is given.
+        is_cut: parameters lie in parts.
+    """
+
+    cut: _Cut
+    what: str
+    way: str
+    owned: Collection[str] | None = None
+    is_cut: bool = False
+
+
+def check_optimizer(model: nn.Module, spec: ParallelSpec, plan: Plan, make_optimizer: MakeOptimizer) -> None:
+    """Try the optimizer on parts of parameters as the stages, the tensor axis and ZeRO 1 make them; no rank asks another.
+
+    Args:
+        model: whole; it is not changed.
+        spec: how it will be spread.
+        plan: of the tensor axis.
+        make_optimizer: makes the optimizer of stand-ins.
+
+    Raises:
+        ConfigError: it gives other numbers there than on whole parameters.
+    """
+    _compare(model, make_optimizer, list(_parts(model, spec, plan)), _SIZES)
+
+
+def check_sharded_optimizer(model: nn.Module, mesh: DeviceMesh, stage: int, make_optimizer: MakeOptimizer) -> None:
+    """Try the optimizer on parameters of which each replica holds some rows (ZeRO 2 and 3); all ranks of the mesh do so together.
+
+    Raises:
+        ConfigError: it cannot step there, or gives other numbers.
+    """
+    what = f"parameters of which each worker holds some rows, as zero_stage {stage} has them"
+    part = _Part(partial(_rows, mesh), what, "zero_stage 1, or another optimizer such as AdamW", is_cut=True)
+    _compare(model, make_optimizer, [part], _SIZES[:3])
+
+
+def _parts(model: nn.Module, spec: ParallelSpec, plan: Plan) -> Iterator[_Part]:
+    names = [name for name, _ in model.named_parameters()]
+    for half in (0, 1):
+        if spec.tp > 1 and (dims := _split_dims(model, plan)):
+            what = "parameters of which each worker holds some rows or columns, as tensor mode has them"
+            way = "data mode, zero_stage=1 (--zero 1), or an element-wise optimizer such as AdamW"
+            yield _Part(partial(_half, dims, half), what, way, is_cut=True)
+        if spec.pp > 1 and 0 < (middle := _middle(model, names)) < len(names):
+            here = set(names[middle:] if half else names[:middle])
+            what = "the parameters of some layers only, as each stage of a pipeline has them"
+            yield _Part(partial(_if_in, here), what, "data mode, or an element-wise optimizer such as AdamW")
+        if spec.dp > 1 and spec.zero_stage == 1:
+            owned = {name for name, rank in owners(dict(model.named_parameters()), 2).items() if rank == half}
+            what = "some of the parameters only, as zero_stage 1 gives them to each worker"
+            yield _Part(lambda _, value: value, what, "data mode, or an element-wise optimizer such as AdamW", owned)
+
+
+def _half(dims: Mapping[str, int], half: int, name: str, value: Tensor) -> Tensor:
+    dim = dims.get(name)
+    if dim is None or value.shape[dim] < 2:
+        return value
+    start, end = even_bounds(value.shape[dim], 2, half)
+    return value.narrow(dim, start, end - start)
+
+
+def _if_in(here: Collection[str], name: str, value: Tensor) -> Tensor | None:
+    return value if name in here else None
+
+
+def _rows(mesh: DeviceMesh, name: str, value: Tensor) -> Tensor:
+    if value.ndim == 0 or value.numel() == 0:
+        return value
+    start, end = chunk_bounds(len(value), mesh.size(), mesh.get_local_rank())
+    own = value[start:end].contiguous()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _split_dims(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Return along which dim a plan cuts which parameter: of "row" layers the columns, of all others the rows."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for layer, split in plan.splits.items():
+        for name, parameter in model.get_submodule(layer).named_parameters():
+            by_columns = split.kind == "row" or name == "out_proj.weight"
+            if not (by_columns and parameter.ndim < 2):  # the bias of a row layer is whole
+                found[names[id(parameter)]] = int(by_columns)
+    return found
+
+
+def _middle(model: nn.Module, names: Sequence[str]) -> int:
+    """Return where a cut between two layers halves a list of parameters; blocks stay whole."""
+    blocks = tuple(repeated_blocks(model))
+    layers = [next((b for b in blocks if name.startswith(f"{b}.")), name.rpartition(".")[0]) for name in names]
+    edges = [n for n in range(1, len(names)) if layers[n] != layers[n - 1]]
+    return min(edges, key=lambda edge: abs(edge - len(names) / 2), default=0)
+
+
+# -------------------------------------------------------------------------------------------------------------- playing
+
+
+@dataclass(slots=True)
+class _Played:
+    """What some steps came to.
+
+    Attributes:
+        name: of the optimizer.
+        values: of what is here of each parameter, after every step.
+        state: shapes of the tensors kept for each parameter.
+        problem: what a step raised.
+    """
+
+    name: str = ""
+    values: list[dict[str, Tensor]] = field(default_factory=list)
+    state: dict[str, list[torch.Size]] = field(default_factory=dict)
+    problem: Exception | None = None
+
+
+def _compare(model: nn.Module, make: MakeOptimizer, parts: Sequence[_Part], sizes: Sequence[float]) -> None:
+    if not parts or not any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    first = _stand_ins(model, torch.Generator().manual_seed(0))
+    gradients = [_stand_ins(model, torch.Generator().manual_seed(1 + n), size) for n, size in enumerate(sizes)]
+    play = partial(_play, make, {n: p.requires_grad for n, p in model.named_parameters()}, [first, *gradients])
+    with torch.random.fork_rng(devices=[]), WithoutRandomness():
+        whole = play(_Part(lambda _, value: value, "", ""))
+        for part in parts:
+            if whole.problem is not None:  # on whole parameters it fails as well, which the run will say
+                return
+            found = play(part)
+            sentence = _difference(first, whole, found, part)
+            # What gives other numbers each time (numbers not drawn by torch) cannot be compared.
+            if sentence and not _furthest(first, whole, play(_Part(lambda _, value: value, "", "")), part):
+                raise ConfigError(sentence) from found.problem
+
+
+def _stand_ins(model: nn.Module, draw: torch.Generator, size: float = 0.5) -> dict[str, Tensor]:
+    """Return random tensors in double precision for a model's parameters: as they are if small, else cut down along each dim."""
+    named = dict(model.named_parameters())
+    longest = 1024
+    while longest > 8 and sum(math.prod(min(n, longest) for n in p.shape) for p in named.values()) > _MOST_ELEMENTS:
+        longest //= 2
+    return {
+        name: (size * torch.randn([min(n, longest) for n in p.shape], generator=draw, dtype=_double(p.dtype))).to(
+            p.device
+        )
+        for name, p in named.items()
+    }
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _play(
+    make: MakeOptimizer, trained: Mapping[str, bool], numbers: Sequence[Mapping[str, Tensor]], part: _Part
+) -> _Played:
+    """Make an optimizer of a worker's part of the first numbers, and take a step with each of the others as gradients."""
+    played = _Played()
+    with torch.no_grad():
+        held = [{n: one for n, v in each.items() if (one := part.cut(n, v)) is not None} for each in numbers]
+    named = {n: nn.Parameter(value.clone(), trained[n]) for n, value in held[0].items()}
+    try:
+        optimizer = make(named)
+    except Exception:  # told when the worker makes it of its part
+        return played
+    played.name = _label(optimizer)
+    try:
+        if part.owned is not None:
+            keep_owned(optimizer, {id(named[name]) for name in part.owned})
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), float | int) and not group["lr"]:
+                group["lr"] = 0.01  # a schedule may begin at 0, and nothing would move
+        for gradients in held[1:]:
+            for name, parameter in named.items():
+                parameter.grad = gradients[name].clone() if trained[name] else None
+            optimizer.step()
+            played.values.append({name: local_part(named[name]).clone() for name in _stepped(part, named)})
+    except Exception as problem:  # an optimizer of the user's may raise anything
+        played.problem = problem
+        return played
+    names = {id(parameter): name for name, parameter in named.items()}
+    for key, state in optimizer.state.items():
+        if name := names.get(id(key), ""):
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            played.state[name] = [t.shape for t in tensors if t.numel() > 1 and t.shape != key.shape]
+    return played
+
+
+def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:
+    return named if part.owned is None else part.owned
+
+
+def _label(optimizer: Optimizer) -> str:
+    tables = (getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+    return f"{type(optimizer).__name__}{' with its hooks' if any(tables) else ''}"
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
+    """Return why an optimizer cannot be used on a part, "" where it can."""
+    if found.problem is not None:
+        why = str(found.problem).splitlines()[0][:120] if str(found.problem) else type(found.problem).__name__
+        return f"{found.name} cannot step on {part.what} ({why}); use {part.way}"
+    of_other_shape = next((name for name, shapes in found.state.items() if part.is_cut and shapes), "")
+    name = of_other_shape or _furthest(first, whole, found, part)
+    if not name:
+        return ""
+    how = (
+        f"it keeps state of another shape than {name!r}, which cannot be put together from {part.what}"
+        if of_other_shape
+        else f"it gave {name!r} other numbers when it got {part.what}"
+    )
+    clip = (
+        "; to clip, max_grad_norm= (--max-grad-norm) counts all gradients in every mode"
+        if "hooks" in whole.name
+        else ""
+    )
+    return (
+        f"{found.name} looks at whole parameters, or at several at once: tried on small stand-ins, {how}. "
+        f"Use {part.way}{clip}"
+    )
+
+
+def _furthest(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
+    """Return the first parameter that is updated otherwise than in `whole`, ""."""
+    for after, here in zip(whole.values, found.values, strict=False):
+        for name, value in here.items():
+            wanted, before = part.cut(name, after[name]), part.cut(name, first[name])
+            if wanted is None or before is None or not wanted.numel() or not value.numel():
+                continue
+            wanted, before = local_part(wanted), local_part(before)
+            if wanted.shape != value.shape:  # of two runs of whole parameters the same part is compared
+                own = part.cut(name, value)
+                value = value if own is None else local_part(own)
+            update, gap = float((wanted - before).abs().max()), float((wanted - value).abs().max())
+            if not gap <= _ROUNDING * update + 1e-13 and math.isfinite(update):
+                return name
+    return ""
