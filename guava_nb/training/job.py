@@ -87,7 +87,7 @@ class TrainingJob(Job):
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
-        self._check = FirstStepCheck(self, members, plan, run, gate)
+        self._check = FirstStepCheck(self, members, plan, run, gate, window.drain)
         self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
 
 import torch
+from msgspec.structs import replace
 
 from guava_nb.data.codec import class_resolver, unpack
 from guava_nb.data.split import RowSplitter
@@ -17,6 +18,7 @@ from guava_nb.protocol.messages import (
     Cell,
     CheckStep,
     DataFacts,
+    Finding,
     FormGroup,
     GroupFormed,
     Message,
@@ -28,7 +30,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
-from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
+from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
@@ -41,7 +43,7 @@ __all__ = ["USER_ERRORS", "Preparation", "PreparedRun", "Send"]
 
 Send = Callable[[Message, Sequence[memoryview]], None]
 #: Characters of what a check raised, and buffers that it names, at most.
-_MOST_TEXT, _MOST_NAMES = 2000, 8
+_MOST_TEXT, _MOST_NAMES, _MOST_NUMBERS = 2000, 8, 32
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
 
@@ -176,8 +178,9 @@ class Preparation:
             problem=sendable(found.problem[:_MOST_TEXT]),
             buffers=found.buffers[:_MOST_NAMES],
             moved=found.moved[:_MOST_NAMES],
+            compared=found.compared[:_MOST_NUMBERS],
         )
-        return StepChecked(run_id=message.run_id, request_id=message.request_id, **asdict(kept))
+        return StepChecked(run_id=message.run_id, request_id=message.request_id, finding=kept)
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
         """Join the process group, and build this rank's part of the model over it."""
