@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -34,6 +35,7 @@ from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.own_facts import facts_of, roots_of
 from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
 from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.process_group import GroupSeat
@@ -86,6 +88,7 @@ class Preparation:
         self._device, self._own, self._seat = device, own, seat
         self._default_dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self.datasets = OwnData()
+        self._first_facts: dict[str, str] = {}
 
     def build(self, message: Prepare) -> PreparedRun:
         """Build what a run needs; raises what the user's code raises.
@@ -141,7 +144,17 @@ class Preparation:
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
             assert isinstance(run.replica, Replica)
             described = describe_model(run.replica.model)  # not the user's own object: that may be wrapped
-        return Prepared(run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described)
+        layout = run.replica.layout.digest()
+        return Prepared(run_id=run.run_id, ok=True, layout=layout, model=described, facts=self._facts_of(run))
+
+    def _facts_of(self, run: PreparedRun) -> dict[str, str]:
+        """What the user's code reads of its modules; of imported ones as they were at first: counters move since then."""
+        found = facts_of(roots_of(run.spec, run.resolve))
+        shared = "" if run.module is None else run.module.__name__
+        for place, text in found.items():
+            if not shared or place.partition(".")[0] in sys.modules:
+                found[place] = self._first_facts.setdefault(place, text)
+        return {sendable(place): sendable(text) for place, text in found.items()}
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
