@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
@@ -63,6 +65,7 @@ class ReplicaSet(ABC):
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
         checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
+        registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
     """
 
@@ -88,6 +91,7 @@ class ReplicaSet(ABC):
         self.step = -1
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
+        self.registered: nn.Module | None = None
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
         self._prepared: dict[int, Prepared] = {}
