@@ -27,6 +27,7 @@ from guava_nb.protocol.messages import DataSpec, RunSpec
 from guava_nb.replica.model.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.cells import resolve
+from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.run_spec import mode_of
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Costs, Limit, refuse_small
@@ -43,6 +44,7 @@ class Composed:
     shared: ModuleType | None
     own: list[DataSpec]
     validation: Callable[[], Validation]
+    code: CodeHere | None = None
 
 
 @dataclass(frozen=True, slots=True)

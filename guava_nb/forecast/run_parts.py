@@ -17,7 +17,8 @@ from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.training.first_step_check import Question, digest_of, first_rows, found_before, weights_of_pieces
+from guava_nb.training.first_step_check import digest_of, first_rows, found_before, later_checks, weights_of_pieces
+from guava_nb.training.step_check.findings import Question
 
 __all__ = ["parts_of"]
 
@@ -41,7 +42,7 @@ def parts_of(run: RunFacts) -> Parts:
     plan, after = run.plan, _trained_state(run)
     begun = plan.start.batches / plan.feed.batches_per_epoch if plan.feed.batches_per_epoch else 0.0
     return Parts(
-        start=_starting(run, after) * run.workers + exchanged.joining + _first_step_check(run),
+        start=_starting(run, after) * run.workers + exchanged.joining + _step_checks(run),
         step=exchanged.step,
         train=training_batches(run, exchanged.batch),
         accumulation=plan.accumulation_steps,
@@ -77,21 +78,22 @@ def _star_step(run: RunFacts) -> Traffic:
     return total if buckets else total + commit * run.workers
 
 
-def _first_step_check(run: RunFacts) -> Traffic:
-    """Return what one worker is asked before the first step; where it finds something it is asked once more."""
+def _step_checks(run: RunFacts) -> Traffic:
+    """Return what one worker is asked before the first step and later ones; where it finds something it is asked once more."""
     first = next((batch for group in run.train.groups for batch in group if batch.rows > 1), None)
     weights = weights_of_pieces(run.spec, run.plan.weights(range(run.workers)))
     if run.plan.check == "off" or first is None or len(weights) < 2:
-        return NOTHING
-    if found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set):
         return NOTHING
     splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
     if splitter.problem:
         return NOTHING
     question = Question(first, first.batch, weights, splitter)
     message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows), True)
-    answer = run.back(messages.StepChecked, outcome="same", precision="fp32", parameter="layer.weight")
-    return run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)
+    finding = messages.Finding("same", precision="fp32", parameter="layer.weight", compared=(-100,))
+    answer = run.back(messages.StepChecked, finding=finding)
+    is_known = found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set)
+    times = later_checks(run.plan.steps_left(run.replica_set.step)) + (is_known is None)
+    return (run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)) * times
 
 
 # ---------------------------------------------------------------------------------------------------------------- states

@@ -29,6 +29,7 @@ class ModelRegistry:
         self._built: tuple[str, ModuleType] | None = None
         self._factory: Factory | None = None
         self._instance: torch.nn.Module | None = None
+        self._reference: Reference | type | None = None  # what was registered, or the class of it
         self._weights = ""  # hash of the instance's state when it was registered
 
     # ---------------------------------------------------------------------------------------------------------- cells
@@ -75,7 +76,7 @@ class ModelRegistry:
             has the same weights as then.
         """
         if not isinstance(model, torch.nn.Module):
-            factory = self.factory_of(model, args)
+            factory, self._reference = self.factory_of(model, args), model
             if factory != self._factory:
                 self._factory, self._instance = factory, None
             return False
@@ -87,6 +88,7 @@ class ModelRegistry:
         if (instance, weights, factory) == (self._instance, self._weights, self._factory):
             return False
         self._factory, self._instance, self._weights = factory, instance, weights
+        self._reference = type(instance)
         return True
 
     def factory_of(self, model: Reference, args: Mapping[str, Any] | None) -> Factory:
@@ -97,6 +99,10 @@ class ModelRegistry:
             ConfigError: an argument cannot travel.
         """
         return Factory(factory_name("model", model, self.shared()), plain_arguments("model", args))
+
+    def reference_of(self, factory: Factory | None) -> Reference | type | None:
+        """Return what the user gave for the model of this record; None where it was not registered."""
+        return self._reference if factory == self._factory else None
 
     def keep(self, factory: Factory | None) -> None:
         """Register the model that a run takes from its checkpoint, where none was registered."""

@@ -182,6 +182,7 @@ class ReplicaSets:
     def _build(self, composed: Composed) -> ReplicaSet:
         spec, instance = composed.spec, self._registry.instance_for(composed.spec)
         made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
+        made.code, made.registered = composed.code, self._registry.instance_for(spec)
         if self.trained is not None:
             made.checks = self.trained.checks
         return made

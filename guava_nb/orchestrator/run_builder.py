@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
@@ -14,6 +16,9 @@ from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.spec.cells import resolve
+from guava_nb.spec.changed_code import CodeHere
+from guava_nb.spec.own_facts import ROLES, facts_of, is_same_code, roots_of
 from guava_nb.spec.run_spec import build_spec, parallel_spec, uses_gather
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
@@ -65,7 +70,28 @@ class RunBuilder:
             refuse_static(spec)
         if own:
             refuse_group(spec)
-        return Composed(spec, shared, own, lambda: Validation(metrics, merges_for(metrics, shared)))
+        return Composed(
+            spec,
+            shared,
+            own,
+            lambda: Validation(metrics, merges_for(metrics, shared)),
+            self._code(spec, shared, options),
+        )
+
+    def _code(self, spec: RunSpec, shared: ModuleType | None, options: TrainingOptions) -> CodeHere:
+        """The user's code as it is here: what was given, or what this notebook has under the names that were."""
+        given = {role: getattr(options, role, None) for role in ROLES} | {
+            "model": self._registry.reference_of(spec.model)
+        }
+        given = {role: one for role, one in given.items() if one is not None}
+        roots = roots_of(spec, lambda name: resolve(name, shared))
+        own = vars(sys.modules["__main__"])
+        for role, found in roots.items():
+            name = getattr(spec, role).name
+            if shared is not None and isinstance(given.get(role, ""), str) and is_same_code(own.get(name), found):
+                given[role] = own[name]
+        facts = facts_of(roots_of(spec, lambda name: resolve(name, shared), given))
+        return CodeHere(facts, {role: getattr(spec, role).name for role in roots}, self._registry.cells)
 
     def question(
         self, model: Factory, workers: int, criterion: Reference | None, preprocess: Reference | None

@@ -85,6 +85,22 @@ class BaseReplica(ABC):
         """The local module."""
 
     @property
+    def module(self) -> nn.Module | None:
+        """The local module; None while there is none."""
+        return self._module
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a step runs the forward several times, for micro-batches."""
+        shape = self._spec.parallel
+        return shape is not None and shape.pp > 1 and shape.micro_batches > 1
+
+    @property
+    def user_code(self) -> dict[str, object]:
+        """The user's own loss or step, and functions of batches, by what messages call them."""
+        return {"criterion": getattr(self._objective, "user", None), **self._preprocessing.functions}
+
+    @property
     def kind(self) -> str:
         """Names the replicas that must hold the same parameters; "" for all."""
         return ""

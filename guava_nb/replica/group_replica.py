@@ -139,6 +139,11 @@ class GroupReplica(BaseReplica):
         return self._standing.model
 
     @property
+    def module(self) -> nn.Module | None:
+        """This rank's part of the module; None while no group stands."""
+        return None if self.part is None else self.part.model
+
+    @property
     def layout_text(self) -> str:
         """How the model is spread, in words for people."""
         return self._standing.layout

@@ -119,7 +119,7 @@ class _StepObjective:
     """The user's `step(model, batch)`: batches of any form."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
-        self._step = step
+        self._step = self.user = step
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -136,6 +136,7 @@ class _CriterionObjective:
 
     def __init__(self, criterion: Criterion) -> None:
         self._criterion, self._scoring = criterion, scoring(criterion)
+        self.user = getattr(criterion, "user", None)
 
     def __call__(
         self, model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
@@ -272,8 +273,7 @@ def _build_criterion(factory: Factory, resolve: Resolve, device: torch.device, d
     if isinstance(found, nn.Module):
         return _adapt_module(name, place_module(found, device, double))
     check_arguments("criterion", name, found, 2, factory.args)
-    loss = functools.partial(found, **factory.args) if factory.args else found
-    return lambda outputs, targets, rows: _read_outcome("criterion", loss(outputs, targets), rows)
+    return _UserCriterion(functools.partial(found, **factory.args) if factory.args else found)
 
 
 def _find_criterion(name: str, resolve: Resolve) -> Callable[..., Any]:
@@ -308,7 +308,7 @@ def _adapt_module(name: str, module: nn.Module) -> Criterion:
         )
     count = _DENOMINATORS.get(type(module))
     if count is None:
-        return lambda outputs, targets, rows: _read_outcome("criterion", module(outputs, targets), rows)
+        return _UserCriterion(module)
     return _adapt_torch_module(name, copy.copy(module), count)
 
 
@@ -320,6 +320,16 @@ def _adapt_torch_module(name: str, module: nn.Module, count: _Denominator) -> Cr
         raise ConfigError(f"criterion {name}: reduction={reduction!r} gives no scalar loss; use 'mean' or 'sum'")
     module.reduction = "sum"  # type: ignore[assignment]
     return _TorchCriterion(name, module, None if reduction == "sum" else count)
+
+
+class _UserCriterion:
+    """A function or module of the user's own."""
+
+    def __init__(self, user: Callable[[Any, Any], Any]) -> None:
+        self.user = user
+
+    def __call__(self, outputs: Any, targets: Any, rows: int) -> Loss:
+        return _read_outcome("criterion", self.user(outputs, targets), rows)
 
 
 class _TorchCriterion:

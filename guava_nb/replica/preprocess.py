@@ -44,6 +44,12 @@ class Preprocessing:
         self._augment = _function("augment", spec.augment, resolve)
         self._tokens = _function("tokens", spec.tokens, resolve)
 
+    @property
+    def functions(self) -> dict[str, object]:
+        """The user's functions, by their roles."""
+        found = {"preprocess": self._preprocess, "augment": self._augment, "tokens": self._tokens}
+        return {role: named[1] for role, named in found.items() if named is not None}
+
     def train(self, batch: Any) -> Any:
         """Place a batch and treat it for training; draws from the random state of the moment.
 

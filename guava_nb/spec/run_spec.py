@@ -18,6 +18,7 @@ import torch
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import CacheSpec, Cell, Factory, MetricSpec, ParallelSpec, RunSpec
+from guava_nb.spec.cells import resolve
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
 __all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "uses_gather"]
@@ -69,7 +70,28 @@ def factory_name(what: str, reference: Reference, shared: ModuleType | None) -> 
             f"{what} {name or reference!r} exists only here. Put its definition into a %%guava_share cell (in a script: "
             "orch.share(source)), or into a module that the workers can import, and give its name"
         )
+    _refuse_another(what, reference, f"{module}:{name}")
     return f"{module}:{name}"
+
+
+def _refuse_another(what: str, reference: object, name: str) -> None:
+    """Refuse an object whose name leads to another one: workers would take that.
+
+    Raises:
+        SourceError: it does.
+    """
+    try:
+        found = resolve(name, None)
+    except SourceError:  # told where it is looked up
+        return
+    if found is reference or getattr(reference, "_torchdynamo_orig_callable", None) is found:
+        return
+    path = name.partition(":")[2]
+    raise SourceError(
+        f"{what} is not the {path} that its module has, and workers would take that one from {name}: it was decorated or made "
+        f"anew here. Rebind the name in the module ({path} = decorator({path}), or @decorator above its definition), or put it "
+        "into a %%guava_share cell"
+    )
 
 
 def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: ModuleType | None) -> Factory:

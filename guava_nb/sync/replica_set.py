@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
@@ -31,6 +33,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
+from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.sync.exchange import StepExchange
 
@@ -63,6 +66,8 @@ class ReplicaSet(ABC):
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
         checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
+        registered: the user's own instance, whose weights are where the run begins; None where there is none.
+        code: the user's code as it is here; None where workers are not compared with it.
     """
 
     writer: RowWriter
@@ -86,6 +91,8 @@ class ReplicaSet(ABC):
         self.layout_text = ""
         self.step = -1
         self.checks: dict[bytes, Any] = {}
+        self.code: CodeHere | None = None
+        self.registered: nn.Module | None = None
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
         self._prepared: dict[int, Prepared] = {}
@@ -219,6 +226,9 @@ class ReplicaSet(ABC):
         self._building.update(dict.fromkeys(asked, roster.generation))
         job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation))
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
+        for rank in asked & self.prepared():
+            if self.code is not None and (problem := self.code.problem(self._prepared[rank].facts)):
+                self._prepared[rank] = Prepared(run_id=self.run_id, ok=False, problem=problem)
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
         layouts = ("", self.master.layout.digest())

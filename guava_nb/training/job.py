@@ -34,6 +34,7 @@ from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
 from guava_nb.training.first_step_check import FirstStepCheck
+from guava_nb.training.handed_out import HandedOut
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -78,6 +79,7 @@ class TrainingJob(Job):
         self._energy = RunEnergy(
             cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
         )
+        self._handed_out = HandedOut(cluster.notice, replica_set.registered if plan.callbacks else None)
         self.run = run = self._new_run(model)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
@@ -87,7 +89,7 @@ class TrainingJob(Job):
         self.window = window = StepWindow(self, members, plan, exchange, credit)
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
-        self._check = FirstStepCheck(self, members, plan, run, gate)
+        self._check = FirstStepCheck(self, members, plan, run, gate, window.drain)
         self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
@@ -109,7 +111,7 @@ class TrainingJob(Job):
             precision=replica_set.spec.precision,
             reading=lambda: plan.reading_text,
             interrupt=self.interrupt,
-            model=model,
+            model=lambda: self._handed_out.note(model()) if self.is_current() else model(),
             budget=plan.budget,
         )
         return Run(
@@ -299,8 +301,13 @@ class TrainingJob(Job):
         """Call all callbacks that have this hook; one that returns True stops the run."""
         for callback in self.plan.callbacks:
             method = getattr(callback, hook, None)
-            if method is not None and method(self.run, record) and not self.interrupts:
-                self._stop_here(f"{type(callback).__name__}.{hook} asked to stop")
+            if method is None:
+                continue
+            who = f"{type(callback).__name__}.{hook}"
+            wants_end = method(self.run, record)
+            self._handed_out.look(who)
+            if wants_end and not self.interrupts:
+                self._stop_here(f"{who} asked to stop")
 
     # ------------------------------------------------------------------------------------------------------------- the end
 

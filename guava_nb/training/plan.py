@@ -26,6 +26,10 @@ class Callback:
     `save_checkpoint` saves and `run.model()` returns in one of them is the state of the step, or the moment, it was called
     for, and after `run.stop()` no other step follows. For that a run with an `on_step` commits step by step: a lone worker
     waits for each commit.
+
+    Workers train models of their own: what a callback changes in the registered instance, or in the copy that `run.model()`
+    gives, has no effect, and is told. Batches are read ahead: what `on_step` changes in the data set shows some batches later
+    only; what `on_epoch` changes is in time for the next epoch.
     """
 
     def on_step(self, run: Run, record: dict[str, Any]) -> bool | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
 
 import torch
+from msgspec.structs import replace
 
 from guava_nb.data.codec import class_resolver, unpack
 from guava_nb.data.split import RowSplitter
@@ -17,6 +19,7 @@ from guava_nb.protocol.messages import (
     Cell,
     CheckStep,
     DataFacts,
+    Finding,
     FormGroup,
     GroupFormed,
     Message,
@@ -28,10 +31,11 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
-from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
+from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
+from guava_nb.spec.own_facts import facts_of, roots_of
 from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
 from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.process_group import GroupSeat
@@ -41,7 +45,7 @@ __all__ = ["USER_ERRORS", "Preparation", "PreparedRun", "Send"]
 
 Send = Callable[[Message, Sequence[memoryview]], None]
 #: Characters of what a check raised, and buffers that it names, at most.
-_MOST_TEXT, _MOST_NAMES = 2000, 8
+_MOST_TEXT, _MOST_NAMES, _MOST_NUMBERS = 2000, 8, 32
 #: What a user's code may raise without ending this worker: leaving is not its business.
 USER_ERRORS = (Exception, SystemExit)
 
@@ -84,6 +88,7 @@ class Preparation:
         self._device, self._own, self._seat = device, own, seat
         self._default_dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self.datasets = OwnData()
+        self._first_facts: dict[str, str] = {}
 
     def build(self, message: Prepare) -> PreparedRun:
         """Build what a run needs; raises what the user's code raises.
@@ -139,9 +144,19 @@ class Preparation:
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
             assert isinstance(run.replica, Replica)
             described = describe_model(run.replica.model)  # not the user's own object: that may be wrapped
+        layout = run.replica.layout.digest()
         return Prepared(
-            run_id=run.run_id, ok=True, layout=run.replica.layout.digest(), model=described, generation=message.generation
+            run_id=run.run_id, ok=True, layout=layout, model=described, facts=self._facts_of(run), generation=message.generation
         )  # fmt: skip
+
+    def _facts_of(self, run: PreparedRun) -> dict[str, str]:
+        """What the user's code reads of its modules; of imported ones as they were at first: counters move since then."""
+        found = facts_of(roots_of(run.spec, run.resolve))
+        shared = "" if run.module is None else run.module.__name__
+        for place, text in found.items():
+            if not shared or place.partition(".")[0] in sys.modules:
+                found[place] = self._first_facts.setdefault(place, text)
+        return {sendable(place): sendable(text) for place, text in found.items()}
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         """Return the answer for a run that could not be built; the orchestrator's cell shows it."""
@@ -178,8 +193,9 @@ class Preparation:
             problem=sendable(found.problem[:_MOST_TEXT]),
             buffers=found.buffers[:_MOST_NAMES],
             moved=found.moved[:_MOST_NAMES],
+            compared=found.compared[:_MOST_NUMBERS],
         )
-        return StepChecked(run_id=message.run_id, request_id=message.request_id, **asdict(kept))
+        return StepChecked(run_id=message.run_id, request_id=message.request_id, finding=kept)
 
     def form_group(self, run: PreparedRun, message: FormGroup, payload: memoryview) -> GroupFormed:
         """Join the process group, and build this rank's part of the model over it."""

@@ -303,7 +303,7 @@ def test_a_checked_run_is_the_run_that_it_was(cluster: Cluster, workers: int, si
     session = Session(cluster, workers)
     run = session.run(run_spec, loader(), 2).result()
     model, losses = plain(run_spec, loader())
-    assert session.asked == 1 and run.check["outcome"] == "same"  # type: ignore[index]
+    assert session.asked == 3 and run.check["outcome"] == "same", "steps 1, 4 and 8"  # type: ignore[index]
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
     assert difference(run.model(), model) <= 1e-9
@@ -345,6 +345,116 @@ def test_the_check_of_a_stream_takes_no_sample_from_it(cluster: Cluster) -> None
     drawn = iter(DataLoader(TensorDataset(*loader().dataset.tensors), batch_size=16))  # type: ignore[attr-defined]
     run = Session(cluster).run(spec(), drawn).result()
     assert sum(record["samples"] for record in run.history) == 101
+
+
+class Later(nn.Module):
+    """Has traits that show after some steps only."""
+
+    def __init__(self, trait: str = "") -> None:
+        super().__init__()
+        self.trait, self.last, self.calls, self.mean = trait, nn.Linear(10, 4), 0, torch.zeros(4, dtype=torch.float64)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.aux = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.calls += self.trait != "counts in training"
+        out = self.last(x)
+        self.aux = out.mean(0).square().sum()  # is written anew before it is read: nothing depends on it
+        if self.trait == "mean in an attribute":
+            out = out - self.mean
+            self.mean = 0.5 * self.mean + 0.5 * out.mean(0).detach()
+        return out / (1 + 0.01 * self.calls) if self.trait == "temperature" else out
+
+
+def mining(model: Any, batch: Any) -> Tensor:
+    out = model(batch[0])
+    loss = functional.cross_entropy(out, batch[1])
+    return loss + torch.cdist(out, out).amax(1).mean() if int(model.steps) > 4 else loss
+
+
+def warming(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1]) + max(0, model.calls - 2) * model.aux
+
+
+def ignoring(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]), batch["y"], ignore_index=7)
+
+
+def weighing(model: Any, batch: Any) -> Tensor:
+    each = functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["w"]).sum() / batch["w"].sum()
+
+
+def balancing(model: Any, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]), batch["y"]) + batch["coefficient"] * model.aux
+
+
+def masking(model: Any, batch: Any) -> Tensor:
+    known = ~batch["r"].isnan()
+    return (model(batch["x"])[:, 0] - batch["r"])[known].square().mean()
+
+
+def later_batches(change: str) -> list[dict[str, Any]]:
+    g, made = torch.Generator().manual_seed(4), []
+    for number in range(6):
+        made.append({
+            "x": torch.randn(8, 10, generator=g, dtype=torch.float64), "y": torch.randint(0, 4, (8,), generator=g),
+            "w": torch.ones(8, dtype=torch.float64), "r": torch.rand(8, generator=g, dtype=torch.float64) + 0.1,
+            "coefficient": 0.0,
+        })  # fmt: skip
+        if number >= 2:
+            made[-1][change] = {"coefficient": 0.3 * number}.get(change, made[-1][change])
+            if change in "ywr":
+                made[-1][change][:3] = {"y": 7, "w": 0.25, "r": float("nan")}[change]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "found_at", "causes", "why"),
+    [
+        ("ignoring", "y", 3, ["weights"], "part y has entries that are 7"),
+        ("weighing", "w", 3, ["weights"], "part w is not 1 everywhere any more"),
+        ("masking", "r", 3, ["weights"], "part r has values that are no numbers"),
+        ("balancing", "coefficient", 3, ["coupled"], "part coefficient is not 0 everywhere any more"),
+        ("mining", "", 8, ["coupled"], "step 8"),
+        ("warming", "", 4, ["coupled"], "step 4"),
+    ],
+)
+def test_what_begins_later_is_found_and_halts_a_strict_run_with_its_steps_kept(
+    cluster: Cluster, step: str, change: str, found_at: int, causes: list[str], why: str
+) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Later"), step=Factory(f"{__name__}:{step}"), criterion=None)
+    data = later_batches(change) if change else loader(64, 8)
+    with pytest.warns(UserWarning, match=why):
+        run = Session(cluster).run(run_spec, data)
+    assert run.check is not None and (run.check["step"], run.check["causes"]) == (found_at, causes)
+    assert len(run.history) == len(data)
+    strict = Session(cluster, 0).run(run_spec, data, check="strict")
+    with pytest.raises(ConfigError, match=f"{why}.*The {found_at - 1} steps before it are kept"):
+        strict.result()
+    assert len(strict.history) == found_at - 1 and strict.model() is not None
+
+
+@pytest.mark.parametrize(
+    ("trait", "outcome", "kept", "unlike"),
+    [
+        ("temperature", "same", ["model.calls"], []),
+        ("counts in training", "same", [], []),
+        ("mean in an attribute", "differs", ["model.mean"], ["model.mean"]),
+    ],
+)
+def test_what_is_kept_in_python_is_named_where_it_differs_and_put_back(
+    cluster: Cluster, trait: str, outcome: str, kept: list[str], unlike: list[str]
+) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Later", {"trait": trait}))
+    session = Session(cluster)
+    run = session.run(run_spec, loader(96, 16)).result()
+    found = run.check
+    assert (found["outcome"], found["kept_in_python"], found["unlike_in_python"]) == (outcome, kept, unlike)
+    if outcome == "same":  # counters of the user's own code do not count what is only looked at
+        assert difference(run.model(), plain(run_spec, loader(96, 16), 1)[0]) <= 1e-9
 
 
 class Narrow(Planted):

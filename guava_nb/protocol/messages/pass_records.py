@@ -10,7 +10,7 @@ from guava_nb.protocol.messages.row_records import CachedRows
 from guava_nb.protocol.messages.run_records import Factory, MetricSpec
 from guava_nb.protocol.messages.wire_types import Channel, Message, Tree
 
-__all__ = ["CheckStep", "Evaluate", "Evaluated", "Predict", "Predicted", "StepChecked", "Wanted"]
+__all__ = ["CheckStep", "Evaluate", "Evaluated", "Finding", "Predict", "Predicted", "StepChecked", "Wanted"]
 
 
 class Evaluate(Message, frozen=True, kw_only=True):
@@ -125,13 +125,27 @@ class CheckStep(Message, frozen=True, kw_only=True):
     source: int = 0
 
 
-class StepChecked(Message, frozen=True, kw_only=True):
-    """Worker to orchestrator: what came of `CheckStep`, see `guava_nb.replica.one_step_check.whole_against_cut.Finding`."""
+class Finding(msgspec.Struct, frozen=True, array_like=True):
+    """What came of comparing a batch with its pieces.
 
-    NUMBER: ClassVar[int] = 83
+    Attributes:
+        outcome: "same", "differs", "memory" (it does not fit), "large" (the model is too large to be copied), "whole failed"
+            or "piece failed".
+        causes: of a difference, as far as they could be told apart.
+        loss: of the whole batch, and of its pieces.
+        loss_difference, gradient_difference: relative ones.
+        parameter: the one whose gradient differs most.
+        buffers: names of buffers that the pieces would leave with other values, those of batch norms left out.
+        drawn: random functions that were replaced by constants.
+        moved: names of buffers that a forward changes, those of batch norms left out.
+        precision: in which it was computed.
+        problem: what was raised.
+        kept: what a forward changes outside parameters and buffers, and another forward depends on.
+        unlike: of these, what the pieces would leave with other values.
+        kept_looking: of these, what a forward of a validation changes, too.
+        compared: whole numbers that the loss compares targets with, or ignores.
+    """
 
-    run_id: str
-    request_id: int
     outcome: str
     causes: tuple[str, ...] = ()
     loss: tuple[float, float] = (0.0, 0.0)
@@ -139,7 +153,21 @@ class StepChecked(Message, frozen=True, kw_only=True):
     gradient_difference: float = 0.0
     parameter: str = ""
     buffers: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
     drawn: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
     precision: str = ""
     problem: str = ""
+    kept: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
+    kept_looking: tuple[str, ...] = ()
+    compared: tuple[int, ...] = ()
+
+
+class StepChecked(Message, frozen=True, kw_only=True):
+    """Worker to orchestrator: what came of `CheckStep`."""
+
+    NUMBER: ClassVar[int] = 83
+
+    run_id: str
+    request_id: int
+    finding: Finding

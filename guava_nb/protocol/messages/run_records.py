@@ -232,7 +232,7 @@ class Prepared(Message, frozen=True, kw_only=True):
 
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
     `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
-    model that lives at the worker, which the orchestrator cannot build.
+    model that lives at the worker, which the orchestrator cannot build. `facts` are those of `guava_nb.spec.own_facts`.
     """
 
     NUMBER: ClassVar[int] = 19
@@ -245,6 +245,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     traceback: str = ""
     model: tuple[TensorInfo, ...] = ()
     generation: int = -1  # of the `Prepare` that this answers
+    facts: dict[str, str] = {}
 
 
 class EndRun(Message, frozen=True):

@@ -1,8 +1,8 @@
-"""Whether a batch that is cut into pieces gives what the whole batch gives: loss, gradient and buffers.
+"""Whether a batch that is cut into pieces gives what the whole batch gives: loss, gradient, buffers, Python's own state.
 
 Everything is computed on a copy of the model, which is thrown away, so nothing of the run can change: no gradient, no
-buffer, no flag, no random state. The pieces go through the same code as the shards of a step. Knows one replica; knows
-nothing of other workers.
+buffer, no flag, no random state; counters of the user's own code are put back. The pieces go through the same code as
+the shards of a step. Knows one replica; knows nothing of other workers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import contextlib
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from guava_nb.parallel.replicas.gather_batch import Gather
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, Finding, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
+from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
@@ -32,49 +34,24 @@ from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "WEIGHTS", "Finding", "compare"]
+__all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "WEIGHTS", "compare"]
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
+#: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
+STATE = "state"
 #: Relative differences that are taken for rounding. Where single precision gives more than `_CLEAN`, double precision
 #: decides; `_ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
 _CLEAN = 1e-6
 _ROUGH = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2, "fp64": _CLEAN}
 #: Parameters of a larger model are not copied: copy and gradients of it could end the process for lack of memory.
 MOST_MODEL_BYTES = 2 << 30
+#: Names that are tried one by one.
+_MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
+_COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_IGNORING = frozenset({"cross_entropy", "nll_loss", "cross_entropy_loss", "nll_loss_nd"})
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What came of a comparison.
-
-    Attributes:
-        outcome: "same", "differs", "memory" (it does not fit), "large" (the model is too large to be copied), "whole failed"
-            or "piece failed".
-        causes: of a difference, as far as they could be told apart.
-        loss: of the whole batch, and of its pieces.
-        loss_difference, gradient_difference: relative ones.
-        parameter: the one whose gradient differs most.
-        buffers: names of buffers that the pieces would leave with other values, those of batch norms left out.
-        drawn: random functions that were replaced by constants.
-        moved: names of buffers that a forward changes, those of batch norms left out.
-        precision: in which it was computed.
-        problem: what was raised.
-    """
-
-    outcome: str
-    causes: tuple[str, ...] = ()
-    loss: tuple[float, float] = (0.0, 0.0)
-    loss_difference: float = 0.0
-    gradient_difference: float = 0.0
-    parameter: str = ""
-    buffers: tuple[str, ...] = ()
-    drawn: tuple[str, ...] = ()
-    moved: tuple[str, ...] = ()
-    precision: str = ""
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +59,7 @@ class _Measured:
     loss: float
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    left: Sequence[Mapping[str, Kept]]  # after each piece, what is kept in Python
 
 
 #: Batches, each with its number of samples.
@@ -127,24 +105,26 @@ def _attempt(
     record, resolve = _record(spec, precision), _copying(resolve)
     if isinstance(replica, Replica):
         with _set_aside(replica.model) as is_touched:
-            found = _try(record, resolve, replica.device, replica.model, whole, pieces)
+            found = _try(record, resolve, replica, replica.model, whole, pieces)
             if not is_touched():
                 return found
     # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-    return _try(record, resolve, replica.device, None, whole, pieces)
+    return _try(record, resolve, replica, None, whole, pieces)
 
 
 def _try(
     record: RunSpec,
     resolve: Resolve,
-    device: torch.device,
+    replica: BaseReplica,
     model: nn.Module | None,
     whole: _Pieces,
     pieces: _Pieces,
 ) -> Finding:
-    precision = record.precision
+    precision, device = record.precision, replica.device
     try:
-        trial = _Trial(record, resolve, device, _copied(model))
+        copied = _copied(model)
+        trial = _Trial(record, resolve, device, copied)
+        trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
         return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
     except _NO_MEMORY:
@@ -168,17 +148,23 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         return Finding("whole failed", problem=f"the loss is {one.loss}")
     by_loss, by_gradient, parameter = _differences(one, many)
     buffers = tuple(name for name in one.buffers if _unlike(one.buffers[name], many.buffers.get(name)))
+    kept = trial.kept_by(one, whole)
+    unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
-        tuple(sorted(trial.drawn)), trial.beside_norms(trial.moved_by(one)),
+        tuple(sorted(trial.drawn)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
+        kept_looking=trial.moved_looking(kept, whole),
+        compared=tuple(sorted(trial.compared)),
     )  # fmt: skip
     if max(by_loss, by_gradient) > _CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
-    return replace(found, outcome="differs") if found.buffers else found
+    return replace(found, outcome="differs") if found.buffers or unlike else found
 
 
 def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: _Measured) -> tuple[str, ...]:
     """Take away one cause after another, and see whether the difference goes with it."""
+    if _differ(one, trial.measure(whole)):
+        return (STATE,)
     if _differ(one, trial.measure(whole, seed=1)):
         return (RANDOMNESS,)
     causes = []
@@ -199,36 +185,62 @@ class _Trial(Replica):
 
     Attributes:
         drawn: random functions that were replaced by constants.
+        compared: whole numbers that targets were compared with.
     """
 
     _keeps_graphs = True  # gathered rows go back through a piece after its loss has
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
-        self.drawn = set[str]()
+        self.drawn, self.compared = set[str](), set[int]()
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
                 module.dropout, self.drawn = 0.0, {"dropout"}
-        self._first = {name: value.clone() for name, value in self.model.named_buffers()}
         norms = [(name, norm) for name, norm in self.model.named_modules() if isinstance(norm, _BatchNorm)]
         self._gathered = SimulatedGather()
         self._norms = [(name, norm) for name, norm in norms if norm.training and norm.running_mean is not None]
 
-    def measure(self, pieces: _Pieces, seed: int = 0) -> _Measured:
+    def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
+        """Be as far as a replica is, also where the model is no copy of its own; what is measured begins from here."""
+        self._is_staged = replica.is_staged
+        if not is_copy and (module := replica.module) is not None:
+            adopt(self.model, module)
+        for mine, its in zip(self.user_code.values(), replica.user_code.values(), strict=True):
+            if isinstance(mine, nn.Module) and isinstance(its, nn.Module):
+                adopt(mine, its)
+        self._first = {name: value.clone() for name, value in self.model.named_buffers()}
+        self._buffers.save_all()
+        self._state = PythonState(self.model, self.user_code)
+
+    def measure(
+        self, pieces: _Pieces, seed: int = 0, stale: Set[str] = frozenset(), keep: bool = False, apart: bool = True
+    ) -> _Measured:
         """Return loss, gradients and buffers after a step of these pieces; every piece draws the same random numbers.
 
         Batches are copied, because user code may write into them.
+
+        Args:
+            pieces: of the batch.
+            seed: of the random numbers.
+            stale: what is kept in Python under these names begins as the measurement before left it, which was told to `keep`.
+            keep: let what is kept in Python stay as this measurement leaves it.
+            apart: each piece begins with what was kept at first, as on a worker of its own.
         """
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
         merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers)
+        left = []
         try:
+            self._state.restore(stale)
             self._gathered.begin(is_whole=len(pieces) == 1)
-            with WithoutRandomness() as still:
+            with WithoutRandomness() as still, _Comparisons(self.compared):
                 for number, (batch, part) in enumerate(pieces):
+                    if number and apart:
+                        self._state.restore()
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
+                    left.append(self._state.read())
                     if merge is not None:
                         present, changes = self._buffers.flatten()
                         merge.add(number, changes, present)
@@ -245,8 +257,40 @@ class _Trial(Replica):
         finally:
             self._drop_gradients()
             self._start_over()
+            if not keep:
+                self._state.restore()
         scale = rows / count if count else 1.0
-        return _Measured(loss_sum / count if count else math.nan, {n: g * scale for n, g in gradients.items()}, buffers)
+        loss = loss_sum / count if count else math.nan
+        return _Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left)
+
+    def kept_by(self, one: _Measured, whole: _Pieces) -> tuple[str, ...]:
+        """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
+        moved = self._state.moved(one.left[-1])[:_MOST_NAMES]
+        found = []
+        for name in moved:
+            self.measure(whole, keep=True)
+            if _differ(one, self.measure(whole, stale={name})):
+                found.append(name)
+        return tuple(found)
+
+    def moved_looking(self, kept: Sequence[str], whole: _Pieces) -> tuple[str, ...]:
+        """Return which of these places a forward of a validation changes."""
+        if not kept:
+            return ()
+        try:
+            self.evaluate(copy.deepcopy(whole[0][0]), whole[0][1])
+        except _USER_ERRORS:  # it may be no batch to validate with
+            return ()
+        moved = self._state.moved(self._state.read())
+        self._state.restore()
+        return tuple(name for name in kept if name in moved)
+
+    def is_unlike(self, name: str, one: _Measured, pieces: _Pieces) -> bool:
+        """Whether the pieces leave something else under a name than the whole batch, and not each its own samples' part."""
+        many = self.measure(pieces, apart=not self._is_staged)
+        left = [kept.get(name, {}) for kept in (many.left[-1:] if self._is_staged else many.left)]
+        whole, rough = one.left[-1].get(name, {}), _ROUGH["fp32"]
+        return not (all(is_alike(whole, kept, rough) for kept in left) or is_apart(whole, left, rough))
 
     def moved_by(self, one: _Measured) -> tuple[str, ...]:
         """Return the names of buffers that a measurement changed."""
@@ -285,6 +329,25 @@ class _Trial(Replica):
         """Leave the buffers of batch norms out."""
         owners = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
         return tuple(name for name in names if name.rpartition(".")[0] not in owners)
+
+
+class _Comparisons(TorchFunctionMode):
+    """Notes the whole numbers that tensors of whole numbers are compared with, and targets that are ignored."""
+
+    def __init__(self, found: set[int]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name, words = getattr(func, "__name__", "").strip("_"), kwargs or {}
+        if name in _COMPARED and len(args) > 1 and isinstance(args[0], Tensor) and type(args[1]) is int:
+            if not args[0].is_floating_point():
+                self._found.add(args[1])
+        elif name in _IGNORING:
+            self._found.add(int(words.get("ignore_index", -100)))
+        return func(*args, **words)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences
@@ -351,7 +414,7 @@ def _spanned(one: _Measured, parts: Sequence[_Measured]) -> bool:
 
 def _record(spec: RunSpec, precision: str) -> RunSpec:
     """The same run as one whole replica that never takes a step."""
-    return msgspec.structs.replace(
+    return replace(
         spec, precision=precision, parallel=None, sync_batchnorm=False, optimizer=Factory("SGD", {"lr": 0.0}),
         scheduler=None, optimizer_site="workers", max_grad_norm=None, metrics=(), tokens=None,
     )  # fmt: skip

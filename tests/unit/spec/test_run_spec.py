@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -179,3 +180,21 @@ def test_data_mode_forms_a_group_for_a_loss_that_gathers() -> None:
     assert parallel_spec(config, 2) is None
     shape = parallel_spec(config, 2, gather=True)
     assert shape is not None and (shape.mode, shape.dp, shape.gather) == ("data", 2, True)
+
+
+def loud(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return 2 * function(*args)
+
+    return wrapper
+
+
+def test_an_object_whose_name_leads_to_another_one_is_refused() -> None:
+    with pytest.raises(SourceError, match=r"step is not the plain_step that its module has.*@decorator above"):
+        factory_name("step", loud(plain_step), None)
+    assert factory_name("step", plain_step, None) == f"{__name__}:plain_step"
+
+
+def plain_step(model: Any, batch: Any) -> Any:
+    return model(batch)

@@ -8,7 +8,8 @@ from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
-from guava_nb.training.first_step_check import Question, first_rows, weights_of_pieces
+from guava_nb.training.first_step_check import first_rows, weights_of_pieces
+from guava_nb.training.step_check.findings import Question
 
 PLAIN = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from guava_nb.data.split import RowSplitter
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, Finding, RunSpec
 from guava_nb.replica.one_step_check import whole_against_cut
-from guava_nb.replica.one_step_check.whole_against_cut import Finding, compare
+from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 
 

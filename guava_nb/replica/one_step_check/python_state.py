@@ -1,0 +1,292 @@
+"""What a model, its loss and its step keep outside parameters and buffers: Python attributes, counters, globals.
+
+Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
+objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
+small containers and objects, and attributes of functions; of classes and of installed packages it sees nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+import math
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from guava_nb.spec.own_code import is_own
+
+__all__ = ["Kept", "PythonState", "adopt", "is_alike", "is_apart"]
+
+#: What a place holds: its numbers, texts and tensors, by their paths.
+Kept = Mapping[str, Any]
+#: Attributes that torch gives every module.
+_TORCHS = frozenset(vars(nn.Module()))
+#: Values that a global container may hold in order to be looked at.
+_MOST_VALUES = 256
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A namespace, and which of its names are looked at."""
+
+    label: str
+    values: MutableMapping[str, Any]
+    has: Callable[[str, Any], bool]
+
+    def items(self) -> list[tuple[str, str, Any]]:
+        """Name, full name and value of each."""
+        return [(key, f"{self.label}.{key}", value) for key, value in list(self.values.items()) if self.has(key, value)]
+
+
+class PythonState:
+    """What is kept now is where `restore` goes back to.
+
+    Args:
+        model: its parameters, buffers and modules are left alone.
+        others: criterion, step and other functions, by what they are called in messages.
+    """
+
+    def __init__(self, model: nn.Module, others: Mapping[str, object]) -> None:
+        self._fixed: dict[int, Any] = {
+            id(one): one for one in (*model.modules(), *model.parameters(), *model.buffers())
+        }
+        self._owners = list(_owners(model, others))
+        memo, self._first = dict(self._fixed), dict[str, tuple[Any, Any]]()
+        for owner in self._owners:
+            for _, name, value in owner.items():
+                with contextlib.suppress(Exception):  # what cannot be copied is not put back
+                    self._first[name] = value, _copied(value, memo)
+        self._kept_first = self.read()
+
+    def read(self) -> dict[str, Kept]:
+        """Return what each place holds; tensors are copied."""
+        found: dict[str, Kept] = {}
+        for owner in self._owners:
+            for _, name, value in owner.items():
+                leaves: dict[str, Any] = {}
+                _flatten(value, "", leaves, set(self._fixed))
+                found[name] = leaves
+        return found
+
+    def moved(self, now: Mapping[str, Kept]) -> tuple[str, ...]:
+        """Return the places that hold something else than at first."""
+        return tuple(name for name, kept in now.items() if not is_alike(kept, self._kept_first.get(name), 0.0))
+
+    def restore(self, but: Set[str] = frozenset()) -> None:
+        """Put back what was there at first, except in these places."""
+        moved = set(self.moved(self.read())) - but
+        for owner in self._owners:
+            for key, name, value in owner.items():
+                if name not in moved:
+                    continue
+                if name not in self._first:
+                    if name not in self._kept_first:
+                        del owner.values[key]
+                    continue
+                first, saved = self._first[name]
+                owner.values[key] = _refilled(first if first is value else value, _copied(saved, dict(self._fixed)))
+
+
+def adopt(own: nn.Module, other: nn.Module) -> None:
+    """Take over the buffers, whole parameters and plain attributes that another module of the same structure has by now."""
+    theirs = dict(other.named_modules())
+    with torch.no_grad():
+        for name, module in own.named_modules():
+            found = theirs.get(name)
+            if found is None or type(found).__qualname__.removeprefix("FSDP") != type(module).__qualname__:
+                continue
+            for mine, its in ((module._buffers, found._buffers), (module._parameters, found._parameters)):
+                for key, value in mine.items():
+                    new = its.get(key)
+                    if value is not None and type(new) in (Tensor, nn.Parameter) and new.shape == value.shape:
+                        value.copy_(new)
+            for key, value in vars(found).items():
+                if key not in _TORCHS and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
+                    with contextlib.suppress(Exception):  # what cannot be copied stays as it was built
+                        vars(module)[key] = _copied(value, {})
+
+
+def is_alike(one: Kept, other: Kept | None, tolerance: float) -> bool:
+    """Whether two places hold the same, up to rounding."""
+    if other is None or one.keys() != other.keys():
+        return False
+    return all(_same(value, other[path], tolerance) for path, value in one.items())
+
+
+def is_apart(whole: Kept, pieces: Sequence[Kept], tolerance: float) -> bool:
+    """Whether what pieces of a batch left is, put together, what the whole batch left: one entry per sample."""
+    if any(piece.keys() != whole.keys() for piece in pieces):
+        return False
+    return all(
+        all(_same(value, piece[path], tolerance) for piece in pieces)
+        or _joins(value, [piece[path] for piece in pieces], tolerance)
+        for path, value in whole.items()
+    )
+
+
+def _joins(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
+    if not all(isinstance(one, Tensor) and one.ndim == whole.ndim for one in parts if isinstance(whole, Tensor)):
+        return False
+    for axis in range(whole.ndim) if isinstance(whole, Tensor) else ():
+        sizes = [[*one.shape[:axis], *one.shape[axis + 1 :]] for one in (whole, *parts)]
+        if all(size == sizes[0] for size in sizes) and _same(whole, torch.cat(list(parts), axis), tolerance):
+            return True
+    return False
+
+
+def _same(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return torch.equal(a, b) or bool(torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True).all())
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (a != a and b != b)
+    return type(a) is type(b) and bool(a == b)
+
+
+# ------------------------------------------------------------------------------------------------------------- the places
+
+
+def _owners(model: nn.Module, others: Mapping[str, object]) -> Iterator[_Owner]:
+    seen: set[int] = set()
+    yield from _of_module("model", model, seen)
+    for label, found in others.items():
+        yield from _of_object(label, found, seen)
+
+
+def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner]:
+    for name, part in module.named_modules():
+        yield _Owner(f"{label}.{name}" if name else label, vars(part), lambda key, value: key not in _TORCHS)
+        yield from _of_globals(getattr(type(part).forward, "__globals__", {}), seen)
+
+
+def _of_object(label: str, found: object, seen: set[int]) -> Iterator[_Owner]:
+    while isinstance(found, functools.partial | types.MethodType):
+        found = found.func if isinstance(found, functools.partial) else found.__func__
+    if isinstance(found, nn.Module):
+        yield from _of_module(label, found, seen)
+        for name, part in found.named_modules():
+            yield _Owner(f"{label}.{name}" if name else label, part._buffers, lambda key, value: True)
+    elif isinstance(found, types.FunctionType):
+        yield from _of_function(found, seen)
+        yield from _of_globals(found.__globals__, seen)
+
+
+def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owner]:
+    if id(function) not in seen:
+        seen.add(id(function))
+        yield _Owner(function.__name__, function.__dict__, lambda key, value: key != "__wrapped__")
+
+
+def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
+    """The globals of a module of the user's own that its functions change, and attributes of its functions and objects."""
+    if id(names) in seen or not is_own(names):
+        return
+    seen.add(id(names))
+    module = names.get("__name__", "")
+    functions = [one for value in list(names.values()) for one in _functions_of(value, module)]
+    changed = {name for one in functions for name in _written(one.__code__)}
+    for key, value in names.items():
+        if isinstance(value, dict | list | set | deque) and not key.startswith("__") and _is_small(value):
+            changed.add(key)
+    yield _Owner(module, names, lambda key, value: key in changed)
+    for function in functions:
+        yield from _of_function(function, seen)
+    for key, value in list(names.items()):
+        if getattr(type(value), "__module__", "") == module and hasattr(value, "__dict__") and _is_small(value):
+            yield _Owner(f"{module}.{key}", vars(value), lambda key, value: True)
+
+
+def _functions_of(value: Any, module: str) -> Iterator[types.FunctionType]:
+    if isinstance(value, types.FunctionType) and value.__module__ == module:
+        yield value
+    elif isinstance(value, type) and value.__module__ == module:
+        yield from (one for one in vars(value).values() if isinstance(one, types.FunctionType))
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(code: types.CodeType) -> frozenset[str]:
+    """Names that a function, or one inside it, declares global and sets."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
+    return frozenset(own.union(*(_written(inside) for inside in code.co_consts if isinstance(inside, types.CodeType))))
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most: float = math.inf) -> None:
+    """Put the plain values and tensors in a value, by their paths, into `found`."""
+    if isinstance(value, _PLAIN):
+        found[path] = value
+        return
+    if id(value) in seen or len(found) > most:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
+    elif isinstance(value, np.ndarray):
+        found[path] = value.tobytes()
+    elif isinstance(value, nn.Module):
+        inside = {**value.state_dict(), **{k: v for k, v in vars(value).items() if k not in _TORCHS}}
+        _flatten(inside, path, found, seen, most)
+    elif isinstance(value, Mapping):
+        for key, one in list(value.items()):
+            _flatten(one, f"{path}.{key}", found, seen, most)
+    elif isinstance(value, list | tuple | deque):
+        for place, one in enumerate(list(value)):
+            _flatten(one, f"{path}.{place}", found, seen, most)
+    elif isinstance(value, Set):
+        found[path] = repr(sorted(map(repr, value)))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.ModuleType):
+        _flatten(vars(value), path, found, seen, most)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy a value; a tensor that was computed from parameters without its history, since torch copies none."""
+    if isinstance(value, Tensor) and not value.is_leaf:
+        return value.detach().clone()
+    return copy.deepcopy(value, memo)
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value holds few plain values and no module, so that it may be copied and put back."""
+    found: dict[str, Any] = {}
+    if isinstance(value, list | dict | set | deque) and len(value) > _MOST_VALUES:
+        return False
+    if isinstance(value, Tensor):
+        return value.numel() <= 1 << 16
+    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
+        return False
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | deque) else ()
+    if any(isinstance(one, nn.Module | Tensor | np.ndarray) for one in inside) or isinstance(value, np.ndarray):
+        return False
+    _flatten(value, "", found, set(), _MOST_VALUES)
+    return len(found) <= _MOST_VALUES
+
+
+def _refilled(value: Any, saved: Any) -> Any:
+    """Give an object its content back in place, because others may hold it too; return what cannot be filled as a copy."""
+    if type(value) is not type(saved):
+        return saved
+    if isinstance(value, dict | set):
+        value.clear()
+        value.update(saved)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(saved)
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
+        with torch.no_grad():
+            value.detach().copy_(saved)
+    else:
+        return saved
+    return value

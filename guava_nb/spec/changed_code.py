@@ -1,0 +1,92 @@
+"""Whether a worker has the user's code as it is here, or as it was before a script or notebook changed it.
+
+Knows the facts of both sides. Where they differ, a new process here imports the code once more: what differs from that was
+changed in this one, and what differs there too belongs to that machine (its number of processors, the time of day).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from guava_nb.protocol.messages import Cell
+from guava_nb.spec.cells import build_module, resolve
+from guava_nb.spec.own_facts import Facts, facts_of, is_alike, shown, unlike
+
+__all__ = ["CodeHere", "main"]
+
+_START_S = 120.0
+_MOST_TOLD = 3
+
+
+class CodeHere:
+    """The user's code of a run as this process has it.
+
+    Args:
+        facts: of what the user gave.
+        names: of the same, as workers look them up, by role.
+        cells: that are shared.
+    """
+
+    def __init__(self, facts: Facts, names: Mapping[str, str], cells: Sequence[Cell]) -> None:
+        self._facts, self._names, self._cells = facts, dict(names), list(cells)
+        self._new: Facts | None = None
+
+    def problem(self, theirs: Facts) -> str:
+        """Return what a worker has otherwise and must not, in a sentence; "" where it has the same code."""
+        differing = unlike(self._facts, theirs)
+        if not differing:
+            return ""
+        if self._new is None:
+            self._new = _facts_of_new_process(self._cells, self._names)
+        changed = [p for p in differing if p in self._new and is_alike(self._new[p], theirs[p])]
+        if changed:
+            told = "; ".join(_told(place, self._facts[place], theirs[place]) for place in changed[:_MOST_TOLD])
+            more = f"; and {len(changed) - _MOST_TOLD} more" if len(changed) > _MOST_TOLD else ""
+            return (
+                f"{told}{more}. Workers import modules as they lie on disk and run shared cells anew, so what was changed here "
+                "afterwards is as before there. Write it into the module or the shared cell, or pass it as an argument "
+                "(model_args and the like)"
+            )
+        older = [p for p in differing if "#" in theirs[p] and is_alike(self._new.get(p, ""), self._facts[p])]
+        if older:
+            return (
+                f"{', '.join(older[:_MOST_TOLD])} has other code there than here: copy the module's file to that machine, start "
+                "the worker anew there, or put the code into a %%guava_share cell"
+            )
+        return ""
+
+
+def _told(place: str, ours: str, theirs: str) -> str:
+    if shown(ours) == shown(theirs):
+        return f"{place} has other code here than there"
+    return f"{place} is {shown(ours)} here and {shown(theirs)} there"
+
+
+def _facts_of_new_process(cells: Sequence[Cell], names: Mapping[str, str]) -> Facts:
+    """Import the code in a new process; nothing where that fails: then nothing tells what was changed here."""
+    path = os.pathsep.join(one or os.getcwd() for one in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            input=msgspec.msgpack.encode((list(cells), dict(names))),
+            capture_output=True, timeout=_START_S, env={**os.environ, "PYTHONPATH": path}, check=True,
+        )  # fmt: skip
+        return msgspec.msgpack.decode(done.stdout, type=dict[str, str])
+    except (subprocess.SubprocessError, OSError, msgspec.DecodeError):
+        return {}
+
+
+def main() -> None:
+    """Write the facts of the cells and names that come on standard input to standard output."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the user's modules print is no answer
+    cells, names = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[list[Cell], dict[str, str]])
+    module = build_module(cells) if cells else None
+    found = facts_of({role: resolve(name, module) for role, name in names.items()})
+    with os.fdopen(out, "wb") as stream:
+        stream.write(msgspec.msgpack.encode(found))

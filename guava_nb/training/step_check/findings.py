@@ -1,0 +1,248 @@
+"""A question about a batch, and what the answer says to its reader.
+
+Knows findings and batches; asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from guava_nb.data.codec import pack
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter, share_ranges
+from guava_nb.nested import leaves
+from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
+from guava_nb.replica.one_step_check.whole_against_cut import BATCH_STATISTICS, COUPLED, RANDOMNESS, STATE, WEIGHTS
+
+__all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "verdict_on"]
+
+OUT_OF_MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Asks for a batch, or its first samples.
+
+    Attributes:
+        batch: of the loader.
+        content: what the loader gave; of samples that lie at the workers their ids.
+        weights: of the pieces.
+        splitter: cuts it.
+        step: the batch is of this one, from 0 in the run.
+        news: what the batch has that those before it had not, in words.
+        row: the sample that shows it.
+        is_validated: the run has validations.
+    """
+
+    batch: LoadedBatch
+    content: Any
+    weights: tuple[float, ...]
+    splitter: RowSplitter
+    step: int = 0
+    news: str = ""
+    row: int = 0
+    is_validated: bool = False
+
+    @property
+    def about(self) -> str:
+        """Which batch this is, in words."""
+        why = f", because {self.news}" if self.news else ""
+        return "the first batch" if not self.step else f"the batch of step {self.step + 1}{why}"
+
+    def message(self, run_id: str, request: int, rows: int, fine: bool) -> tuple[CheckStep, Sequence[memoryview]]:
+        """Return the record that asks about `rows` samples, with their bytes; `fine`: in pieces of two samples.
+
+        They are the first ones, or those around the one that shows what is new.
+
+        Small pieces show what depends on other samples where two large ones may come to the same by chance.
+        """
+        ranges = [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
+        if fine and rows >= 4:
+            edges = [*range(0, rows - 1, 2), rows]
+            ranges = list(pairwise(edges))
+        first = max(0, min(self.row - 1, self.batch.rows - rows))
+        batches = [self.content] if rows == self.batch.rows else self._cut([(first, first + rows)])
+        if not self.batch.source:  # a worker that has the samples cuts what it loads
+            batches += self._cut([(first + start, first + stop) for start, stop in ranges])
+        tree, buffers = pack(batches)
+        counts = (rows, *(stop - start for start, stop in ranges))
+        record = CheckStep(run_id=run_id, request_id=request, rows=counts, batch=tree, source=self.batch.source)
+        return record, buffers
+
+    def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        cutter = RowSplitter() if self.batch.source else self.splitter
+        return cutter.split(self.content, ranges, self.batch.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check has come to: its record for the report, a sentence, and whether pieces give what the whole gives.
+
+    Attributes:
+        compared: whole numbers that the loss compares targets with.
+    """
+
+    record: dict[str, Any]
+    sentence: str
+    is_clean: bool
+    compared: tuple[int, ...] = ()
+
+
+def verdict_on(
+    spec: RunSpec, question: Question, name: str, rows: int, answer: Finding | None, problem: str, seconds: float
+) -> Verdict:
+    """Return what an answer, or its absence, comes to.
+
+    Args:
+        spec: of the run.
+        question: that was asked.
+        name: of the worker.
+        rows: samples that were looked at.
+        answer: None where there is none; then `problem` says why.
+        problem: in words.
+        seconds: that it took.
+    """
+    total = question.batch.rows
+    record: dict[str, Any] = {"worker": name, "samples": rows, "batch_samples": total, "seconds": seconds}
+    if (
+        answer is None
+        or answer.outcome in (OUT_OF_MEMORY, "large", "whole failed")
+        or {RANDOMNESS, STATE} & set(answer.causes)
+    ):
+        why = problem or _why_not(name, rows, answer)
+        sentence = (
+            f"The one-step check was not made ({seconds:.2g} s): {why}. A loss that couples samples would not be seen"
+        )
+        return Verdict({**record, "outcome": "not checked", "reason": why}, sentence, False)
+    record |= {
+        "outcome": answer.outcome, "causes": list(answer.causes), "loss_whole": answer.loss[0], "loss_cut": answer.loss[1],
+        "loss_difference": answer.loss_difference, "gradient_difference": answer.gradient_difference,
+        "parameter": answer.parameter, "buffers": list(answer.buffers), "replaced_by_constants": list(answer.drawn),
+        "precision": answer.precision, "kept_in_python": list(answer.kept),
+        "unlike_in_python": list(answer.unlike or _looked(question, answer)),
+    }  # fmt: skip
+    some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
+    begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({seconds:.2g} s)"
+    if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):
+        drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
+        return Verdict(record, f"{begin}: loss and gradient are equal{drawn}", True, answer.compared)
+    return Verdict(record, f"{begin}: {'. '.join(_findings(spec, question, answer))}", False, answer.compared)
+
+
+def _why_not(name: str, rows: int, answer: Finding | None) -> str:
+    assert answer is not None
+    if answer.outcome == OUT_OF_MEMORY:
+        return f"{rows} samples and a copy of the whole model do not fit the memory of {name}"
+    if answer.outcome == "large":
+        return f"the model is too large for {name} to hold a second, whole one"
+    if answer.outcome == "whole failed":
+        return f"{name} could not compute {rows} samples at once: {answer.problem}"
+    if STATE in answer.causes:
+        return (
+            f"the whole batch alone, computed twice on {name} with the same random numbers, gives unlike losses: what the model, "
+            "the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. Each "
+            "worker has its own of it; keep in a buffer (register_buffer) what must be alike"
+        )
+    return (
+        f"the whole batch alone gives unlike losses on {name} with other random numbers, and these are not drawn by torch's own "
+        "functions, so they cannot be held still: draw them with torch (torch.rand), or before the batch is made"
+    )
+
+
+def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[str]:
+    """Say what differs, why, and what to do, one sentence for each cause."""
+    if answer.outcome == "piece failed":
+        yield (
+            f"a piece cannot be computed without the rest of the batch ({answer.problem}){_whole_parts(question)}. Where parts "
+            "refer to positions in the batch, give a function that cuts it (split_fn), or make a list with one entry per sample"
+        )
+        return
+    measured = (
+        f"the loss is {answer.loss[0]:.6g} whole and {answer.loss[1]:.6g} cut, the gradient differs by "
+        f"{answer.gradient_difference:.2g} of its size, most in {answer.parameter}"
+    )
+    if answer.causes:
+        yield measured
+    pipeline = _is_pipeline(spec)
+    if BATCH_STATISTICS in answer.causes:
+        cure = "use GroupNorm or LayerNorm" if pipeline else (
+            "set_mode(..., sync_batchnorm=True) (%guava_mode --sync-batchnorm on) lets them see all samples"
+        )  # fmt: skip
+        yield f"Batch norms see their own piece of a batch only: {cure}"
+    if WEIGHTS in answer.causes:
+        yield (
+            "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
+            "mean, where count is what the mean divides by, such as the targets that are not ignored"
+        )
+    if COUPLED in answer.causes:
+        yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
+    if answer.unlike:
+        yield _about_state(pipeline, answer.unlike[:3], spec)
+    elif looked := _looked(question, answer):
+        yield (
+            f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
+            "validate unlike numbers of batches, so they go on with unlike values: let only a forward in training change it "
+            "(if self.training:)"
+        )
+    if pipeline and answer.moved:
+        assert spec.parallel is not None
+        yield (
+            f"The forward changes the buffers {', '.join(answer.moved[:3])}, and a pipeline runs it for each of the "
+            f"{spec.parallel.micro_batches} micro-batches of a step: take --micro-batches 1, or a mode without stages"
+        )
+    elif answer.buffers:
+        yield (
+            f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
+            "what a forward leaves in them"
+        )
+
+
+def _looked(question: Question, answer: Finding) -> tuple[str, ...]:
+    return answer.kept_looking if question.is_validated else ()
+
+
+def _about_state(pipeline: bool, names: Sequence[str], spec: RunSpec) -> str:
+    what = f"{', '.join(names)}, which {'is' if len(names) == 1 else 'are'} no buffer of the model"
+    if pipeline:
+        assert spec.parallel is not None
+        return (
+            f"Each forward changes {what}, and the next one depends on it: a pipeline runs the forward for each of the "
+            f"{spec.parallel.micro_batches} micro-batches of a step: take --micro-batches 1, or a mode without stages"
+        )
+    return (
+        f"Each forward changes {what}, by the samples that it sees, and the next one depends on it: every worker goes on with "
+        "its own values, and this run trains on other numbers than plain PyTorch. Make it a buffer of the model "
+        "(self.register_buffer), which workers keep alike"
+    )
+
+
+def _is_pipeline(spec: RunSpec) -> bool:
+    return spec.parallel is not None and spec.parallel.pp > 1 and spec.parallel.micro_batches > 1
+
+
+def _about_coupling(question: Question, way: str) -> Iterator[str]:
+    if whole := _whole_parts(question):
+        yield (
+            f"{whole[2:-1].capitalize()}: where they refer to positions in the batch, give a function that cuts them with their "
+            "samples (split_fn), or make a list with one entry per sample"
+        )
+    way = way or (
+        "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
+        "whole: shares=[1, 0] (--shares 1,0)"
+    )
+    begin = "Or the" if whole else "The"
+    yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
+
+
+def _whole_parts(question: Question) -> str:
+    """Name the parts of a batch that every worker gets whole."""
+    rows = question.batch.rows
+    if question.batch.source or rows < 2:
+        return ""
+    piece = question.splitter.split(question.content, [(0, 1)], rows)[0]
+    pairs = zip(leaves(question.content), leaves(piece), strict=False)
+    shapes = [f"{[*a.shape]}" for a, b in pairs if a.ndim and a.shape == b.shape]
+    return f" (parts of shape {', '.join(shapes[:3])} go to every worker whole)" if shapes else ""

@@ -1,0 +1,95 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from guava_nb.replica.one_step_check.python_state import PythonState, adopt, is_alike, is_apart
+
+calls = 0
+seen = {"batches": 0, "names": ["a"]}
+
+
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+
+
+meter = Meter()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.it, self.history = nn.Linear(2, 2), 0, []
+        self.hidden = [nn.Linear(2, 2)]
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def step(model, x):
+    global calls
+    calls += 1
+    seen["batches"] += 1
+    seen["names"].append("b")
+    meter.total += 1.0
+    step.n = getattr(step, "n", 0) + 1
+    model.it += 1
+    model.late = torch.ones(2)
+    model.history.append(model(x))
+    model.hidden[0].weight.data += 1
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, x):
+        self.center = self.center + x.mean(0).detach()
+        return x.sum()
+
+
+def test_everything_that_a_step_changes_is_named_and_put_back():
+    model, loss = Net(), Loss()
+    state = PythonState(model, {"criterion": loss, "step": step})
+    names, before = seen["names"], copy.deepcopy(model.hidden[0].weight)
+    step(model, torch.ones(1, 2))
+    loss(torch.ones(1, 2))
+    module = __name__
+    assert set(state.moved(state.read())) == {
+        "model.it", "model.late", "model.history", "model.hidden", "criterion.center", "step.n", f"{module}.calls",
+        f"{module}.seen", f"{module}.meter.total",
+    }  # fmt: skip
+    state.restore(but={"model.it"})
+    assert state.moved(state.read()) == ("model.it",)
+    assert (calls, seen, model.it, model.history, meter.total) == (0, {"batches": 0, "names": ["a"]}, 1, [], 0.0)
+    assert not hasattr(step, "n") and not hasattr(model, "late") and torch.equal(model.hidden[0].weight, before)
+    assert len(names) >= 1 and loss.center.tolist() == [0.0, 0.0]
+
+
+def test_a_model_that_was_built_again_goes_on_from_the_one_that_trains():
+    trained, built = Net(), Net()
+    trained.it, trained.late = 7, (trained.layer.weight * 2).sum()
+    trained.mean += 3
+    adopt(built, trained)
+    assert (built.it, built.mean.tolist()) == (7, [3.0, 3.0])
+    assert torch.equal(built.layer.weight, trained.layer.weight) and built.hidden[0] is not trained.hidden[0]
+
+
+@pytest.mark.parametrize(
+    ("whole", "pieces", "apart"),
+    [
+        ({"": torch.arange(4)}, [{"": torch.arange(2)}, {"": torch.arange(2, 4)}], True),
+        ({"h": torch.eye(4)}, [{"h": torch.eye(4)[:, :1]}, {"h": torch.eye(4)[:, 1:]}], True),
+        ({"": torch.ones(2)}, [{"": torch.ones(2)}, {"": torch.zeros(2)}], False),
+        ({"": 1.0}, [{"": 1.0}, {"": 1.0}], True),
+        ({"": 1.0}, [{"": 1.0}, {"": 2.0}], False),
+        ({"": 1}, [{}], False),
+    ],
+)
+def test_state_of_single_samples_is_told_from_state_of_a_batch(whole, pieces, apart):
+    assert is_apart(whole, pieces, 1e-6) == apart
+    assert is_alike(whole, whole, 0.0)

@@ -1,0 +1,60 @@
+import pytest
+import torch
+from msgspec.structs import replace
+
+from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.data.split import RowSplitter
+from guava_nb.protocol.messages import Factory, Finding, ParallelSpec, RunSpec
+from guava_nb.training.step_check.findings import Question, verdict_on
+
+SPEC = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
+STAGED = replace(SPEC, parallel=ParallelSpec(mode="pipeline", pp=2, micro_batches=2))
+
+
+def asked(**changes):
+    content = torch.arange(8)
+    return Question(LoadedBatch(0, content, tuple(range(8)), 8), content, (1.0, 1.0), RowSplitter(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "question", "finding", "words", "is_clean"),
+    [
+        (SPEC, asked(), Finding("same"), "the first batch.*loss and gradient are equal", True),
+        (SPEC, asked(step=7), Finding("same"), "of the batch of step 8, whole", True),
+        (SPEC, asked(step=1, news="part y has"), Finding("same"), "step 2, because part y has", True),
+        (SPEC, asked(), Finding("same", kept=("model.it",)), "are equal", True),
+        (
+            SPEC,
+            asked(is_validated=True),
+            Finding("same", kept=("m.k",), kept_looking=("m.k",)),
+            "in a validation too",
+            False,
+        ),
+        (
+            SPEC,
+            asked(),
+            Finding("differs", unlike=("model.mean",)),
+            "model.mean, which is no buffer.*register_buffer",
+            False,
+        ),
+        (STAGED, asked(), Finding("differs", unlike=("a", "b")), "a, b, which are no buffer.*2 micro-batches", False),
+        (
+            SPEC,
+            asked(),
+            Finding("differs", causes=("state",)),
+            "with the same random numbers, gives unlike losses",
+            False,
+        ),
+        (SPEC, asked(), Finding("differs", causes=("randomness",)), "not drawn by torch's own", False),
+        (SPEC, asked(), None, "was not made", False),
+    ],
+)
+def test_a_finding_is_told_as_it_is(spec, question, finding, words, is_clean):
+    verdict = verdict_on(spec, question, "w0", 8, finding, "" if finding else "w0 was lost", 0.1)
+    assert verdict.is_clean == is_clean
+    assert __import__("re").search(words, verdict.sentence), verdict.sentence
+
+
+def test_the_samples_around_the_news_are_asked_about():
+    message, _ = asked(row=6).message("run-1", 1, 4, True)
+    assert message.rows == (4, 2, 2)
