@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["PLAN", "at", "install"]
+__all__ = ["PLAN", "at", "install", "wait_at_gate"]
 
-#: Names, in the environment, the plan of this worker; beside it are `claim`, `fired` and `go`, which all workers share.
+#: Names, in the environment, the plan of this worker, `NAME.plan`; beside it are its gate, `NAME.gate`, and `claim`, `fired`
+#: and `go`, which all workers share.
 PLAN = "GUAVA_MATRIX_PLAN"
 _HOLD_S = 30.0
 
@@ -70,6 +71,15 @@ def _hold(here: Path) -> None:
     until = time.monotonic() + _HOLD_S
     while not (here / "go").exists() and time.monotonic() < until:
         time.sleep(0.002)
+
+
+def wait_at_gate() -> None:
+    """Wait, with everything loaded, until a worker is needed; end when those who started this process are gone."""
+    gate, parent = Path(os.environ[PLAN]).with_suffix(".gate"), os.getppid()
+    while not gate.exists():
+        if os.getppid() != parent or not gate.parent.exists():
+            os._exit(0)
+        time.sleep(0.01)
 
 
 def _send(number: signal.Signals) -> Callable[[Path], None]:

@@ -2,8 +2,9 @@
 
 import runpy
 
-from tests.faults.matrix.injection import install
+from tests.faults.matrix.injection import install, wait_at_gate
 
 if __name__ == "__main__":
     install()
+    wait_at_gate()
     runpy.run_module("guava_nb.worker.process", run_name="__main__", alter_sys=True)
