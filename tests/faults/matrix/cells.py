@@ -58,7 +58,12 @@ FAULTS = ENDS + STOPS + LINKS + RAISES + NANS
 
 #: Where the user's own code runs, or memory is asked for.
 _USERS_CODE = ("source", "batch received", "forward", "backward", "optimizer", "commit", "validation", "prediction")
-_NAN_AT = {"nan in input": "batch received", "nan in loss": "forward", "nan in gradient": "backward", "nan in buffer": "forward"}
+_NAN_AT = {
+    "nan in input": "batch received",
+    "nan in loss": "forward",
+    "nan in gradient": "backward",
+    "nan in buffer": "forward",
+}
 #: What an error says of its cause.
 _CAUSES = {
     "exception": "this place is cursed",
@@ -88,14 +93,18 @@ class Expected:
     """What must come of a cell; in both cases the samples are committed once each, the weights those of the steps that count.
 
     Attributes:
-        halts: the run, or the pass over data, ends with an error that names the worker, and has these words. "": it goes on.
+        halts: the run, or the pass over data, ends with an error that has these words. "": it goes on.
         steps: that count then.
         names_step: the error names the step, counted from 1.
+        names_worker: it names the worker at which the fault was.
+        told: a notice has these words.
     """
 
     halts: str = ""
     steps: int = 6
     names_step: bool = False
+    names_worker: bool = True
+    told: str = ""
 
 
 def senseless(mode: str, phase: str, fault: str) -> str:
@@ -119,16 +128,30 @@ def senseless(mode: str, phase: str, fault: str) -> str:
 
 def expected(mode: str, phase: str, fault: str) -> Expected:
     """Return the outcome that was written down for a cell."""
+    if phase == "prediction" and fault in (*ENDS, STOPS[1]) and not MODES[mode].elastic:
+        return Expected("needs")  # a pass does not wait for workers: so many are needed, so many are here
     if fault in ENDS + STOPS + LINKS:
         return Expected()
-    whole = mode in ("data", "site")
+    whole, cause = mode in ("data", "site"), _CAUSES[fault]
     if fault == "out of memory" and phase in ("forward", "backward") and whole:
         return Expected()  # the shard is cut into smaller pieces
-    if phase == "optimizer" and whole:
-        return Expected(_CAUSES[fault], STEP + 1, names_step=True)  # the others have applied it, and hold it
-    cause = _CAUSES[fault]
+    if (phase, fault) == ("checkpoint", "full disk"):
+        return Expected(told=cause)  # of a callback: a run is worth more than one of its checkpoints
+    if phase == "optimizer":
+        return Expected(cause, _steps_held(mode, fault), names_step=True)
     steps = {"source": 0, "validation": 3, "prediction": 6, "commit": STEP + 1, "checkpoint": STEP + 1}.get(phase, STEP)
-    return Expected(cause, steps, names_step=phase in ("batch received", "forward", "backward", "optimizer"))
+    # What is not finite on one rank of a group is so on all of them after the sum, or in the stages before.
+    spreads = fault in NANS and not whole
+    return Expected(cause, steps, phase not in ("source", "validation", "prediction"), names_worker=not spreads)
+
+
+def _steps_held(mode: str, fault: str) -> int:
+    """Return the steps that count where one worker could not apply the last one."""
+    if MODES[mode].elastic and mode != "direct":
+        return STEP + 1  # the others have applied it
+    if fault != "out of memory" or mode == "direct":
+        return STEP  # the others take it back
+    return 3  # torch's own optimizers keep no copy: the snapshot of the epoch's end is left
 
 
 CELLS = [

@@ -132,8 +132,9 @@ def install() -> None:
     _before(Schedule, "on_step", lambda *_: at("schedule"))
     _before(Evaluator, "evaluate", lambda *_: at("validation"))
     _before(Evaluator, "predict", lambda *_: at("prediction"))
-    _before(StepRunner, "send_state", lambda runner, replica, message: at("checkpoint", runner.committed))
-    _wrap_shard(StepRunner, BaseReplica)
+    _before(StepRunner, "send_state", lambda runner, replica, message: _note(runner.committed))
+    _before(BaseReplica, "state", lambda *_, **__: at("checkpoint"))
+    _wrap_shard(StepRunner)
     _wrap_send(WorkerSession)
 
 
@@ -153,7 +154,7 @@ def _note(step: int | None) -> None:
     _step = step
 
 
-def _wrap_shard(runner: Any, replica: Any) -> None:
+def _wrap_shard(runner: Any) -> None:
     run_shard = runner._run_shard
 
     def wrapped(self: Any, run: Any, message: Any, parts: list[Any]) -> Any:
