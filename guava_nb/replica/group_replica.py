@@ -262,7 +262,8 @@ class GroupReplica(BaseReplica):
         return found if part.reports else []
 
     def _model_state(self) -> dict[str, Any]:
-        return {"model": self._standing.model_pieces()}
+        with self._buffers.as_committed():  # a later step may be in work, or one that was aborted not taken back yet
+            return {"model": self._standing.model_pieces()}
 
     def _optimizer_state(self) -> Any:
         return self._standing.optimizer_pieces()

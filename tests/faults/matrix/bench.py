@@ -477,7 +477,8 @@ class Attempt:
             worst = max([abs(r["loss"] - loss) for r, loss in zip(run.history, losses, strict=True)], default=0.0)
             problems += [f"losses differ by {worst:.1e}"] if not worst <= TOLERANCE else []
             difference = gap(run.model(), model)
-            problems += [f"weights differ by {difference:.1e}"] if difference > TOLERANCE else []
+            odd = [name for name, value in run.model().state_dict().items() if not value.isfinite().all()]
+            problems += [f"weights differ by {difference:.1e} {odd}"] if difference > TOLERANCE else []
         else:
             problems.append(f"{len(run.history)} steps count, not {wanted.steps}")
         if not problems and not error:
