@@ -31,7 +31,8 @@ def main() -> int:
     from tests.faults.matrix.cells import CELLS, covering
 
     asked = [
-        cell for cell in (covering() if args.covering else CELLS)
+        cell
+        for cell in (covering() if args.covering else CELLS)
         if fnmatch(cell.mode, args.mode) and fnmatch(cell.phase, args.phase) and fnmatch(cell.fault, args.fault)
     ]  # fmt: skip
     counts: Counter[str] = Counter()

@@ -34,7 +34,7 @@ from guava_nb.processes.launcher import WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.sync import group_replica_set
 from guava_nb.training.run import Run
-from tests.faults.matrix.cells import ENDS, LINKS, MODES, RAISES, STEP, STOPS, Cell, expected
+from tests.faults.matrix.cells import ENDS, LINKS, MODES, RAISES, STEP, STOPS, Cell, expected, known
 from tests.faults.matrix.injection import PLAN
 from tests.support.processes import Session, Worker, eventually
 from tests.support.relay import DOWN, UP
@@ -154,7 +154,7 @@ class Outcome:
     """What came of a cell.
 
     Attributes:
-        kind: "goes on", "halts", "hangs" or "fault".
+        kind: "goes on", "halts", "known" or "fault".
         text: what is wrong, or what the error says.
         seconds: it took.
         is_right: it is what was written down.
@@ -261,7 +261,9 @@ class Bench(Session):
         except Exception as error:
             problem = text = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - started
-        return Outcome("fault" if problem else kind, " ".join(text.split()), seconds, not problem)
+        if problem:
+            kind = "known" if known(cell) else "fault"
+        return Outcome(kind, " ".join(text.split()), seconds, kind != "fault")
 
 
 class Attempt:
