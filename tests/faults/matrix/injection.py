@@ -123,7 +123,7 @@ def install() -> None:
     from guava_nb.worker.worker_session import WorkerSession
 
     _before(WorkerSession, "greet", lambda *_: at("join"))
-    _before(Preparation, "build", lambda *_: at("source"))
+    _before(Preparation, "build", lambda *_: _note(None) or at("source"))
     _before(StepRunner, "add", lambda runner, message, load: at("batch", message.step))
     _before(StepRunner, "_apply", lambda runner, run, step: _note(runner.committed + 1))
     _before(Replica, "take_parameters", lambda *_: at("optimizer"))
