@@ -330,7 +330,8 @@ class GroupPass(Pass):
                     self._ask(asked)
 
     def _has_room(self) -> bool:
-        return len(self._open) < WINDOW
+        # A batch goes another way than the commit, and may overtake it: each rank must have said that it applied the last step.
+        return len(self._open) < WINDOW and self._group.complete(self._job)
 
     def _deal(self, batch: LoadedBatch) -> None:
         self._asked.append(Asked(batch, 0, {}))

@@ -11,7 +11,8 @@ Knows their values; knows nothing of gradients or the network. The policy:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,18 @@ class BufferBook:
         if self._touched:
             self._write(self._moved(), self._saved)
             self._touched = False
+
+    @contextmanager
+    def as_committed(self) -> Iterator[None]:
+        """Let the live values be the committed ones in the block, whatever shards have moved since."""
+        moved = self._moved() if self._touched else []
+        values = {i: self._live(i).detach().clone() for i in moved}
+        self._write(moved, self._saved)
+        try:
+            yield
+        finally:
+            for i, value in values.items():
+                self._replace(i, value)  # its mark stays that of the committed value: it has moved
 
     def write_committed(self) -> None:
         """Make the live buffers the committed ones, whatever happened to either."""

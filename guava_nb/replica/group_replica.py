@@ -230,10 +230,17 @@ class GroupReplica(BaseReplica):
         loss_sum, count, finite = self._sums(work, sums) if part.reports else (0.0, 0.0, True)
         square = part.gradient_square() / self.loss_scale**2
         finite = finite and math.isfinite(square)
+        nonfinite = self._full_name(self._buffers.first_not_finite()) if finite else part.nonfinite()
         return ShardResult(
-            loss_sum, count, work.rows, finite, time.monotonic() - started, 0.0,
-            "" if finite else part.nonfinite(), square, self._preprocessing.total(counts),
+            loss_sum, count, work.rows, finite and not nonfinite, time.monotonic() - started, 0.0,
+            nonfinite, square, self._preprocessing.total(counts),
         )  # fmt: skip
+
+    def _full_name(self, buffer: str) -> str:
+        """Return the name in the whole model of a buffer of this part, where stages are numbered and layers may be wrapped."""
+        known = () if self.layout.buffers is None else self.layout.buffers.names
+        name = buffer.replace("_checkpoint_wrapped_module.", "")
+        return max((full for full in known if f".{name}".endswith(f".{full}")), key=len, default=name)
 
     def _step(self, sums: Buckets | None, factor: float) -> None:
         part = self._standing
@@ -265,7 +272,8 @@ class GroupReplica(BaseReplica):
         return found if part.reports else []
 
     def _model_state(self) -> dict[str, Any]:
-        return {"model": self._standing.model_pieces()}
+        with self._buffers.as_committed():  # a later step may be in work, or one that was aborted not taken back yet
+            return {"model": self._standing.model_pieces()}
 
     def _optimizer_state(self) -> Any:
         return self._standing.optimizer_pieces()

@@ -56,6 +56,13 @@ __all__ = ["StepRunner"]
 
 log = logging.getLogger(__name__)
 
+#: What a worker did of a step when something was raised, and what helps where that was a lack of memory.
+_IN, _APPLYING, _COPYING = "in step {}", "while step {} was applied", "while the state after step {} was copied"
+_MEMORY_ADVICE = {
+    _APPLYING: "The optimizer's own step did not fit here: use an optimizer that keeps less, zero mode, or another device",
+    _COPYING: "The copy of the state did not fit here; the state itself is as it was: free some memory there and ask again",
+}
+
 #: Presence bits and flat tensor of a bucket.
 _Sum = tuple[bytes, torch.Tensor]
 
@@ -195,8 +202,12 @@ class StepRunner:
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState) -> None:
-        """Send the state of the last commit."""
-        tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
+        """Send the state of the last commit; where that cannot be made, tell why: the replica is as it was."""
+        try:
+            tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
+        except USER_ERRORS as error:  # memory for the copies, or what the user's optimizer keeps
+            self.fail(error, message.run_id, at=(_COPYING, self.committed))
+            return
         self._send(State(message.request_id, message.run_id, self.committed, tree), buffers)
 
     # ------------------------------------------------------------------------------------------------------------ work
@@ -239,7 +250,7 @@ class StepRunner:
             result = self._run_shard(run, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             run.replica.restore()
-            self.fail(error, message.run_id)
+            self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows)
             return
         step.done.add(message.shard)
         forward_ended = started + result.forward_s
@@ -320,7 +331,7 @@ class StepRunner:
             except ApplyFailed as failed:
                 failure = failed.__cause__
                 if not failed.applied:
-                    self._halt(run, failure)
+                    self._halt(run, failure, self.committed + 1)
                     if self._seat is not None:
                         self._seat.leave()  # peers may wait for this rank's part in the midst of theirs (ZeRO 1)
                     return
@@ -339,34 +350,42 @@ class StepRunner:
         self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit(self._generation, self.committed)
         if failure is not None:
-            self._halt(run, failure)
+            self._halt(run, failure, self.committed)
 
-    def _halt(self, run: PreparedRun, failure: BaseException | None) -> None:
+    def _halt(self, run: PreparedRun, failure: BaseException | None, step: int) -> None:
         """Do nothing more by itself: the state is that of the last committed step, for those who ask."""
         assert failure is not None
         self._is_halted = True
         self._forget_pending(self.committed)
-        self.fail(failure, run.run_id)
+        self.fail(failure, run.run_id, at=(_APPLYING, step))
 
-    def fail(self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0) -> None:
+    def fail(
+        self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0,
+        at: tuple[str, int] = ("", -1), rows: int = 0,
+    ) -> None:  # fmt: skip
         """Tell the orchestrator what the user's code, or the group, raised.
 
         Args:
             kind: `INTERNAL` where what the replica holds is unknown.
             request: number of the `Evaluate` or `Predict`, if it was one.
+            at: what it did, one of this module's phrases, and the step, counted from 0.
+            rows: samples of the shard in work, if it was one.
         """
+        doing, step = at
         text, trace = error_text(error), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
-        elif isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
+        elif doing:
+            text += f" ({doing.format(step + 1)})"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
-            text += f". {self._memory_advice(request)}"
+            text += f". {_MEMORY_ADVICE.get(doing) or self._memory_advice(request, rows)}"
         failure = Failure(
             run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
         )  # fmt: skip
         self._send(failure, ())
 
-    def _memory_advice(self, request: int) -> str:
+    def _memory_advice(self, request: int, rows: int) -> str:
         """What helps where memory ran out: only whole replicas cut a step's part into smaller pieces."""
         if request:
             return "Here a batch of a validation or prediction does not fit: give a loader with smaller batches"
@@ -377,6 +396,11 @@ class StepRunner:
                 "This worker's part of the step does not fit here, and all workers of this mode compute theirs at one time, so "
                 f"it cannot be cut: use smaller batches with accumulation_steps{pipeline}, activation checkpointing, a lower "
                 "precision or more workers"
+            )
+        if self._pieces < rows:
+            return (
+                f"This worker's part of the batch, {rows} samples, does not fit here and cannot be cut further: use smaller "
+                "batches, more workers, a lower precision or another device"
             )
         return "One sample alone does not fit here: use a smaller model, lower precision or another device"
 

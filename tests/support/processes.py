@@ -176,7 +176,7 @@ class Worker:
         with pytest.MonkeyPatch.context() as patch:
             if identity is not None:  # another process's, as when a machine was cloned
                 patch.setattr("guava_nb.processes.launcher.secrets.token_bytes", lambda count: identity)
-            self.handle: WorkerHandle = launch(code, "cpu", name, 1, session.orch.log_folder)
+            self.handle: WorkerHandle = session.launch(code, name)
 
     @property
     def pid(self) -> int:
@@ -256,6 +256,10 @@ class Session:
         eventually(lambda: len(self.ready()) == count, 90, f"{count} workers are here; there are {self.ready()}")
         by_name = {worker.name: worker for worker in self.workers}
         return [by_name[name] for name in self.ready()]
+
+    def launch(self, code: JoinCode, name: str) -> WorkerHandle:
+        """Start a worker's process."""
+        return launch(code, "cpu", name, 1, self.orch.log_folder)
 
     def ready(self) -> list[str]:
         return [w.name for w in self.orch.status().workers if w.state in ("ready", "working")]

@@ -69,7 +69,7 @@ class Link:
         self.address = f"{host}:{port}"  # as the listener sees its peer
         self.is_cut = threading.Event()
         self._ends = {UP: (dialler, listener), DOWN: (listener, dialler)}
-        self._cut_at = dict(plan)
+        self._cut_at, self._resets = dict(plan), False
         self._flowing = threading.Event()
         self._flowing.set()
         self._lock = threading.Lock()
@@ -97,10 +97,10 @@ class Link:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
 
-    def cut_at(self, way: str, byte: int) -> None:
-        """Cut as soon as so many bytes have gone that way; exactly so many are passed on."""
+    def cut_at(self, way: str, byte: int, reset: bool = False) -> None:
+        """Cut, politely or with a reset, as soon as so many bytes have gone that way; exactly so many are passed on."""
         with self._lock:
-            self._cut_at[way] = byte
+            self._cut_at[way], self._resets = byte, reset
 
     def stall(self) -> None:
         """Pass nothing on, keep everything open: a network that swallows."""
@@ -153,7 +153,7 @@ class Link:
                     break
                 sink.sendall(data)
                 self.bytes[way] += len(data)
-        self.cut()
+        self.cut(self._resets)
 
 
 class Relay:

@@ -37,7 +37,8 @@ __all__ = ["context", "install", "without_servers"]
 ROOT = Path(__file__).resolve().parents[2]
 _STARTERS = ("ipykernel_launcher", "jupyterlab", "pytest")  # start processes themselves
 WARM_MODULES = (
-    *_STARTERS, "guava_nb", "guava_nb.worker.process", "tests.support.console", "tests.support.namespace_programs"
+    *_STARTERS, "guava_nb", "guava_nb.worker.process", "tests.support.console", "tests.support.namespace_programs",
+    "tests.faults.matrix.worker",
 )  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")

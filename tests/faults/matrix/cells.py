@@ -1,0 +1,204 @@
+"""The table: which cells there are, and the outcome of each, written down before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CELLS", "FAULTS", "MODES", "PHASES", "Cell", "Expected", "covering", "expected", "known", "senseless"]
+
+#: A step in the second of two epochs of three steps: the last snapshot of a model in parts lies before it.
+STEP = 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A column of modes.
+
+    Attributes:
+        name, settings: as for `set_mode`.
+        options: of the run.
+        workers: that take part; one more is there as a spare where the size is fixed.
+        elastic: whole replicas: the run goes on with the workers that are left.
+        direct: members exchange over sockets of their own, which no relay of the tests carries.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    workers: int = 2
+    elastic: bool = False
+    direct: bool = False
+
+
+_PLAN = {"tensor_plan": {"0.linear": "colwise", "1.linear": "rowwise"}}
+_RELAY, _DIRECT = {"path": "relay"}, {"path": "direct"}
+MODES: dict[str, Mode] = {
+    "data": Mode("data", _RELAY, {}, 3, elastic=True),
+    "site": Mode("data", _RELAY, {"optimizer_site": "orchestrator"}, 3, elastic=True),
+    "direct": Mode("data", _DIRECT, {}, 3, elastic=True, direct=True),
+    "zero 1": Mode("zero", {"zero_stage": 1, "dp": 2, **_RELAY}, {}),
+    "zero 2": Mode("zero", {"zero_stage": 2, "dp": 2, **_RELAY}, {}),
+    "zero 3": Mode("zero", {"zero_stage": 3, "dp": 2, **_RELAY}, {}),
+    "zero 3 direct": Mode("zero", {"zero_stage": 3, "dp": 2, **_DIRECT}, {}, direct=True),
+    "tensor": Mode("tensor", {"tp": 2, **_RELAY, **_PLAN}, {}),
+    "pipeline": Mode("pipeline", {"pp": 2, "micro_batches": 2, **_RELAY}, {}),
+    "pipeline direct": Mode("pipeline", {"pp": 2, "micro_batches": 2, **_DIRECT}, {}, direct=True),
+    "hybrid": Mode("hybrid", {"dp": 2, "pp": 2, "micro_batches": 2, **_RELAY}, {}, 4),
+}
+
+PHASES = ("join", "source", "batch received", "forward", "backward", "bucket half sent", "waiting for the sum", "optimizer",
+          "commit", "validation", "prediction", "checkpoint", "leave")  # fmt: skip
+ENDS = ("SIGKILL", "SIGTERM", "exit")
+STOPS = ("SIGSTOP 5 s", "SIGSTOP 60 s")
+LINKS = ("cut in mid-frame", "silence", "reset at a random byte")
+RAISES = ("exception", "out of memory", "full disk")
+NANS = ("nan in input", "nan in loss", "nan in gradient", "nan in buffer")
+FAULTS = ENDS + STOPS + LINKS + RAISES + NANS
+
+#: Where the user's own code runs, or memory is asked for.
+_USERS_CODE = ("source", "batch received", "forward", "backward", "optimizer", "commit", "validation", "prediction")
+_NAN_AT = {
+    "nan in input": "batch received",
+    "nan in loss": "forward",
+    "nan in gradient": "backward",
+    "nan in buffer": "forward",
+}
+#: What an error says of its cause.
+_CAUSES = {
+    "exception": "this place is cursed",
+    "out of memory": "out of memory",
+    "full disk": "No space left on device",
+    "nan in input": "NaN or Inf in",
+    "nan in loss": "NaN or Inf in",
+    "nan in gradient": "NaN or Inf in the gradient of",
+    "nan in buffer": "NaN or Inf in buffer",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One fault at one phase in one mode."""
+
+    mode: str
+    phase: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.mode} | {self.phase} | {self.fault}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come of a cell; in both cases the samples are committed once each, the weights those of the steps that count.
+
+    Attributes:
+        halts: the run, or the pass over data, ends with an error that has these words. "": it goes on.
+        steps: that count then.
+        names_step: the error names the step, counted from 1.
+        names_worker: it names the worker at which the fault was.
+        told: a notice has these words.
+    """
+
+    halts: str = ""
+    steps: int = 6
+    names_step: bool = False
+    names_worker: bool = True
+    told: str = ""
+
+
+def senseless(mode: str, phase: str, fault: str) -> str:
+    """Return why there is no such cell; "" where there is."""
+    one = MODES[mode]
+    if fault in RAISES:
+        if phase == "checkpoint":
+            return "" if fault != "exception" else "no code of the user's runs while a state is sent or written"
+        if phase not in _USERS_CODE:
+            return "no code of the user's runs there, and no memory is asked for"
+        if mode == "site" and phase in ("optimizer", "commit"):
+            return "optimizer and schedule are the orchestrator's: tests/faults/test_commit_errors.py"
+    if fault in NANS and phase != _NAN_AT[fault]:
+        return f"the value comes to be at the phase {_NAN_AT[fault]!r}"
+    if phase == "bucket half sent" and one.direct:
+        return "the bytes go through sockets of gloo's own"
+    if phase == "checkpoint" and mode == "site" and fault != "full disk":
+        return "the orchestrator holds the state: no worker is asked for it"
+    return ""
+
+
+def expected(mode: str, phase: str, fault: str) -> Expected:
+    """Return the outcome that was written down for a cell."""
+    if phase == "prediction" and fault in (*ENDS, STOPS[1]) and not MODES[mode].elastic:
+        return Expected("needs")  # a pass does not wait for workers: so many are needed, so many are here
+    if fault in ENDS + STOPS + LINKS:
+        return Expected()
+    whole, cause = mode in ("data", "site"), _CAUSES[fault]
+    if fault == "out of memory" and phase in ("forward", "backward") and whole:
+        return Expected()  # the shard is cut into smaller pieces
+    if (phase, fault) == ("checkpoint", "full disk"):
+        return Expected(told=cause)  # of a callback: a run is worth more than one of its checkpoints
+    if phase == "optimizer":
+        return Expected(cause, _steps_held(mode, fault), names_step=True)
+    steps = {"source": 0, "validation": 3, "prediction": 6, "commit": STEP + 1, "checkpoint": STEP + 1}.get(phase, STEP)
+    # What is not finite on one rank of a group is so on all of them after the sum, or in the stages before.
+    spreads = fault in NANS and not whole
+    return Expected(cause, steps, phase not in ("source", "validation", "prediction"), names_worker=not spreads)
+
+
+def _steps_held(mode: str, fault: str) -> int:
+    """Return the steps that count where one worker could not apply the last one."""
+    if mode in ("data", "site") or (mode == "direct" and fault == "out of memory"):
+        return STEP + 1  # the others have applied it
+    if fault != "out of memory":
+        return STEP  # the others take it back
+    return 3  # torch's own optimizers keep no copy: the snapshot of the epoch's end is left
+
+
+CELLS = [
+    Cell(mode, phase, fault)
+    for mode in MODES
+    for phase in PHASES
+    for fault in FAULTS
+    if not senseless(mode, phase, fault)
+]
+
+
+#: What the tests run, by mode, as "phase: fault, fault".
+_COVERING = {
+    "data": (
+        "join: SIGKILL", "source: exception", "batch received: nan in input", "forward: out of memory, nan in loss",
+        "backward: SIGKILL", "bucket half sent: reset at a random byte", "waiting for the sum: SIGSTOP 5 s, SIGSTOP 60 s",
+        "optimizer: SIGTERM, exception", "commit: exit", "validation: SIGKILL", "prediction: SIGKILL",
+        "checkpoint: full disk, SIGKILL", "leave: exit",
+    ),
+    "site": ("bucket half sent: SIGKILL", "optimizer: cut in mid-frame", "commit: SIGTERM"),
+    "direct": ("backward: SIGKILL", "optimizer: exception", "forward: nan in buffer"),
+    "zero 1": ("optimizer: SIGKILL, full disk", "bucket half sent: cut in mid-frame"),
+    "zero 2": ("forward: nan in buffer", "checkpoint: out of memory"),
+    "zero 3": ("backward: exit", "leave: SIGTERM", "validation: exception"),
+    "zero 3 direct": ("forward: SIGKILL",),
+    "tensor": ("forward: SIGKILL", "checkpoint: SIGKILL", "commit: exception"),
+    "pipeline": (
+        "join: exit", "batch received: silence", "backward: nan in gradient", "waiting for the sum: reset at a random byte",
+        "prediction: exception",
+    ),
+    "pipeline direct": ("forward: exit",),
+    "hybrid": ("forward: SIGKILL", "backward: exception"),
+}  # fmt: skip
+
+
+def covering() -> list[Cell]:
+    """Each phase, each fault and each mode at least once, and the pairs that are met most often."""
+    chosen = [(mode, *pairs.split(": ")) for mode, lines in _COVERING.items() for pairs in lines]
+    return [Cell(mode, phase, fault) for mode, phase, faults in chosen for fault in faults.split(", ")]
+
+
+def known(cell: Cell) -> str:
+    """Return what is wrong in the product at a cell and not mended yet; "" for nothing."""
+    if cell.phase == "source" and cell.fault in (*ENDS, STOPS[1]) and not MODES[cell.mode].elastic:
+        return "a mesh of a fixed size that loses a worker before its first group forms does not wait for another"
+    if (cell.mode, cell.phase, cell.fault) == ("direct", "optimizer", "out of memory"):
+        return (
+            "the others hold the step that one could not apply, and the run goes back to its last snapshot all the same"
+        )
+    return ""

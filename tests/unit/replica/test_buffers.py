@@ -1,0 +1,29 @@
+"""The committed values of buffers beside the live ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from guava_nb.replica.buckets import build_layout
+from guava_nb.replica.buffers import BufferBook
+
+
+def book_of(model: nn.Module) -> BufferBook:
+    return BufferBook(model, build_layout(model, 1024).buffers)
+
+
+def test_a_state_is_read_as_committed_while_a_shard_has_moved_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].register_buffer("seen", torch.zeros(()))
+    book = book_of(model)
+    book.begin_shard()
+    model(torch.randn(5, 3, generator=torch.Generator().manual_seed(1)))
+    model[0].seen.fill_(float("nan"))
+    moved = {name: value.clone() for name, value in model.named_buffers()}
+    with book.as_committed():
+        assert model[0].seen == 0 and model[1].num_batches_tracked == 0 and not model[1].running_mean.any()
+    assert model[1].num_batches_tracked == 1 and torch.equal(model[1].running_mean, moved["1.running_mean"])
+    assert book.first_not_finite() == "0.seen"
+    book.restore()
+    assert model[0].seen == 0 and model[1].num_batches_tracked == 0
