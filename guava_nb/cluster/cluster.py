@@ -252,7 +252,7 @@ class Cluster:
                 self._mailbox = None
             leaving = list(self._leaving)
         for rank in leaving:
-            self.release(rank)
+            self.on_idle_leave(rank)
 
     def send(self, rank: int, message: Message, buffers: Buffers = ()) -> bool:
         """Queue a message for a member; returns False when it is gone (its `Lost` event is on the way)."""

@@ -118,6 +118,7 @@ class ReplicaSet(ABC):
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
+        job.on(StepApplied, self._on_applied)  # a job that trains has more to do with it
         self.writer = RowWriter(self.spec, job.cluster.caches, job.cluster.notice)
         self.writer.attach(job, self.run_id)
 
@@ -136,6 +137,10 @@ class ReplicaSet(ABC):
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
             self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
+
+    def _on_applied(self, rank: int, message: StepApplied, payload: memoryview) -> None:
+        if message.run_id == self.run_id:
+            self.note_commit(rank, message)
 
     def note_commit(self, rank: int, message: StepApplied) -> str | None:
         """Note that a worker applied a step; one that it cannot have applied is no news.
@@ -372,6 +377,9 @@ class ReplicaSet(ABC):
         if self.master_step == self.step:
             return self.master.state()
         late: set[int] = set()
+        if not job.trains and not self.in_step(job):  # reports that came while no job listened are lost
+            self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
+            self.retire()
         while True:
             self._adopt_highest(job)
             job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)

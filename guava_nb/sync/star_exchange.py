@@ -13,7 +13,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.data.codec import tensor_bytes, tensor_from
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
-from guava_nb.errors import TrainingError
+from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
 from guava_nb.replica.buckets import BUFFERS
@@ -145,9 +145,11 @@ class StarExchange(StepExchange[Replicas]):
             failure = failed.__cause__
             if not failed.applied and failure is not None:
                 raise _user_error(in_flight, failure, "The step counts nowhere") from failure
-        except BaseException:
+        except BaseException as error:
             self._replicas.master_step = self._replicas.step - 1  # what it holds now is the state of no step
-            raise
+            if isinstance(error, GuavaError) or not isinstance(error, Exception | SystemExit):
+                raise
+            raise _user_error(in_flight, error, "The step counts nowhere") from error
         if hooked := None if commit.skip else master.buffer_changes():
             changes = [(BUFFERS, *hooked)]
         values = [*master.parameter_buckets(), *changes]

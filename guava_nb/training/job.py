@@ -209,6 +209,14 @@ class TrainingJob(Job):
     def _execute(self) -> tuple[str, str]:
         """Returns how the run ended, and a sentence on it."""
         try:
+            return self._to_an_end()
+        except BaseException:  # of a stop, too: a step that was committed may fail while it is applied
+            self.window.abort("the run failed", hear_all=True)
+            self._recovery.keep_whole_state()
+            raise
+
+    def _to_an_end(self) -> tuple[str, str]:
+        try:
             self._begin()
             self._until_done()
             return "done", ""
@@ -218,10 +226,6 @@ class TrainingJob(Job):
             return "stopped", ""
         except BudgetSpent:
             return "stopped", self._stop_at_budget()
-        except BaseException:
-            self.window.abort("the run failed", hear_all=True)
-            self._recovery.keep_whole_state()
-            raise
 
     def _begin(self) -> None:
         self.run.begin()

@@ -50,7 +50,8 @@ class Recovery:
     def on_leaving(self, rank: int) -> None:
         """Let a member go, unless the others do not hold what it holds: then its state is brought here first."""
         self._leaving.add(rank)
-        others = set(self.membership.available()) - self._leaving  # a released member is available until it is gone
+        # A released member is available until it is gone, and one whose code raised may hold less.
+        others = set(self.membership.available()) - self._leaving - self.job.failed
         holds = self.membership.formed and rank in self.membership.current()
         if not holds or (others and self._replica_set.elastic):
             self.membership.cluster.release(rank)

@@ -49,7 +49,7 @@ class StepAccounting:
         self.poison = PoisonSamples()
         self._ledger = SampleLedger()
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
-        self._told_empty = False
+        self._told_empty = self._went_back = False
 
     # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -117,6 +117,7 @@ class StepAccounting:
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins, or goes on."""
+        self._went_back = False
         self._feed_epoch, self._feed_batches = epoch, self.position.batches
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class StepAccounting:
 
     def where(self) -> Position:
         """Return the committed position with what the loader needs to go on from it."""
-        if not self._run.history:
+        if not self._run.history or self._went_back:
             return self.snapshot.position
         return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))
 
@@ -140,6 +141,7 @@ class StepAccounting:
     def go_back(self) -> None:
         """Forget what came after the snapshot: it will be done again."""
         self.snapshot.position.rewind(self._plan.feed)
+        self._went_back = True
         self._end_at(self.snapshot.position, self.snapshot.step)
 
     def take_back(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.support.explorer.replica import FAILURES
 from tests.support.explorer.world import Configuration
 
 __all__ = ["COVERING", "WHOLE", "Case"]
@@ -12,6 +13,8 @@ STEPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
 _SMALL = ((0, 1),)
 _ANY = {"cut": 2, "die": 2, "leave": 2, "join": 2, "late": 1}
 _STOPS = {"cut": 2, "join": 2, "hub": 2, "leave": 1, "interrupt": 2}
+_FAILS = dict.fromkeys(FAILURES, 1)
+_MIDWAY = {"undone": 1, "schedule": 1}
 #: Exchange and site of the optimizer.
 _WAYS = (("star", "workers"), ("star", "orchestrator"), ("group", "workers"), ("parts", "workers"))
 
@@ -46,9 +49,11 @@ def _covering() -> list[Case]:
         name = f"{exchange}, optimizer at {site}"
         out.append(_all(f"{name}: one step, nothing lost, unasked messages", batches=_SMALL, unasked=True, **way))
         out.append(_all(f"{name}: one step, one lost", batches=_SMALL, faults={"die": 1}, **way))
+        out.append(_all(f"{name}: one step, the user's code fails", batches=_SMALL, faults=_MIDWAY, **way))
         deep = {"workers": 3, "batches": STEPS, "buckets": 2, "snapshot_every": 2, **way}
-        out.append(_drawn(f"{name}: 3 workers, 3 steps", 60, faults=_ANY, together=5, **deep))
-        out.append(_drawn(f"{name}: 3 workers, 3 steps, stops", 60, faults=_STOPS, together=4, save_every=1, **deep))
+        out.append(_drawn(f"{name}: 3 workers, 3 steps", 20, faults=_ANY, together=5, **deep))
+        out.append(_drawn(f"{name}: 3 workers, 3 steps, stops", 20, faults=_STOPS, together=4, save_every=1, **deep))
+        out.append(_drawn(f"{name}: 3 workers, 3 steps, failures", 20, faults=_FAILS | _STOPS, together=4, **deep))
     return out
 
 
@@ -62,12 +67,18 @@ def _whole() -> list[Case]:
         for fault in ("cut", "die", "leave", "join", "hub"):
             more = {"faults": {fault: 1}, "save_every": 1 if fault == "hub" else 0}
             out.append(_all(f"{name}: 2 workers, 2 steps, {fault}", ahead=0, **more, **way))
+        for undoes in (True, False):
+            how = "the user's code fails" + ("" if undoes else ", and no step can be undone")
+            out.append(_all(f"{name}: 2 workers, 2 steps, {how}", faults=_FAILS, undoes=undoes, **way))
         out.append(
             _all(f"{name}: lone worker, 3 steps, any two", workers=1, batches=STEPS, faults=_ANY, together=2, **way)
         )
         deep = {"workers": 3, "batches": STEPS, "buckets": 2, "epochs": 2, "snapshot_every": 2, **way}
         out.append(_drawn(f"{name}: 3 workers, 2 epochs", 3000, faults=_ANY, together=6, **deep))
         out.append(_drawn(f"{name}: 3 workers, stops", 3000, faults=_STOPS, together=5, save_every=1, **deep))
+        for workers in (1, 3):
+            fails = {**deep, "workers": workers, "faults": _FAILS | _ANY | {"interrupt": 2}}
+            out.append(_drawn(f"{name}: {workers} workers, failures", 2000, together=5, **fails))
     return out
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from guava_nb.cluster.job_events import FromWorker
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.hub.bucket_sum import BucketSum
 from guava_nb.protocol.messages import Message
@@ -80,11 +79,10 @@ def job_key(job: ExploredJob) -> Hashable:
     replicas, members, accounting = job.replica_set, job.membership, job.accounting
     window, recovery, cluster = job.window, job._recovery, job.cluster
     roster = tuple((m.rank, m.state) for m in cluster.roster)
-    events = tuple((type(e).__name__, getattr(e, "rank", -1)) for e in job.events if not isinstance(e, FromWorker))
     feeder: Any = window._feeder
     group: Any = replicas
     return (
-        roster, cluster.roster.generation, freeze(cluster._leaving), events,
+        replicas.run_id, roster, cluster.roster.generation, freeze(cluster._leaving), freeze(job.failed),
         freeze(job.ready), freeze(job.suspects), job.interrupts,
         freeze(members.behind), members.formed, freeze(members._unfit),
         freeze(accounting.position), accounting.snapshot.step, freeze(accounting.snapshot.position),
@@ -92,9 +90,11 @@ def job_key(job: ExploredJob) -> Hashable:
         freeze(accounting._ledger._committed), freeze(accounting.poison._at_work), freeze(accounting.poison._lost),
         None if feeder is None else feeder.key(), tuple(_in_flight(f) for f in window.exchange.in_flight.values()),
         window.exchange.next_step, freeze(window._credit._shards), freeze(window._credit._held),
-        replicas.step, replicas.master_step, replicas.master.value, freeze(replicas.at), freeze(replicas.generation_of),
+        replicas.step, replicas.master_step, replicas.master.value, replicas.master.fails,
+        freeze(replicas.at), freeze(replicas.generation_of),
         freeze(set(replicas._prepared)), freeze(replicas._loaded), freeze(replicas._states), freeze(replicas._awaited),
-        freeze(replicas._building), freeze(replicas._loading), replicas._lone, replicas._requests.__reduce__()[1],
+        freeze(replicas._building), freeze(replicas._loading), freeze(replicas._aborted),
+        replicas._lone, replicas._requests.__reduce__()[1],
         freeze(replicas._hashes), freeze(recovery.held), freeze(recovery._leaving), freeze(job._boundary.due),
         len(job.run.history), job.run.state,
         getattr(group, "team", None), getattr(group, "generation", None), getattr(group, "_broken", None),
@@ -115,16 +115,19 @@ def _worker_key(worker: Any) -> Hashable:
     return (
         worker.name, worker.alive, worker.rank, worker.blocked, worker.left, worker.line.key(), loop._leaving,
         loop._leave_deadline, pending.committed, todo, pending.abandoned, steps._generation,
-        pending._spared, pending._floor,
-        None if replica is None else (replica.value, replica.step, freeze(replica.pending)),
+        pending._spared, pending._floor, steps._is_halted,
+        None if replica is None else (replica.value, replica.step, freeze(replica.pending), replica.before, replica.fails),
         None if order is None else order.generation, worker.seat.broken, worker.seat.generation,
     )  # fmt: skip
 
 
 def world_key(world: World) -> Hashable:
     """The state of everything. Called while the job waits for an event."""
+    active = world.active
+    events = tuple((type(e).__name__, getattr(e, "rank", -1)) for e in active.events)
+    asked = None if active is world.job else (freeze(active.ready), freeze(active.suspects))
     return hash((
-        _place(sys._getframe(1)), job_key(world.job), tuple(_worker_key(w) for w in world.workers),
+        _place(sys._getframe(1)), job_key(world.job), events, asked, tuple(_worker_key(w) for w in world.workers),
         world.groups.key(), freeze(world.left), world.clock.now, len(world.log), world.ticks,
         None if world.job.saved is None else world.job.saved.step, world.runs,
     ))  # fmt: skip

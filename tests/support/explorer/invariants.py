@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tests.support.explorer.search import Violation
 
@@ -19,7 +20,8 @@ WAIT = "no wait without an enabled event"
 ASKED = "a message does what its sender was asked"
 GOES_ON = "the run goes on"
 CREDIT = "credit is given back"
-INVARIANTS = (ONCE, HISTORY, AHEAD, PARAMETERS, WAIT, ASKED, GOES_ON, CREDIT)
+COSTS = "an error costs no step but its own"
+INVARIANTS = (ONCE, HISTORY, AHEAD, PARAMETERS, WAIT, ASKED, GOES_ON, CREDIT, COSTS)
 
 
 def one_history(world: World, step: int) -> None:
@@ -69,6 +71,26 @@ def _not_ahead(world: World) -> None:
             )
 
 
+def _costs(world: World, state: str) -> None:
+    """A run that failed has lost its last step if that was undone, and none if an error changed nothing."""
+    happened, can_undo = world.happened(), world.configuration.undoes
+    if state == "failed" and can_undo and len(happened) == 1 and happened <= {"undone", "schedule", "forward", "nan"}:
+        costs = int(happened == {"undone"})
+        if len(world.log) < world.longest - costs:
+            raise Violation(COSTS, f"{world.longest} steps were committed, {len(world.log)} are left")
+
+
+def is_whole(world: World, state: Mapping[str, Any]) -> None:
+    """This state was left by a run that has ended: it must be that after the last step in the log."""
+    steps = len(world.log)
+    if (state["step"], world.job.replica_set.step) != (steps - 1, steps - 1):
+        raise Violation(HISTORY, f"the state that is left is of step {state['step']}, the log has {steps} steps")
+    if state["value"] != world.expected[steps]:
+        raise Violation(
+            PARAMETERS, f"the state that is left after step {steps - 1} has other parameters than a plain run"
+        )
+
+
 def at_the_end(world: World, state: str) -> None:
     """The run is over: look at its books."""
     job, planned = world.job, len(world.configuration.batches) * world.configuration.epochs
@@ -80,6 +102,7 @@ def at_the_end(world: World, state: str) -> None:
         raise Violation(HISTORY, f"the history has steps {history}, the log {len(world.log)}")
     if job.replica_set.step != len(world.log) - 1:
         raise Violation(HISTORY, f"the run stands at step {job.replica_set.step}, the log has {len(world.log)} steps")
+    _costs(world, state)
     books = (job.run.lost_samples, job.run.duplicated_samples)
     if state == "done" and books != (0, 0):
         raise Violation(ONCE, f"the ledger says {books} lost and doubled")

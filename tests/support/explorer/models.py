@@ -1,4 +1,6 @@
-"""How a commit looks after the next two changes: models, since there is no code of them yet.
+"""How a commit looks after the next two changes: MODELS of the machines, since there is no code of them yet.
+
+All else that is explored drives the real machines; here the rules of `guava_nb/sync/README.md` are tried before any code.
 
 `GatedStep`: the finite flag gates the optimizer on the device, so a worker steps on its own as soon as all of a step's sums
 are here, and hears of the commit during the forward of the next step. `Round`: the unit is a round of local steps whose sum
@@ -11,6 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.support.explorer.invariants import AHEAD, HISTORY, ONCE, PARAMETERS, WAIT
 from tests.support.explorer.search import Choice, Choose, Violation
 
 __all__ = ["MODELS", "GatedStep", "Round"]
@@ -20,7 +23,10 @@ _JOB = frozenset(["job"])
 
 @dataclass
 class _Rank:
-    """One worker: the last step applied, whether it is here, and what it was told."""
+    """One worker: the last unit applied, the last one told to be in the ledger, the last one sent, whether it is here.
+
+    It keeps the sample ids of the units after `told`.
+    """
 
     applied: int = -1
     told: int = -1
@@ -34,12 +40,13 @@ class _Rank:
 
 @dataclass
 class _Model:
-    """What both have in common: workers, a log, deaths of workers and of the hub.
+    """What both have in common: workers, a log and its file, workers that are lost or join, a hub that dies and resumes.
 
     Attributes:
         units: steps, or rounds, to be done.
         parts: sums of a unit; the last one decides it.
         aborts: PLANTED: the hub gives a unit up after its last part has gone out.
+        tells_early: PLANTED: workers are told of a commit, and forget its samples, before the file has it.
         trusts_own: PLANTED: a hub that resumes takes the step of its own file, not the highest that a worker has applied.
     """
 
@@ -48,7 +55,9 @@ class _Model:
     parts: int = 2
     deaths: int = 1
     hub_deaths: int = 1
+    joins: int = 0
     aborts: bool = False
+    tells_early: bool = False
     trusts_own: bool = False
     log: int = -1
     saved: int = -1
@@ -63,23 +72,23 @@ class _Model:
         while not self._done():
             choice = choose(self._choices, self._key)
             if choice is None:
-                raise Violation("no wait without an enabled event", str(self._key()))
+                raise Violation(WAIT, str(self._key()))
             name, *rest = choice.name
             getattr(self, f"_{name}")(*rest)
 
     def _done(self) -> bool:
-        return self.log == self.units - 1 and all(r.applied == self.log for r in self.ranks if r.here)
+        return self.log == self.saved == self.units - 1 and all(r.applied == self.log for r in self.ranks if r.here)
 
     def _key(self) -> Hashable:
         held = [r.applied for r in self.ranks if r.here]
         if held and max(held) > self._decided():
-            raise Violation("no worker is ahead of the log", f"applied {max(held)}, decided {self._decided()}")
+            raise Violation(AHEAD, f"applied {max(held)}, decided {self._decided()}")
         if any(r.told > r.applied for r in self.ranks if r.here):
-            raise Violation("parameters are a function of the log", "a commit was told to who could not apply it")
+            raise Violation(PARAMETERS, "a commit was told to who could not apply it")
         if len({r.applied for r in self.ranks if r.here and r.applied <= self._floor()}) > 1:
-            raise Violation("one history", f"workers stand at {held}, more than a unit apart")
+            raise Violation(HISTORY, f"workers stand at {held}, more than a unit apart")
         return (
-            self.log, self.saved, self.out, self.deaths, self.hub_deaths, tuple(rank.key() for rank in self.ranks)
+            self.log, self.saved, self.out, self.deaths, self.hub_deaths, self.joins, tuple(rank.key() for rank in self.ranks)
         )  # fmt: skip
 
     def _floor(self) -> int:
@@ -92,12 +101,14 @@ class _Model:
     # ------------------------------------------------------------------------------------------------------ what happens
 
     def _choices(self) -> list[Choice]:
-        everyone = _JOB | {str(n) for n in range(self.workers)}
+        everyone = _JOB | {str(n) for n in range(len(self.ranks))}
         here = [n for n, r in enumerate(self.ranks) if r.here]
         out = [Choice(c, frozenset([str(n)])) for n in here for c in self._of_rank(n)]
         out += [Choice(c, everyone) for c in self._of_hub(here)]
         if self.deaths and len(here) > 1:
             out += [Choice(("die", n), everyone, True) for n in here]
+        if self.joins and not self.out and self.log < self.units - 1:  # members change between units
+            out.append(Choice(("join",), everyone, True))
         if self.hub_deaths and self.log < self.units - 1:
             out.append(Choice(("hub",), everyone, True))
         return out
@@ -115,8 +126,10 @@ class _Model:
         out: list[tuple[Hashable, ...]] = []
         if self.log < self.units - 1 and self.out < self.parts and all(self.ranks[n].sent > self.log for n in here):
             out.append(("sum",))
-        if self.out == self.parts and all(self.ranks[n].applied > self.log for n in here):
+        if self.out == self.parts and self.saved == self.log and all(self.ranks[n].applied > self.log for n in here):
             out.append(("commit",))
+        if self.saved < self.log:
+            out.append(("write",))
         if self.aborts and self.out == self.parts:
             out.append(("abort",))
         return out
@@ -136,9 +149,22 @@ class _Model:
 
     def _commit(self) -> None:
         self.log, self.out = self.log + 1, 0
+        if self.tells_early:
+            self._tell()
+
+    def _write(self) -> None:
+        """The file of the ledger has the unit: only now workers may forget its samples."""
+        self.saved = self.log
+        self._tell()
+
+    def _tell(self) -> None:
         for rank in self.ranks:
             rank.told = self.log if rank.here else rank.told
-        self.saved = max(self.saved, self.log - 1)  # a file is written behind
+
+    def _join(self) -> None:
+        """A newcomer gets the state of the last unit in the log."""
+        self.joins -= 1
+        self.ranks.append(_Rank(self.log, self.log, self.log))
 
     def _abort(self) -> None:
         self.out = 0
@@ -155,10 +181,14 @@ class _Model:
         here = [r for r in self.ranks if r.here]
         self.log = self.saved if self.trusts_own else max([self.saved, *(r.applied for r in here)])
         self.out = 0
+        kept = {unit for r in here for unit in range(r.told + 1, r.applied + 1)}
+        if lost := set(range(self.saved + 1, self.log + 1)) - kept:
+            raise Violation(ONCE, f"no one knows the samples of units {sorted(lost)}, which are in the parameters")
+        self.saved = self.log
         for rank in here:
             if not self.trusts_own:  # one that is behind is given the state of one that is not
-                rank.applied = self.log
-            rank.told, rank.sent, rank.have = min(rank.told, rank.applied), rank.applied, frozenset()
+                rank.applied = rank.told = self.log
+            rank.sent, rank.have = rank.applied, frozenset()
 
 
 class GatedStep(_Model):
@@ -178,6 +208,7 @@ class Round(_Model):
 
 
 MODELS = {
-    "model: commit during the next forward": partial(GatedStep, workers=3, units=3),
-    "model: rounds in fragments": partial(Round, workers=3, units=3, parts=3),
+    "model: commit during the next forward, 3 workers": partial(GatedStep, workers=3),
+    "model: commit during the next forward": partial(GatedStep, units=3, joins=1),
+    "model: rounds in fragments": partial(Round, parts=3, joins=1),
 }

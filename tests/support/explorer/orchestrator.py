@@ -19,18 +19,30 @@ from unittest import mock
 import torch
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job import Job
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Wake
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
 from guava_nb.sync.group_replica_set import GroupReplicaSet
+from guava_nb.sync.handover import _Fetching
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import Position, TrainingPlan
 from tests.support.explorer.replica import CountingReplica
 
-__all__ = ["Checkpoint", "CLOCK", "ExploredJob", "QuietCluster", "replica_set_for", "spec_for", "without_threads"]
+__all__ = [
+    "CLOCK",
+    "Checkpoint",
+    "Explored",
+    "ExploredFetch",
+    "ExploredJob",
+    "QuietCluster",
+    "replica_set_for",
+    "spec_for",
+    "without_threads",
+]
 
 #: Modules that ask for the time.
 TIMED = (
@@ -153,23 +165,19 @@ class Checkpoint(SimpleNamespace):
     """What a file would hold: state, step, position."""
 
 
-class ExploredJob(TrainingJob):
-    """The training job; its mailbox is filled by whoever explores.
+class Explored(Job):
+    """A job whose mailbox the explorer fills.
 
     Attributes:
         events: changes of the membership that it has not looked at.
-        saved: the newest checkpoint.
+        came: a worker's message that it has not looked at.
     """
 
-    def __init__(
-        self, replica_set: ReplicaSet, plan: TrainingPlan, cluster: Cluster, next_event: Callable[[], None]
-    ) -> None:
+    def expect(self, next_event: Callable[[], None]) -> None:
+        """Have `next_event` called where the job waits."""
         self.events: deque[JobEvent] = deque()
         self.came: FromWorker | None = None
-        self.saved: Checkpoint | None = None
         self._next_event = next_event
-        self.log: Callable[[], list[Any]] = list
-        super().__init__(replica_set, plan, cluster, lambda: replica_set.master.model)
 
     def post(self, event: JobEvent) -> None:
         """Take an event."""
@@ -182,6 +190,26 @@ class ExploredJob(TrainingJob):
         """Let everything else go on until there is an event for this job."""
         self._next_event()
 
+
+class ExploredFetch(Explored, _Fetching):
+    """Fetches the state between two runs."""
+
+
+class ExploredJob(Explored, TrainingJob):
+    """The training job.
+
+    Attributes:
+        saved: the newest checkpoint.
+    """
+
+    def __init__(
+        self, replica_set: ReplicaSet, plan: TrainingPlan, cluster: Cluster, next_event: Callable[[], None]
+    ) -> None:
+        self.expect(next_event)
+        self.saved: Checkpoint | None = None
+        self.log: Callable[[], list[Any]] = list
+        super().__init__(replica_set, plan, cluster, lambda: replica_set.master.model)
+
     def save(self, path: Path) -> None:
         """Keep a checkpoint."""
         replica_set = self.replica_set
@@ -190,11 +218,14 @@ class ExploredJob(TrainingJob):
 
     def go(self) -> str:
         """Run to the end, as `_main` does; returns the state in which it ended."""
-        with self.attached():
-            state, _ = self._execute()
-        if state != "done":
-            self.replica_set.retire()
-        self.accounting.close(state == "done")
+        state = "failed"
+        try:
+            with self.attached():
+                state, _ = self._execute()
+        finally:
+            if state != "done":
+                self.replica_set.retire()
+            self.accounting.close(state == "done")
         return state
 
 
@@ -224,10 +255,12 @@ def spec_for(exchange: str, site: str, members: int) -> RunSpec:
     )  # fmt: skip
 
 
-def replica_set_for(spec: RunSpec, samples: int, buckets: int, saved: Checkpoint | None) -> ReplicaSet:
+def replica_set_for(
+    spec: RunSpec, samples: int, buckets: int, saved: Checkpoint | None, run_id: str = "run"
+) -> ReplicaSet:
     """The replicas of a run that begins, or goes on from a checkpoint."""
     kind = _WholeSet if spec.parallel is None else _PartsSet
-    made = kind("run", spec, (), CountingReplica(samples, buckets))
+    made = kind(run_id, spec, (), CountingReplica(samples, buckets))
     if saved is not None:
         made.master.load_state(saved.state)
         made.step = made.master_step = saved.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from guava_nb.cluster.roster import Roster
@@ -73,7 +73,16 @@ def _any_answer(replicas: Any, rank: int, message: Any, payload: Any) -> None:
 
 
 def _keeps_holders(replicas: Any, step: int) -> None:
-    replicas.step = step
+    held = replicas.at
+    replicas.take_back(step)
+    replicas.at = held
+
+
+def _place_of_the_last_step(accounting: Any) -> Any:
+    if not accounting._run.history:
+        return accounting.snapshot.position
+    feed = accounting._plan.feed.position(accounting._feed_epoch, accounting._feed_batches)
+    return replace(accounting.position, feed=feed)
 
 
 _commit, _add, _on_commit = SampleLedger.commit, BucketSum.add, StepAccounting.on_commit
@@ -107,7 +116,11 @@ PLANTED = (
     Planted("a return is no news", Roster, "resume", lambda *rest: False,
             _c(workers=1, faults={"cut": 1}), invariants.WAIT),
     Planted("an answer to an earlier order counts", ReplicaSet, "_on_prepared", _any_answer,
-            _c(**_LONE), invariants.WAIT, 700, 0),
+            _c(**_LONE), invariants.WAIT, 25, 7),
     Planted("who held the state before holds it after going back", ReplicaSet, "go_back", _keeps_holders,
             _c(batches=STEPS, faults={"cut": 1, "die": 1, "join": 1}, together=3), invariants.AHEAD, 200, 1),
+    Planted("a step that was undone counts as held", ReplicaSet, "_has_undone", lambda *rest: False,
+            _c(exchange="parts", faults={"undone": 1}), invariants.COSTS),
+    Planted("after going back the data go on behind what was lost", StepAccounting, "where", _place_of_the_last_step,
+            _c(workers=1, snapshot_every=1, faults={"die": 1, "interrupt": 1, "join": 1}, together=3), invariants.ONCE),
 )  # fmt: skip

@@ -15,10 +15,15 @@ from typing import Any
 import torch
 
 from guava_nb.protocol.messages import Commit
+from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import ShardResult, ShardWork
 
-__all__ = ["CountingReplica", "after_steps", "gradient_of", "ids_of"]
+__all__ = ["FAILURES", "CountingReplica", "after_steps", "gradient_of", "ids_of"]
+
+#: What a user's code may do in a step: the step raises and is undone; it raises midway; the schedule raises after it; the
+#: forward raises; the loss is NaN.
+FAILURES = ("undone", "torn", "schedule", "forward", "nan")
 
 
 def _layout(buckets: int) -> Any:
@@ -64,20 +69,31 @@ class CountingReplica(Replica):
         value: the parameters.
         step: last step that is in them.
         pending: a lone worker's or a group's gradient, until the commit.
+        before: value and step before the last step, while that can be undone.
+        fails: one of `FAILURES`, which happens next.
     """
 
     layout: Any
 
-    def __init__(self, samples: int, buckets: int, group: Any = None) -> None:
+    def __init__(self, samples: int, buckets: int, group: Any = None, undoes: bool = True) -> None:
         self.samples, self._group, self.layout = samples, group, _layout(buckets)
         self.value, self.step = 0, -1
         self.pending: list[float] | None = None
+        self.before: tuple[int, int] | None = None
+        self.fails, self._undoes = "", undoes
+
+    def _is_due(self, failure: str) -> bool:
+        due = self.fails == failure
+        self.fails = "" if due else self.fails
+        return due
 
     kind = ""
     learning_rate = None
     optimizer = SimpleNamespace(state={})
 
     def run_shard(self, work: ShardWork, on_bucket: Any = None) -> ShardResult:
+        if self._is_due("forward"):
+            raise ValueError("the forward is cursed")
         if self._group is not None:
             ids = self._group.total(work.step)
             self.pending = gradient_of(ids, self.samples).tolist()
@@ -89,7 +105,7 @@ class CountingReplica(Replica):
                 for bucket in self.layout.numbers:
                     on_bucket(bucket, b"\1", gradient.clone())
         rows = float(work.rows)
-        return ShardResult(rows, rows, work.rows, True, 0.0, 0.0)
+        return ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
 
     def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit) -> None:
         if sums is None:
@@ -99,8 +115,22 @@ class CountingReplica(Replica):
             counts = lists[0] if lists[0] == lists[-1] else [-2.0]
         if commit.skip:
             counts = [-3.0]
-        self.value, self.pending = _next(self.value, counts, commit.scale * commit.clip), None
+        self.before, self.pending = (self.value, self.step) if self._undoes else None, None
+        if self._is_due("undone"):
+            raise ApplyFailed(applied=False) from ValueError("the optimizer is cursed")
+        self.value = _next(self.value, counts, commit.scale * commit.clip)
+        if self._is_due("torn"):
+            self.before = None
+            raise ValueError("the optimizer is cursed")
         self.step += 1
+        if self._is_due("schedule"):
+            raise ApplyFailed(applied=True) from ValueError("the schedule is cursed")
+
+    def undo_step(self) -> bool:
+        if self.before is None:
+            return False
+        (self.value, self.step), self.before, self.pending = self.before, None, None
+        return True
 
     def take_parameters(self, buckets: Mapping[int, tuple[bytes, torch.Tensor]]) -> None:
         values = {int(buckets[bucket][1][0]) for bucket in self.layout.numbers}
@@ -124,7 +154,7 @@ class CountingReplica(Replica):
         return {"value": self.value, "step": self.step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.value, self.step, self.pending = int(state["value"]), int(state["step"]), None
+        self.value, self.step, self.pending, self.before = int(state["value"]), int(state["step"]), None, None
 
     def tick(self, metric: float | None = None) -> None:
         """No schedule."""

@@ -68,7 +68,7 @@ def try_unasked(world: World) -> None:
         for message in _unasked_of(world, rank):
             name = f"{type(message).__name__} from {world.job.cluster.name(rank)}"
             try:
-                world.job.handle(FromWorker(rank, message, memoryview(bytearray(8)), lambda: None))
+                world.active.handle(FromWorker(rank, message, memoryview(bytearray(8)), lambda: None))
             except Exception as error:
                 raise Violation(ASKED, f"{name}: {type(error).__name__}: {error}; {message}") from error
         if _key(world) != before:
@@ -85,16 +85,17 @@ def _key(world: World) -> tuple[object, ...]:
 def _unasked_of(world: World, rank: int) -> Iterator[Message]:
     job = world.job
     generation = job.cluster.roster.generation
-    claims = {_Claim("run", generation, _FAR, 0), _Claim("other", generation, 0, 0)}
+    run = job.replica_set.run_id
+    claims = {_Claim(run, generation, _FAR, 0), _Claim("other", generation, 0, 0)}
     if (at := job.replica_set.at.get(rank, -1)) >= 0:
-        claims.add(_Claim("run", generation, at - 1, 0))  # of a step before the last one that it has applied
+        claims.add(_Claim(run, generation, at - 1, 0))  # of a step before the last one that it has applied
     for step, in_flight in job.window.exchange.in_flight.items():
         machine = in_flight.machine
         shards = [
             shard for shard in range(len(machine.tasks)) if not machine.was_asked(rank, shard, machine.generation)
         ]
-        claims |= {_Claim("run", machine.generation, step, shard) for shard in (-1, _FAR, *shards)}
-        claims |= {_Claim("run", machine.generation + by, step, 0) for by in (-1, 1, _FAR)}
+        claims |= {_Claim(run, machine.generation, step, shard) for shard in (-1, _FAR, *shards)}
+        claims |= {_Claim(run, machine.generation + by, step, 0) for by in (-1, 1, _FAR)}
     for claim in claims:
         yield from claim.messages()
     yield from _answers(world, rank, generation)
@@ -102,15 +103,16 @@ def _unasked_of(world: World, rank: int) -> Iterator[Message]:
 
 def _answers(world: World, rank: int, generation: int) -> Iterator[Message]:
     replicas = world.job.replica_set
+    run = replicas.run_id
     tree, _ = pack({"value": 13, "step": _FAR})
     others = [request for request, asked in replicas._awaited.items() if asked != rank]
     for request in (*others, 0, _FAR):
-        yield State(request, "run", replicas.step, tree)
+        yield State(request, run, replicas.step, tree)
     for number in (generation + 1, -7):
-        yield StateLoaded("run", _FAR, "other", "cpu", number)
-        yield Prepared(run_id="run", ok=False, problem="none", generation=number)
-        yield GroupFormed(run_id="run", generation=number, ok=False, problem="none", broken=True)
-    yield StepApplied(run_id="run", generation=generation, step=_FAR, parameter_hash="other", learning_rate=0.5)
-    yield RowsWanted(run_id="run", keys=b"", step=_FAR, shard=0)
-    yield RowsWanted(run_id="run", keys=b"", step=replicas.step + 1, shard=-1)
+        yield StateLoaded(run, _FAR, "other", "cpu", number)
+        yield Prepared(run_id=run, ok=False, problem="none", generation=number)
+        yield GroupFormed(run_id=run, generation=number, ok=False, problem="none", broken=True)
+    yield StepApplied(run_id=run, generation=generation, step=_FAR, parameter_hash="other", learning_rate=0.5)
+    yield RowsWanted(run_id=run, keys=b"", step=_FAR, shard=0)
+    yield RowsWanted(run_id=run, keys=b"", step=replicas.step + 1, shard=-1)
     yield Failure(run_id="other", kind=FailureKind.USER, type_name="E", text="t", traceback="")

@@ -149,12 +149,12 @@ class _Seat:
 class _Preparation:
     """Builds counting replicas where the real one builds the user's model."""
 
-    def __init__(self, samples: int, buckets: int, seat: _Seat) -> None:
-        self._samples, self._buckets, self._seat = samples, buckets, seat
+    def __init__(self, samples: int, buckets: int, seat: _Seat, undoes: bool) -> None:
+        self._samples, self._buckets, self._seat, self._undoes = samples, buckets, seat, undoes
 
     def build(self, message: Prepare) -> PreparedRun:
         seat = None if message.spec.parallel is None else self._seat
-        replica = CountingReplica(self._samples, self._buckets, seat)
+        replica = CountingReplica(self._samples, self._buckets, seat, self._undoes)
         return PreparedRun(message.run_id, message.spec, None, str, replica, SimpleNamespace())  # type: ignore[arg-type]
 
     def built(self, message: Prepare, run: PreparedRun) -> Prepared:
@@ -180,7 +180,7 @@ class Worker:
         blocked: what it waits for inside a group: "" nothing, "form" or "sum".
     """
 
-    def __init__(self, name: str, samples: int, buckets: int, groups: Groups) -> None:
+    def __init__(self, name: str, samples: int, buckets: int, groups: Groups, undoes: bool = True) -> None:
         self.name, self.groups = name, groups
         self.line = Line(name.encode())
         self.alive = True
@@ -189,7 +189,7 @@ class Worker:
         self.left = False
         self.seat = _Seat(name, groups)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), seat=self.seat)  # type: ignore[arg-type]
-        self.loop._preparation = _Preparation(samples, buckets, self.seat)  # type: ignore[assignment]
+        self.loop._preparation = _Preparation(samples, buckets, self.seat, undoes)  # type: ignore[assignment]
 
     def hello(self) -> None:
         """Say who it is."""
@@ -281,6 +281,23 @@ class Worker:
             self.blocked = "sum"
             return
         self.turn()
+
+    def may_fail(self, failure: str) -> bool:
+        """Whether the user's code can do this in the next piece of work."""
+        step = self.steps._pending.current()
+        if not self.can_work() or step is None or self.loop._leave_deadline is not None or step.has_parameters:
+            return False
+        in_shard = failure in ("forward", "nan")
+        return in_shard is bool(step.todo) and in_shard is not self.steps._can_apply(step)
+
+    def fail(self, failure: str) -> None:
+        """Do the next piece of work, in which the user's code does this."""
+        assert self.replica is not None
+        self.replica.fails = failure
+        if failure == "forward":
+            self.turn()
+        else:
+            self.work()
 
     def go_on(self, broken: bool) -> None:
         """The group has what this worker waits for, or never will."""

@@ -8,15 +8,19 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from guava_nb.errors import ConfigError, LinkBroken, SamplesKill
+from guava_nb.errors import ConfigError, LinkBroken, RemoteError, SamplesKill, TrainingError, WorkerLost
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.messages import Channel, Hello
+from guava_nb.sync import handover
 from tests.support.explorer import invariants
 from tests.support.explorer.fingerprint import world_key
 from tests.support.explorer.orchestrator import (
     CLOCK,
     Checkpoint,
+    Explored,
+    ExploredFetch,
     ExploredJob,
     QuietCluster,
     plan_for,
@@ -24,7 +28,7 @@ from tests.support.explorer.orchestrator import (
     spec_for,
     without_threads,
 )
-from tests.support.explorer.replica import after_steps
+from tests.support.explorer.replica import FAILURES, after_steps
 from tests.support.explorer.search import Choice, Choose, Report, Stop, Violation, explore, wander
 from tests.support.explorer.unasked import try_unasked
 from tests.support.explorer.worker import Groups, Worker
@@ -42,11 +46,13 @@ class Configuration:
         exchange: "star", "group" or "parts".
         site: of the optimizer.
         faults: how often each may happen on one path: "cut" (connections break; then it comes back or is lost), "die", "leave",
-            "join", "hub" (the orchestrator dies and resumes from its checkpoint), "late" (10 s pass), "interrupt".
+            "join", "hub" (the orchestrator dies and resumes from its checkpoint), "late" (10 s pass), "interrupt", and what the
+            user's code does (`FAILURES`). A run that failed or was stopped is followed by one that goes on.
         together: faults of all kinds on one path.
         ahead: steps issued ahead.
         buckets: of the gradient.
         first, last: faults happen only while so many steps are committed.
+        undoes: a worker can take back its last step.
         unasked: in every state, workers also say what they were not asked.
         eager: a worker hears at once what only waits in it (`QUIET`), so that the moment of hearing is no choice.
     """
@@ -65,6 +71,7 @@ class Configuration:
     first: int = -1
     last: int = 99
     unasked: bool = False
+    undoes: bool = True
     eager: bool = True
 
     @property
@@ -87,8 +94,13 @@ class World:
         log: the samples of each committed step, along the lineage.
         expected: the parameters after each step of a plain run, before the first one first.
         left: faults that may still happen.
-        runs: how often the orchestrator was started.
+        runs: how often a run was started.
+        active: the job that has the mailbox: of the run, or one that fetches the state after it.
+        before: faults that could still happen when the run began.
+        longest: so many steps the log of this run has had.
     """
+
+    active: Explored
 
     def __init__(self, configuration: Configuration) -> None:
         self.configuration = config = configuration
@@ -105,23 +117,24 @@ class World:
     # ----------------------------------------------------------------------------------------------------------- the run
 
     def run(self, choose: Choose) -> None:
-        """Run until the run is done, or waits for a worker that does not come."""
+        """Run until a run is done, or waits for a worker that does not come."""
         self._choose = choose
-        saved = None
+        self._restart(None)
         while True:
-            self._start(saved)
             try:
                 state = self._finish()
-                break
+                invariants.at_the_end(self, state)
+                if state == "done":
+                    return
+                self._begin(self._held(state))
             except HubDied:
-                saved = self.job.saved
-        invariants.at_the_end(self, state)
+                self._restart(self.job.saved)
 
-    def _start(self, saved: Checkpoint | None) -> None:
+    def _restart(self, saved: Checkpoint | None) -> None:
+        """Have the orchestrator and all workers begin anew."""
         config, self._over = self.configuration, None
         for worker in self.workers:
             worker.end()
-        self.runs += 1
         self.groups.brought.clear()
         self.groups.met.clear()
         self.cluster = QuietCluster()
@@ -129,31 +142,63 @@ class World:
         for _ in range(config.workers):
             self._join()
             self._take(self.workers[-1], Channel.CONTROL)
+        self._begin(saved)
+
+    def _begin(self, saved: Checkpoint | None) -> None:
+        """Begin a run that goes on from there."""
+        config = self.configuration
+        self.runs, self.before = self.runs + 1, dict(self.left)
         self.log = [] if saved is None else list(saved.log)
         spec = spec_for(config.exchange, config.site, config.workers)
-        replicas = replica_set_for(spec, config.samples, config.buckets, saved)
+        replicas = replica_set_for(spec, config.samples, config.buckets, saved, f"run-{self.runs}")
         plan = plan_for(
             [list(ids) for ids in config.batches], config.epochs, saved, prefetch_steps=config.ahead,
             snapshot_every_steps=config.snapshot_every, save_every_steps=config.save_every, save_path=Path("memory"),
         )  # fmt: skip
-        self.job = ExploredJob(replicas, plan, self.cluster, self._next_event)
+        self.active = self.job = ExploredJob(replicas, plan, self.cluster, self._next_event)
         self.job.saved, self.job.log = saved, lambda: list(self.log)
+        self.longest = len(self.log)
         self._keep_log()
+
+    def _held(self, ended: str) -> Checkpoint:
+        """What is left of a run that has ended like this: it must be the state of the last step that counts."""
+        replicas = self.job.replica_set
+
+        def fetching(cluster: Any) -> ExploredFetch:
+            self.active = job = ExploredFetch(cluster)
+            job.expect(self._next_event)
+            return job
+
+        try:
+            with mock.patch.object(handover, "_Fetching", fetching):
+                state = handover.fetch_between_runs(replicas, self.cluster, 5.0)
+        except (RemoteError, WorkerLost) as error:
+            # A person who stops twice does not wait for the last step, and is told here if it failed.
+            if self._lost_any() or (ended == "stopped" and self._has_failed()):
+                raise Stop(1) from error
+            raise Violation(invariants.GOES_ON, f"the run {ended} and no worker was lost: {error}") from error
+        invariants.is_whole(self, state)
+        return Checkpoint(state=state, step=replicas.step, position=self.job.where(), log=list(self.log))
+
+    def _lost_any(self) -> bool:
+        """Whether a worker is lost, away or has left, so that what only it held is lost with it."""
+        return any(not worker.alive or worker.line.away or worker.line.closed for worker in self.workers)
 
     def _keep_log(self) -> None:
         exchange, replicas = self.job.window.exchange, self.job.replica_set
-        account, go_back = exchange._on_commit, replicas.go_back
+        account, take_back = exchange._on_commit, replicas.take_back
 
         def on_commit(step: Any, *rest: Any) -> None:
             invariants.one_history(self, step.machine.step)
             self.log.append(tuple(step.sample_ids()))
+            self.longest = max(self.longest, len(self.log))
             account(step, *rest)
 
         def back(step: int) -> None:
             del self.log[step + 1 :]
-            go_back(step)
+            take_back(step)
 
-        exchange._on_commit, replicas.go_back = on_commit, back  # type: ignore[method-assign]
+        exchange._on_commit, replicas.take_back = on_commit, back  # type: ignore[method-assign]
 
     def _finish(self) -> str:
         try:
@@ -165,7 +210,17 @@ class World:
         except SamplesKill as error:  # three workers were lost over the same samples: right, if not lucky
             raise Stop(1) from error
         except Exception as error:
+            if isinstance(error, RemoteError | TrainingError) and self._has_failed():
+                return "failed"
             raise Violation(invariants.GOES_ON, f"{type(error).__name__}: {error}") from error
+
+    def _has_failed(self) -> bool:
+        """Whether the user's code has raised in this run."""
+        return bool(self.happened() & set(FAILURES))
+
+    def happened(self) -> set[str]:
+        """What faults have happened in this run."""
+        return {kind for kind, times in self.before.items() if kind and self.left[kind] < times}
 
     def _next_event(self) -> None:
         """Called by the job while it waits: let something happen, until there is an event for it."""
@@ -229,8 +284,8 @@ class World:
 
     def _choices(self) -> list[Choice]:
         out: list[Choice] = []
-        if self.job.events:
-            out.append(Choice(("event", type(self.job.events[0]).__name__), _JOB))
+        if self.active.events:
+            out.append(Choice(("event", type(self.active.events[0]).__name__), _JOB))
         for worker in self.workers:
             out += self._of_line(worker)
         for worker in self.workers:
@@ -273,14 +328,28 @@ class World:
         return out
 
     def _places(self, fault: str) -> list[Choice]:
+        if fault == "interrupt" and self.active is not self.job:
+            return []
         if fault in ("join", "hub", "interrupt"):
             return [_everything(fault, self.workers)]
+        if fault in FAILURES:
+            return self._failures(fault)
         if fault == "late":
             return [_everything(fault, self.workers)] if any(w.line.away for w in self.workers) else []
         here = [w for w in self.workers if w.rank is not None and w.alive and not w.line.away and not w.line.closed]
         if fault == "leave":
             here = [w for w in here if not w.loop._leaving]
         return [_fault(fault, worker) for worker in here]
+
+    def _failures(self, failure: str) -> list[Choice]:
+        if self.configuration.site == "orchestrator" and failure not in ("forward", "nan"):
+            master = self.job.replica_set.master
+            return [] if master.fails else [Choice(("master", failure), _JOB, True)]  # type: ignore[attr-defined]
+        return [
+            Choice(("fail", worker.name, failure), frozenset([worker.name]), True)
+            for worker in self.workers
+            if worker.may_fail(failure)
+        ]
 
     # ------------------------------------------------------------------------------------------------------- what happens
 
@@ -293,6 +362,10 @@ class World:
         if kind in ("join", "hub", "late", "interrupt"):
             self._spend(str(kind))
             return bool(getattr(self, f"_{kind}")())
+        if kind == "master":
+            self._spend(str(rest[0]))
+            self.job.replica_set.master.fails = rest[0]  # type: ignore[attr-defined]
+            return False
         worker = next(w for w in self.workers if w.name == rest[0])
         if kind == "take":
             return self._take(worker, rest[1])
@@ -300,6 +373,9 @@ class World:
             worker.hear(rest[1])
         elif kind == "work":
             worker.work()
+        elif kind == "fail":
+            self._spend(str(rest[1]))
+            worker.fail(str(rest[1]))
         elif kind in ("go on", "wake"):
             worker.go_on(kind == "wake")
         elif kind == "ended":
@@ -315,10 +391,10 @@ class World:
         self.left[""] -= 1
 
     def _event(self) -> None:
-        event = self.job.events.popleft()
+        event = self.active.events.popleft()
         if type(event).__name__ == "Lost":
             self._ranks[event.rank].line.back.clear()  # type: ignore[union-attr]
-        self.job.handle(event)
+        self.active.handle(event)
         self.cluster.dispatch()
 
     def _take(self, worker: Worker, channel: Channel) -> bool:
@@ -330,15 +406,18 @@ class World:
             worker.rank = self.cluster._ranks[worker.line.session_id]
             self._ranks[worker.rank] = worker
             return False
-        came, self.job.came = self.job.came, None
+        came, self.active.came = self.active.came, None
         if came is None:
             return False
-        self.job.handle(came)
+        self.active.handle(came)
         self.cluster.dispatch()
         return True
 
     def _join(self) -> bool:
-        worker = Worker(f"w{len(self.workers)}", self.configuration.samples, self.configuration.buckets, self.groups)
+        worker = Worker(
+            f"w{len(self.workers)}", self.configuration.samples, self.configuration.buckets, self.groups,
+            self.configuration.undoes,
+        )  # fmt: skip
         self.workers.append(worker)
         worker.hello()
         return False

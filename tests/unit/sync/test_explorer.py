@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.support.explorer.configurations import COVERING, Case
-from tests.support.explorer.invariants import AHEAD
+from tests.support.explorer.invariants import AHEAD, ONCE
 from tests.support.explorer.models import GatedStep, Round
 from tests.support.explorer.planted import PLANTED, Planted
 from tests.support.explorer.search import explore
@@ -38,9 +38,11 @@ def test_a_commit_after_the_device_has_stepped_keeps_the_invariants(model: type[
 
 
 @pytest.mark.parametrize("model", [GatedStep, Round])
-@pytest.mark.parametrize("fault", ["aborts", "trusts_own"])
-def test_an_abort_after_the_last_part_or_an_older_step_at_a_resume_breaks_one(
-    model: type[GatedStep | Round], fault: str
+@pytest.mark.parametrize(
+    ("fault", "caught_by"), [("aborts", AHEAD), ("trusts_own", AHEAD), ("tells_early", ONCE)], ids=str
+)
+def test_a_fault_in_the_order_of_such_a_commit_is_found(
+    model: type[GatedStep | Round], fault: str, caught_by: str
 ) -> None:
     report = explore(lambda: model(**{fault: True}))
-    assert report.found is not None and report.found.violation.invariant == AHEAD
+    assert report.found is not None and report.found.violation.invariant == caught_by

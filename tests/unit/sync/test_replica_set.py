@@ -97,6 +97,24 @@ def test_a_worker_with_the_step_that_was_taken_back_holds_nothing_of_the_run(rep
     assert replicas.step == 1 and replicas.at == {1: 1}
 
 
+def test_reports_that_came_while_no_job_listened_are_asked_for_again(replicas: ReplicaSet, job: Any) -> None:
+    handlers: dict[Any, Any] = {}
+    job.trains, job.on, job.cluster.caches, job.cluster.notice = False, handlers.__setitem__, {}, print
+    replicas.attach(job)
+    replicas.step, replicas.at = 2, {0: 1}
+
+    def pump(until: Any, timeout_s: float | None) -> bool:
+        handlers[StepApplied](0, StepApplied(run_id="run", generation=job.sent[-1].generation, step=2), NOTHING)
+        assert until()
+        raise StopIteration  # the state itself comes next
+
+    job.pump = pump
+    job.cluster.send = lambda *message: None
+    with pytest.raises(StopIteration):
+        replicas.fetch(job, timeout_s=1.0)
+    assert job.sent[-1].last_committed == 2 and replicas.at == {0: 2}
+
+
 def test_a_state_is_taken_only_of_the_worker_that_was_asked(replicas: ReplicaSet) -> None:
     tree, buffers = pack({"value": 1, "step": -1})
     payload = memoryview(bytearray(b"".join(buffers)))
