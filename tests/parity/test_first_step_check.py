@@ -457,6 +457,15 @@ def test_what_is_kept_in_python_is_named_where_it_differs_and_put_back(
         assert difference(run.model(), plain(run_spec, loader(96, 16), 1)[0]) <= 1e-9
 
 
+def test_what_is_known_is_not_told_again(cluster: Cluster) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Planted", {"trait": "batch norm"}))
+    session, told = Session(cluster), list[str]()
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
+    run = session.run(run_spec, loader(128, 16)).result()
+    assert run.check is not None and run.check["again"]["steps"] == [4, 8] and run.check["again"]["seconds"] > 0
+    assert sum("Batch norms" in one for one in told) == 1 and session.asked == 3
+
+
 class Narrow(Planted):
     """Computes eight samples at once at most, as a small device does."""
 
