@@ -23,7 +23,7 @@ from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.training import checkpoint
-from guava_nb.training.initial_state import build_ensemble, from_checkpoint, from_last_run, goes_on, unlike
+from guava_nb.training.initial_state import begun_anew, build_ensemble, from_checkpoint, from_last_run, goes_on, unlike
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.schedule_check import check_schedule
@@ -143,7 +143,7 @@ class ReplicaSets:
         """
         start = self._start(options)
         self._notices.forget("run")  # what an earlier run had to say
-        replica_set = self._new(composed, options.fresh or start is not None)
+        replica_set = self._new(composed, options.fresh or start is not None, plan.check == "strict")
         if start is not None:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
@@ -162,7 +162,7 @@ class ReplicaSets:
     def _run_id(self) -> str:
         return f"run-{self._runs + 1}"  # counted when it is launched: a refused one is none
 
-    def _new(self, composed: Composed, fresh: bool) -> ReplicaSet:
+    def _new(self, composed: Composed, fresh: bool, strict: bool) -> ReplicaSet:
         spec, last = composed.spec, self.trained
         if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
             own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
@@ -177,6 +177,8 @@ class ReplicaSets:
         replica_set = self._build(composed)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
+            if anew := begun_anew(replica_set, last, strict):
+                self._notices.add(anew, "run")
         return replica_set
 
     def _build(self, composed: Composed) -> ReplicaSet:

@@ -43,8 +43,8 @@ from guava_nb.spec.factories import Resolve
 __all__ = ["Replica"]
 
 _NO_GROUP = (
-    "the workers of this run meet at the orchestrator only, since no shared cell, nor the module of model, loss or step, has "
-    "that name. Import it in a shared cell (from guava_nb import gather_batch): then the run forms a process group"
+    "the workers of this run meet at the orchestrator only, since no shared cell names it, nor any code that model, loss "
+    "and step reach. Import it in a shared cell (from guava_nb import gather_batch): then the run forms a process group"
 )
 _CUT = (
     "the batch does not fit the memory here, and was cut into pieces that cannot see each other: give smaller batches, or more "

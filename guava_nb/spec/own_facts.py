@@ -21,7 +21,7 @@ from typing import Any
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.spec.own_code import is_own
 
-__all__ = ["Facts", "facts_of", "is_alike", "is_same_code", "roots_of", "shown", "unlike"]
+__all__ = ["Facts", "facts_of", "is_alike", "is_same_code", "reads", "roots_of", "shown", "unlike"]
 
 #: Place in the user's code to what is there, as text.
 Facts = Mapping[str, str]
@@ -57,10 +57,12 @@ def facts_of(roots: Mapping[str, object]) -> dict[str, str]:
     Args:
         roots: model, loss, step, optimizer and so on, by what they are called in messages.
     """
-    walk = _Walk(roots)
-    while walk.has_grown():  # every function that is reached may read more names of modules that were reached before
-        walk.again()
-    return walk.facts()
+    return _Walk(roots).facts()
+
+
+def reads(roots: Mapping[str, object], name: str) -> bool:
+    """Whether the code behind these objects reads a name."""
+    return name in _Walk(roots).names
 
 
 def roots_of(
@@ -109,13 +111,22 @@ class _Walk:
         self._names, self._keys, self._stored = set[str](), set[str](), set[str]()
         self._written, self._filled = set[str](), set[str]()
         self._modules: dict[int, types.ModuleType] = {}
+        while (
+            self._has_grown()
+        ):  # every function that is reached may read more names of modules that were reached before
+            self._again()
 
-    def has_grown(self) -> bool:
+    @property
+    def names(self) -> set[str]:
+        """What the code reads: globals and attributes."""
+        return self._names
+
+    def _has_grown(self) -> bool:
         size = len(self._names) + len(self._functions) + len(self._modules)
         grown, self._size = size != self._size, size
         return grown
 
-    def again(self) -> None:
+    def _again(self) -> None:
         self._seen.clear()
         for found in self._roots.values():
             self._visit(found)

@@ -5,10 +5,9 @@ Everything wrong with it is found here, on the orchestrator, before any worker i
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
 from guava_nb.protocol.messages import CacheSpec, Cell, Factory, MetricSpec, ParallelSpec, RunSpec
 from guava_nb.spec.cells import resolve
+from guava_nb.spec.own_facts import reads
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
 __all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "uses_gather"]
@@ -246,20 +246,16 @@ def _factories(
 
 
 def uses_gather(cells: Iterable[Cell], references: Iterable[Reference | None]) -> bool:
-    """Whether the source of a run names `gather_batch`: then its workers must form a process group.
+    """Whether the code of a run names `gather_batch`: then its workers must form a process group.
 
     Args:
         cells: that are shared.
-        references: model, loss and step; of those that can be imported the modules are looked at.
+        references: model, loss and step; of those that can be imported the code that they reach is looked at.
     """
-    return any(_GATHER in cell.text for cell in cells) or any(_GATHER in _module_text(one) for one in references if one)
-
-
-def _module_text(reference: Reference) -> str:
-    name = reference.partition(":")[0] if isinstance(reference, str) and ":" in reference else ""
-    module = name or getattr(reference, "__module__", "") or ""
-    try:
-        found = importlib.util.find_spec(module) if module not in ("", "__main__") else None
-        return "" if found is None or found.origin is None else Path(found.origin).read_text(encoding="utf-8")
-    except (ImportError, ValueError, AttributeError, OSError):  # that it cannot be read is told where it is used
-        return ""
+    if any(_GATHER in cell.text for cell in cells):
+        return True
+    found: dict[str, object] = {}
+    for number, one in enumerate(references):
+        with contextlib.suppress(SourceError):  # that it cannot be found is told where it is used
+            found[str(number)] = resolve(one, None) if isinstance(one, str) and ":" in one else one
+    return reads(found, _GATHER)

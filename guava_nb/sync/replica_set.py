@@ -66,6 +66,7 @@ class ReplicaSet(ABC):
         least: how many workers the run needs.
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
         checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
+        kept: what the user's code changed in this run outside of the state, as `State` tells it.
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
     """
@@ -92,6 +93,7 @@ class ReplicaSet(ABC):
         self.step = -1
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
+        self.kept: tuple[str, ...] = ()
         self.registered: nn.Module | None = None
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
@@ -136,6 +138,7 @@ class ReplicaSet(ABC):
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
+            self.kept = message.kept
             self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
 
     def _on_applied(self, rank: int, message: StepApplied, payload: memoryview) -> None:

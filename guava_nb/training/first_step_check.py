@@ -178,6 +178,8 @@ class FirstStepCheck:
             verdict = self._judge(question, rank)
             replicas.checks[digest] = (_reference(data), verdict)
         self._note(verdict)
+        if replicas.spec.optimizer_site == "orchestrator":  # elsewhere a worker tells it with its state
+            replicas.kept = tuple(verdict.record.get("kept_in_python", ()))
         self._tell(verdict, known is not None)
         return known is None
 

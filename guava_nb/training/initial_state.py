@@ -15,6 +15,7 @@ from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.replica.model.structure import first_difference
+from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
@@ -108,6 +109,29 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
     optimizer = "" if same else " with a new optimizer"
     since = f" ({changed} since, and its parameters are the same)" if changed else ""
     return f"goes on from the weights of the last run{optimizer}{since}; --fresh (fresh=True) starts anew"
+
+
+def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
+    """Return what begins anew although the weights go on, in a sentence; "" where nothing is known of.
+
+    Raises:
+        ConfigError: the run is strict, and something that the last run changed begins anew.
+    """
+    kept = list(last.kept)
+    if last.spec.optimizer_site == "orchestrator":  # that optimizer is here
+        now, fresh = (digests(None, {}, one.master.optimizer) for one in (last, replica_set))
+        kept += [name for name in changed_since(fresh, now) if name not in kept]
+    if not kept or unlike(replica_set, last):
+        return ""
+    names = ", ".join(name.strip("()") for name in kept[:4])
+    sentence = (
+        f"{names}: the last run changed this outside of parameters, buffers and torch's optimizer state, and it begins anew now, "
+        "while plain PyTorch goes on with it. Keep it in a buffer (self.register_buffer), let get_extra_state() of the model or "
+        "state_dict() of the optimizer return it, or train all epochs in one run"
+    )
+    if strict and any(not name.startswith("(") for name in kept):
+        raise ConfigError(f"{sentence}. To begin with all of it anew: fresh=True (--fresh)")
+    return sentence
 
 
 def goes_on(replica_set: ReplicaSet, last: ReplicaSet) -> bool:

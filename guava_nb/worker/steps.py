@@ -39,6 +39,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.batch import cut, cut_at
 from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
@@ -62,6 +63,8 @@ _MEMORY_ADVICE = {
     _APPLYING: "The optimizer's own step did not fit here: use an optimizer that keeps less, zero mode, or another device",
     _COPYING: "The copy of the state did not fit here; the state itself is as it was: free some memory there and ask again",
 }
+#: Names of changed state that are sent.
+_MOST_KEPT = 8
 
 #: Presence bits and flat tensor of a bucket.
 _Sum = tuple[bytes, torch.Tensor]
@@ -104,6 +107,7 @@ class StepRunner:
         self._is_halted = False  # a step could not be applied: the orchestrator says how it goes on
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
+        self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
         """Work on this run from now on, from its first step or the one that `load_state` tells.
@@ -113,6 +117,7 @@ class StepRunner:
         """
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
         self._pending.reset(-1, generation)
+        self._kept_first = None
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
@@ -197,6 +202,8 @@ class StepRunner:
         self._pending.reset(message.step, message.generation)
         self._generation, self._is_halted = message.generation, False
         self.restart_wait_clock()  # what came before was preparing, no waiting for data
+        if self._kept_first is None:
+            self._kept_first = _kept(replica)
         digest = replica.parameter_hash() if message.want_hash else ""
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
@@ -208,7 +215,8 @@ class StepRunner:
         except USER_ERRORS as error:  # memory for the copies, or what the user's optimizer keeps
             self.fail(error, message.run_id, at=(_COPYING, self.committed))
             return
-        self._send(State(message.request_id, message.run_id, self.committed, tree), buffers)
+        kept = changed_since(self._kept_first, _kept(replica)) if self._kept_first is not None else ()
+        self._send(State(message.request_id, message.run_id, self.committed, tree, kept[:_MOST_KEPT]), buffers)
 
     # ------------------------------------------------------------------------------------------------------------ work
 
@@ -403,6 +411,10 @@ class StepRunner:
                 "batches, more workers, a lower precision or another device"
             )
         return "One sample alone does not fit here: use a smaller model, lower precision or another device"
+
+
+def _kept(replica: BaseReplica) -> dict[str, bytes]:
+    return digests(replica.module, replica.user_code, replica.optimizer)
 
 
 def _refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> None:

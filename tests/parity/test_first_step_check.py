@@ -20,6 +20,7 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, make_cluster
+from tests.support.session import direct_session, said
 from tests.support.training import difference, loader, losses_of, plain, plan_for, replica, spec
 
 
@@ -455,6 +456,35 @@ def test_what_is_kept_in_python_is_named_where_it_differs_and_put_back(
     assert (found["outcome"], found["kept_in_python"], found["unlike_in_python"]) == (outcome, kept, unlike)
     if outcome == "same":  # counters of the user's own code do not count what is only looked at
         assert difference(run.model(), plain(run_spec, loader(96, 16), 1)[0]) <= 1e-9
+
+
+def test_what_is_known_is_not_told_again(cluster: Cluster) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Planted", {"trait": "batch norm"}))
+    session, told = Session(cluster), list[str]()
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
+    run = session.run(run_spec, loader(128, 16)).result()
+    assert run.check is not None and run.check["again"]["steps"] == [4, 8] and run.check["again"]["seconds"] > 0
+    assert sum("Batch norms" in one for one in told) == 1 and session.asked == 3
+
+
+@pytest.mark.parametrize("site", ["workers", "orchestrator"])
+def test_what_begins_anew_in_a_second_run_is_named_and_a_strict_one_is_refused(site: str) -> None:
+    options = {
+        "precision": "fp64",
+        "progress": False,
+        "optimizer": "SGD",
+        "optimizer_args": {"lr": 0.1},
+        "optimizer_site": site,
+    }
+    with direct_session(2, precision="fp64") as orchestrator:
+        orchestrator.register_model(Later, {"trait": "temperature"})
+        data = loader(32, 16)
+        orchestrator.start_training(data, **options)
+        with pytest.raises(ConfigError, match=r"model\.calls.*: the last run changed this.*fresh=True"):
+            orchestrator.start_training(data, check="strict", **options)
+        orchestrator.start_training(data, check="strict", fresh=True, **options)
+        orchestrator.start_training(data, **options)
+        assert "model.calls" in said(orchestrator)
 
 
 class Narrow(Planted):

@@ -60,7 +60,10 @@ class FetchState(Message, frozen=True):
 
 
 class State(Message, frozen=True):
-    """Worker to orchestrator: the answer to `FetchState`."""
+    """Worker to orchestrator: the answer to `FetchState`.
+
+    `kept` names what the user's code changed in this run outside of the state; in brackets what it filled for the first time.
+    """
 
     NUMBER: ClassVar[int] = 23
     CHANNEL: ClassVar[Channel] = Channel.CHECKPOINT
@@ -69,6 +72,7 @@ class State(Message, frozen=True):
     run_id: str
     step: int
     state: Tree
+    kept: tuple[str, ...] = ()
 
 
 class Shard(Message, frozen=True, kw_only=True):

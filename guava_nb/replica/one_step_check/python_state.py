@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dis
 import functools
+import hashlib
 import math
 import types
 from collections import deque
@@ -22,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from guava_nb.data.codec import tensor_bytes
 from guava_nb.spec.own_code import is_own
 
-__all__ = ["Kept", "PythonState", "adopt", "is_alike", "is_apart"]
+__all__ = ["Kept", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
 
 #: What a place holds: its numbers, texts and tensors, by their paths.
 Kept = Mapping[str, Any]
@@ -95,6 +97,47 @@ class PythonState:
                     continue
                 first, saved = self._first[name]
                 owner.values[key] = _refilled(first if first is value else value, _copied(saved, dict(self._fixed)))
+
+
+def digests(model: nn.Module | None, others: Mapping[str, object], optimizer: object = None) -> dict[str, bytes]:
+    """Return a digest of what each place holds, for seeing later what has changed; b"" for what holds nothing.
+
+    Args:
+        model, others: as for `PythonState`.
+        optimizer: what it keeps beside torch's own state, which a state dict carries.
+    """
+    parts = {} if model is None else {id(vars(part)): part for part in model.modules()}
+    carried = {key for key, part in parts.items() if type(part).get_extra_state is not nn.Module.get_extra_state}
+    owners = [one for one in _owners(nn.Module() if model is None else model, others) if id(one.values) not in carried]
+    if optimizer is not None and hasattr(optimizer, "__dict__"):
+        owners.append(_Owner("optimizer", vars(optimizer), _is_beside_state))
+    fixed = set() if model is None else {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+    found: dict[str, bytes] = {}
+    for owner in owners:
+        for _, name, value in owner.items():
+            leaves: dict[str, Any] = {}
+            _flatten(value, "", leaves, set(fixed))
+            found[name] = b"" if leaves in ({}, {"": None}) else _digest(leaves)
+    return found
+
+
+def changed_since(first: Mapping[str, bytes], now: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Return the places that held something and hold something else now, then those that were filled since, in brackets."""
+    moved = [name for name, digest in now.items() if first.get(name) and digest != first[name]]
+    return (*moved, *(f"({name})" for name, digest in now.items() if digest and not first.get(name)))
+
+
+def _is_beside_state(key: str, value: Any) -> bool:
+    own = key in ("state", "param_groups", "defaults") or key.startswith("_")
+    return not own and not isinstance(value, torch.optim.Optimizer)
+
+
+def _digest(leaves: Mapping[str, Any]) -> bytes:
+    found = hashlib.blake2b(digest_size=8)
+    for path, value in leaves.items():
+        data = bytes(tensor_bytes(value)) if isinstance(value, Tensor) else repr(value).encode()
+        found.update(path.encode() + data)
+    return found.digest()
 
 
 def adopt(own: nn.Module, other: nn.Module) -> None:

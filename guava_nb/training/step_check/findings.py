@@ -179,14 +179,7 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         )
     if COUPLED in answer.causes:
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
-    if answer.unlike:
-        yield _about_state(pipeline, answer.unlike[:3], spec)
-    elif looked := _looked(question, answer):
-        yield (
-            f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
-            "validate unlike numbers of batches, so they go on with unlike values: let only a forward in training change it "
-            "(if self.training:)"
-        )
+    yield from _about_python(spec, question, answer)
     if pipeline and answer.moved:
         assert spec.parallel is not None
         yield (
@@ -197,6 +190,18 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         yield (
             f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
             "what a forward leaves in them"
+        )
+
+
+def _about_python(spec: RunSpec, question: Question, answer: Finding) -> Iterator[str]:
+    pipeline = _is_pipeline(spec)
+    if answer.unlike:
+        yield _about_state(pipeline, answer.unlike[:3], spec)
+    elif looked := _looked(question, answer):
+        yield (
+            f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
+            "validate unlike numbers of batches, so they go on with unlike values: let only a forward in training change it "
+            "(if self.training:)"
         )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from guava_nb.replica.one_step_check.python_state import PythonState, adopt, is_alike, is_apart
+from guava_nb.replica.one_step_check.python_state import PythonState, adopt, changed_since, digests, is_alike, is_apart
 
 calls = 0
 seen = {"batches": 0, "names": ["a"]}
@@ -93,3 +93,46 @@ def test_a_model_that_was_built_again_goes_on_from_the_one_that_trains():
 def test_state_of_single_samples_is_told_from_state_of_a_batch(whole, pieces, apart):
     assert is_apart(whole, pieces, 1e-6) == apart
     assert is_alike(whole, whole, 0.0)
+
+
+class Slow(torch.optim.SGD):
+    """Keeps something beside its state."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.slow, self.turns = [torch.zeros(2)], 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.turns += 1
+        self.slow[0] += 1
+
+
+def test_what_a_run_changed_outside_of_its_state_is_named():
+    model = Net()
+    optimizer = Slow(model.parameters())
+    first = digests(model, {"step": step}, optimizer)
+    assert changed_since(first, digests(model, {"step": step}, optimizer)) == ()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.it, model.late = 3, torch.ones(1)
+    model.mean += 1
+    assert changed_since(first, digests(model, {"step": step}, optimizer)) == (
+        "model.it", "optimizer.slow", "optimizer.turns", "(model.late)",
+    )  # fmt: skip
+    assert digests(None, {}, None) == {}
+
+
+class Carried(Net):
+    def get_extra_state(self):
+        return self.it
+
+    def set_extra_state(self, state):
+        self.it = state
+
+
+def test_extra_state_is_carried_and_not_named():
+    model = Carried()
+    first = digests(model, {})
+    model.it = 5
+    assert changed_since(first, digests(model, {})) == ()
