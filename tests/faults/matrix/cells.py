@@ -110,6 +110,8 @@ class Expected:
 def senseless(mode: str, phase: str, fault: str) -> str:
     """Return why there is no such cell; "" where there is."""
     one = MODES[mode]
+    if phase == "checkpoint" and mode == "site" and fault != "full disk":
+        return "the orchestrator holds the state: no worker is asked for it"
     if fault in RAISES:
         if phase == "checkpoint":
             return "" if fault != "exception" else "no code of the user's runs while a state is sent or written"
@@ -121,8 +123,6 @@ def senseless(mode: str, phase: str, fault: str) -> str:
         return f"the value comes to be at the phase {_NAN_AT[fault]!r}"
     if phase == "bucket half sent" and one.direct:
         return "the bytes go through sockets of gloo's own"
-    if phase == "checkpoint" and mode == "site" and fault != "full disk":
-        return "the orchestrator holds the state: no worker is asked for it"
     return ""
 
 
