@@ -220,7 +220,7 @@ def _play(
             for name, parameter in named.items():
                 parameter.grad = gradients[name].clone() if trained[name] else None
             optimizer.step()
-            played.values.append({name: local_part(named[name]).clone() for name in part.owned or named})
+            played.values.append({name: local_part(named[name]).clone() for name in _stepped(part, named)})
     except Exception as problem:  # an optimizer of the user's may raise anything
         played.problem = problem
         return played
@@ -230,6 +230,10 @@ def _play(
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             played.state[name] = [t.shape for t in tensors if t.numel() > 1 and t.shape != key.shape]
     return played
+
+
+def _stepped(part: _Part, named: Mapping[str, Tensor]) -> Collection[str]:
+    return named if part.owned is None else part.owned
 
 
 def _label(optimizer: Optimizer) -> str:

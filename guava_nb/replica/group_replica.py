@@ -34,6 +34,7 @@ from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, place_model
+from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import refuse_late_gradients
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
@@ -102,12 +103,14 @@ class GroupReplica(BaseReplica):
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
         model = begin_training(place_model(build_model(self._spec, self.resolve), self._spec, self.device))
+        self._hooks = GradientHooks(model)
         self.part = parallelize(
             model, shape, self._axes, self.device,
             Learning(self._objective, self._make_optimizer, self._criterion, self._spec.buffers),
             sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
             habit=self._habit,
         )  # fmt: skip
+        self._hooks.move_to(self.part.named, clips=self._spec.max_grad_norm is not None)
         self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
@@ -168,6 +171,7 @@ class GroupReplica(BaseReplica):
         factor = self.loss_scale / work.global_rows
         seat = axes.dp * axes.sizes.stages + axes.pp  # ranks that share layers draw the same numbers
         counts: list[Any] = []
+        self._hooks.check_accumulation(len(work.parts))
         parts = self._treated(work, axes.dp, counts)
         staged = gathering(refusing(_STAGED)) if self._shape.pp > 1 or self._shape.mode == "pipeline" else nullcontext()
         with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False), staged:
@@ -230,6 +234,7 @@ class GroupReplica(BaseReplica):
         part = self._standing
         if factor != 1.0:
             part.scale_gradients(factor)
+        self._hooks.run()
         part.apply()
         part.drop_gradients()
         self._buffers.commit()

@@ -29,6 +29,7 @@ from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, presen
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, place_model
+from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
@@ -81,6 +82,7 @@ class Replica(BaseReplica):
         super().__init__(spec, resolve, device)
         built = build_model(spec, resolve) if model is None else unwrapped(model)
         self.model = begin_training(place_model(built, spec, device))
+        self._hooks = GradientHooks(self.model)
         self.layout = build_layout(self.model, spec.bucket_bytes)
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
@@ -144,6 +146,8 @@ class Replica(BaseReplica):
         self, work: ShardWork, on_bucket: OnBucket | None, clock: StepTimer, counts: list[Any]
     ) -> list[tuple[Loss, int]]:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
+        if not work.is_cut:
+            self._hooks.check_accumulation(len(parts))
         losses = []
         for number, (part, rows) in enumerate(parts):
             with clock.forward():
@@ -203,6 +207,7 @@ class Replica(BaseReplica):
             self._adopt_buffers(
                 sums
             )  # before the optimizer: its hooks may read what the forward changed, and change it further
+        self._hooks.run()
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
@@ -320,6 +325,7 @@ class Replica(BaseReplica):
         """Take the hooks off the model, drop gradients and uncommitted work; the model stays usable."""
         self.restore()
         self._exchange.remove_hooks()
+        self._hooks.put_back()
 
     def _check_state(self) -> None:
         """Find out now, not at the first checkpoint, that a state cannot be saved."""

@@ -49,6 +49,16 @@ class _OuterTracer(fx.Tracer):
         super().__init__()
         self.inside: list[nn.Module] = []
         self._enter = {_ROOT, *(f"{_ROOT}.{name}" for name in enter)}
+        self._modes = _modes()
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        if _modes() != self._modes:
+            raise ConfigError(
+                "a forward that is cut into stages switches gradients or autocast on or off (torch.no_grad(), say), and stages "
+                "run only the calls that they find in it: put what runs so into a submodule of its own, which switches in its "
+                "own forward, or take a mode without stages"
+            )
+        return super().create_proxy(*args, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.inside.append(m)
@@ -176,15 +186,34 @@ def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str
 
 @contextmanager
 def _factories_followed() -> Iterator[None]:
-    """Let torch.zeros(length, 1) be followed: torch's own tracer sees functions that are given a tensor only."""
+    """Let torch.zeros(length, 1) be followed: torch's own tracer sees functions that are given a tensor only.
+
+    And of an autograd function it would see the forward, and lose the backward.
+    """
     originals = {name: getattr(torch, name) for name in _FACTORIES}
+    apply = torch.autograd.Function.__dict__["apply"]
     for name, function in originals.items():
         setattr(torch, name, _followed(function))
+    torch.autograd.Function.apply = classmethod(lambda cls, *given: _applying(cls, apply)(*given))  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         for name, function in originals.items():
             setattr(torch, name, function)
+
+
+@functools.cache
+def _applying(cls: type[torch.autograd.Function], apply: Any) -> Callable[..., Any]:
+    def function(*given: Any) -> Any:
+        return apply.__get__(None, cls)(*given)
+
+    function.__name__ = function.__qualname__ = f"{cls.__qualname__}.apply"
+    return _followed(function)
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 @contextmanager
@@ -222,6 +251,8 @@ def _changes(module: nn.Module, what: str) -> ConfigError:
 
 
 def _followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is one call of the graph where it is given something that flows there."""
+
     @functools.wraps(function)
     def follow(*args: Any, **kwargs: Any) -> Any:
         found: list[fx.Proxy] = []

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TypeGuard, TypeVar
 
 from torch import nn
 
@@ -24,6 +25,8 @@ from guava_nb.parallel.tensor.tensor_layers import ranges_of
 from guava_nb.parallel.tensor.tensor_plan import Plan, Region, Split, try_plan
 
 __all__ = ["make_plan"]
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
 
 #: A layer that is in no pair is split only when it is large: the traffic is the same for a small one.
 _LARGE = 1 << 16
@@ -47,8 +50,8 @@ def make_plan(model: nn.Module, patterns: Mapping[str, str], ranks: int) -> Plan
     if not plan.splits:
         raise ConfigError(
             f"nothing in this model can be shared by {ranks} workers: no attention with {ranks} heads or more, no pair of "
-            f"Linear layers, no embedding, no Linear of {_LARGE} weights; name layers in tensor_plan (--plan), or use another "
-            "mode"
+            f"Linear layers, no embedding without max_norm and scale_grad_by_freq, no Linear of {_LARGE} weights (layers with "
+            "hooks stay whole); name layers in tensor_plan (--plan), or use another mode"
         )
     return _under_all_names(plan, search.aliases)
 
@@ -79,7 +82,7 @@ class _Search:
     def automatic(self, without: Set[str] = frozenset()) -> Plan:
         plan, spare = Plan({}), Plan({})
         for name, module in self.modules.items():
-            if type(module) is nn.MultiheadAttention and self._splits_heads(module) and not self._is_tied(name):
+            if _is_bare(module, nn.MultiheadAttention) and self._splits_heads(module) and not self._is_tied(name):
                 plan |= Plan({name: Split("attention")}) if name not in without else Plan({})
         for name in self.modules:
             own = self._linears(name)
@@ -106,13 +109,13 @@ class _Search:
         return Plan(splits)
 
     def _is_large(self, name: str, module: nn.Module) -> bool:
-        if type(module) is not nn.Linear or self._is_tied(name):
+        if not _is_bare(module, nn.Linear) or self._is_tied(name):
             return False
         return module.weight.numel() >= _LARGE and module.out_features >= self.ranks
 
     def _all_vocab(self, names: set[str], taken: set[str]) -> bool:
         kinds = [self.modules[name] for name in names]
-        fits = all(_is_vocab(m) or type(m) is nn.Linear for m in kinds)
+        fits = all(_is_vocab(m) or _is_bare(m, nn.Linear) for m in kinds)
         return fits and not (names & taken) and min(len(m.weight) for m in kinds) >= self.ranks  # type: ignore[arg-type]
 
     def _vocab(self, name: str) -> Split:
@@ -135,7 +138,7 @@ class _Search:
         return {
             child: m
             for child, m in self.modules[name].named_children()
-            if type(m) is nn.Linear and not self._is_tied(f"{name}.{child}".strip("."))
+            if _is_bare(m, nn.Linear) and not self._is_tied(f"{name}.{child}".strip("."))
         }
 
     def prove(self, proposal: PlanCandidate) -> tuple[Plan | None, bool]:
@@ -183,8 +186,9 @@ class _Search:
             fits = [name for name in hits if _fits(self.modules[name], kind)]
             if not fits:
                 cls = type(self.modules[hits[0]]).__name__
+                hooked = "" if _is_bare(self.modules[hits[0]], type(self.modules[hits[0]])) else " with hooks"
                 raise ConfigError(
-                    f"tensor_plan (--plan) {pattern!r}: {kind!r} does not fit {hits[0]!r}, which is a {cls}"
+                    f"tensor_plan (--plan) {pattern!r}: {kind!r} does not fit {hits[0]!r}, which is a {cls}{hooked}"
                 )
             for name in fits:
                 kinds.setdefault(name, kind)
@@ -282,16 +286,22 @@ def _elsewhere(region: Region, aliases: Mapping[str, list[str]]) -> list[Region]
     return [Region(tuple(f"{other}.{name}" for name in columns), f"{other}.{row}") for other in aliases.get(prefix, ())]
 
 
+def _is_bare(module: nn.Module, *classes: type[_Layer]) -> TypeGuard[_Layer]:
+    """Whether a module is of one of these classes, not of a subclass, and has no hooks: those stay on the whole module only."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) in classes and not any(hooks)
+
+
 def _is_vocab(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
+    return _is_bare(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
 
 
 def _fits(module: nn.Module, kind: str) -> bool:
     if kind == "vocab":
-        return _is_vocab(module) or type(module) is nn.Linear
+        return _is_vocab(module) or _is_bare(module, nn.Linear)
     if kind == "colwise":
-        return type(module) in (nn.Linear, nn.MultiheadAttention)
-    return kind in ("replicate", "partial") or type(module) is nn.Linear
+        return _is_bare(module, nn.Linear, nn.MultiheadAttention)
+    return kind in ("replicate", "partial") or _is_bare(module, nn.Linear)
 
 
 def _some(modules: Mapping[str, nn.Module]) -> str:

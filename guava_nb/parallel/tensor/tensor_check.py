@@ -43,6 +43,7 @@ class SplitLayers:
     def join(self) -> None:
         """Let activations be whole around each layer."""
         for layer in self.layers.values():
+            layer.randomness = None  # nothing between them is split, so nothing draws as if it were
             if isinstance(layer, ColumnLinear):
                 layer.gathers = True
             else:
@@ -52,12 +53,13 @@ class SplitLayers:
                 setattr(module, name, value)
 
 
-def check_on_first_batch(root: nn.Module, regions: Sequence[SplitLayers]) -> None:
+def check_on_first_batch(root: nn.Module, regions: Sequence[SplitLayers], partial: Sequence[str] = ()) -> None:
     """Watch the modules that hold split layers; the first batch raises a TrainingError where numbers differ.
 
     Args:
         root: the model or a stage, split already.
         regions: all layers of each are in `root`.
+        partial: names of whole parameters that are used on split activations.
     """
     found: dict[nn.Module, tuple[str, SplitLayers]] = {}
     for region in regions:
@@ -66,7 +68,11 @@ def check_on_first_batch(root: nn.Module, regions: Sequence[SplitLayers]) -> Non
         here.layers.update(region.layers)
         here.attributes.update(region.attributes)
     for module, (name, here) in found.items():
-        module.register_forward_pre_hook(_Check(name, here), with_kwargs=True)
+        inside = [one for one in partial if one.startswith(f"{name}." if name else "")]
+        check = _Check(name, here, inside)
+        module.register_forward_pre_hook(check, with_kwargs=True)
+        for layer in here.layers.values():
+            layer.register_forward_pre_hook(check.on_layer)
 
 
 def _home(root: nn.Module, layer: str) -> tuple[str, nn.Module]:
@@ -81,11 +87,29 @@ def _home(root: nn.Module, layer: str) -> tuple[str, nn.Module]:
 
 
 class _Check:
-    def __init__(self, name: str, here: SplitLayers) -> None:
-        self._name, self._here = name, here
+    def __init__(self, name: str, here: SplitLayers, partial: Sequence[str]) -> None:
+        self._name, self._here, self._partial = name, here, partial
         self._seen: set[bool] = set()
+        self._is_tried = False
+
+    def on_layer(self, layer: nn.Module, args: Any) -> None:
+        """Let activations be whole where layers are called one by one, and not by the forward with which they were tried.
+
+        Raises:
+            TrainingError: parameters between them were found to need split ones.
+        """
+        if self._is_tried:
+            return
+        if self._partial:
+            raise TrainingError(
+                f"the layers {', '.join(self._here.layers)} are not called by the forward of {self._name!r}, with which their "
+                f"split was tried, and {self._partial[0]!r} lies between them. {self._way()}"
+            )
+        self._here.join()
+        self._is_tried = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_tried = True
         if module.training in self._seen:
             return
         self._seen.add(module.training)
@@ -119,13 +143,18 @@ class _Check:
     def _text(self, module: nn.Module, difference: float) -> str:
         kind = f"{self._name!r} ({type(module).__name__})" if self._name else f"the model ({type(module).__name__})"
         names = list(self._here.layers)
-        pattern = f"{self._name}.*" if self._name else names[0]
         ranks = next(iter(self._here.layers.values())).ranks.size
         return (
             f"{kind} computes something else on this batch when {ranks} workers share its layers {', '.join(names)} (its "
             f"outputs differ by {difference:.2g} of their size): between these layers its forward looks at whole rows, "
-            "and did not on the numbers on which the plan was tried. Nothing was trained with it. Leave it out: "
-            f'tensor_plan={{"{pattern}": "replicate"}}, or --plan \'{{"{pattern}": "replicate"}}\''
+            f"and did not on the numbers on which the plan was tried. {self._way()}"
+        )
+
+    def _way(self) -> str:
+        pattern = f"{self._name}.*" if self._name else next(iter(self._here.layers))
+        return (
+            f'Nothing was trained with it. Leave it out: tensor_plan={{"{pattern}": "replicate"}}, or --plan '
+            f'\'{{"{pattern}": "replicate"}}\''
         )
 
 

@@ -193,7 +193,7 @@ def apply_plan(model: nn.Module, plan: Plan, group: dist.ProcessGroup, late: boo
     Returns:
         Full names of the whole parameters here whose gradients must be added up over the ranks.
     """
-    check_on_first_batch(model, split_modules(model, plan, GroupRanks(group)))
+    check_on_first_batch(model, split_modules(model, plan, GroupRanks(group)), plan.partial)
     for name, module in model.named_modules():
         if isinstance(module, ColumnLinear) and plan.splits[name].kind == "head":
             module.gathers_late = late

@@ -63,6 +63,64 @@ class Binary(Mlp):
         return self.net[2:](Straight.apply(self.net[0](x)))
 
 
+class Clamped(Mlp):
+    """Values that the sum over workers reaches, and their parts do not."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+def signs(parameter):
+    parameter.grad = parameter.grad.sign() * 0.1
+
+
+class Signs(Mlp):
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(signs)
+
+
+class Watched(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        for p in self.parameters():
+            p.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
+
+
+class HookedLayer(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net[2].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.net[4].register_full_backward_hook(lambda module, given, taken: tuple(0.5 * g for g in given))
+
+
+class Normalising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.1 * grad / (grad.norm(dim=1, keepdim=True) + 1e-3)
+
+
+class PerSample(Mlp):
+    def forward(self, x):
+        return self.net[2:](Normalising.apply(self.net[:2](x)))
+
+
+class Teacher(Mlp):
+    def forward(self, x):
+        h = self.net[:2](x)
+        with torch.no_grad():
+            stopped = self.net[2:4](h)
+        return self.net[4](h + stopped)
+
+
 class Spectral(Mlp):
     def __init__(self):
         super().__init__()
@@ -474,6 +532,14 @@ PROGRAMS = [
     mlp("checkpointed module", model=Checkpointed),
     mlp("own autograd function", model=Binary),
     mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
+    mlp("gradients clamped by hooks", model=Clamped,
+        refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
+    mlp("signs of gradients by hooks", model=Signs,
+        refused=dict.fromkeys(("zero 3", "tensor"), "a hook changes the gradient of")),
+    mlp("gradients watched by hooks", model=Watched, options={"max_grad_norm": 0.1}),
+    mlp("hooks on a layer", model=HookedLayer),
+    mlp("backward that normalises each sample", model=PerSample),
+    mlp("gradients switched off in the forward", model=Teacher, refused={"pipeline": "switches gradients or autocast"}),
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),

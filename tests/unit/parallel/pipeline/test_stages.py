@@ -123,6 +123,48 @@ def test_a_branch_on_values_is_kept_whole_or_refused() -> None:
         split_model(Outer(), 2, split=("inner.layers.1",))
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(Reversed.apply(self.first(x), 0.3))
+
+
+class Stopped(Adversarial):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.first(x)
+        return self.second(h)
+
+
+def test_the_backward_of_an_autograd_function_is_kept() -> None:
+    model, x = Adversarial(), torch.randn(3, 4)
+    model(x).sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    run_stages(split_model(model, 2).modules, x).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
+    assert Reversed.apply(x, 0.5) is not None and "apply" not in vars(Reversed)
+
+
+def test_a_forward_that_switches_gradients_off_between_its_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"switches gradients or autocast on or off \(torch.no_grad"):
+        split_model(Stopped(), 2)
+
+
 def test_a_forward_that_asks_for_its_mode_is_refused() -> None:
     model = Drops()
     with pytest.raises(ConfigError, match="other things in train than in eval mode"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,36 @@ def test_a_split_that_changes_numbers_is_not_made() -> None:
     assert kinds(nn.ModuleDict({"a": Normed(4)})) == {"a.one": ("column", True), "a.two": ("row", True)}
     assert kinds(nn.ModuleDict({"a": Normed(4), "b": Gated()}))["b.up"] == ("column", False)
     assert "a.one" not in kinds(nn.ModuleDict({"a": Normed(4), "b": Gated()}))
+
+
+class OverFeatures(torch.autograd.Function):
+    """A backward that looks at dim 1: the features of rows, the steps of sequences."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (gradient.norm(dim=1, keepdim=True) + 1e-3)
+
+
+def test_a_backward_that_looks_at_whole_rows_is_found() -> None:
+    found = kinds(nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 8), Does(OverFeatures.apply), nn.Linear(8, 4))}))
+    assert found == {"a.0": ("column", True), "a.2": ("row", True)}
+
+
+def test_layers_with_hooks_stay_whole() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    plain, hooked = model(), model()
+    hooked[2].register_full_backward_hook(lambda module, given, taken: None)
+    embedding = nn.Embedding(50, 4)
+    embedding.register_forward_hook(lambda module, args, output: output * 2)
+    assert set(kinds(nn.ModuleDict({"a": plain, "b": hooked, "c": embedding}))) == {"a.0", "a.2"}
+    with pytest.raises(ConfigError, match="'colwise' does not fit '2', which is a Linear with hooks"):
+        make_plan(hooked, {"2": "colwise"}, 2)
 
 
 WHOLE = {"a.0": ("column", True), "a.2": ("row", True)}
