@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from guava_nb.errors import ConfigError
@@ -91,11 +93,32 @@ class PartsInUse:
         hooks = [layer.register_forward_pre_hook(mode.enter, prepend=True) for layer in self._layers]
         hooks += [layer.register_forward_hook(mode.leave, always_call=True) for layer in self._layers]
         try:
-            with mode:
+            with mode, _no_functional_call():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+@contextlib.contextmanager
+def _no_functional_call() -> Iterator[None]:
+    """Refuse a call of a sharded module with given parameters inside: what FSDP2 gathers and sums are its own."""
+    call = stateless._functional_call
+
+    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(part, FSDPModule) for part in module.modules()):
+            name = type(module).__name__.removeprefix("FSDP")
+            raise ConfigError(
+                f"torch.func.functional_call gives {name} parameters, and ZeRO 2 and 3 gather those of the model itself, and sum "
+                "their gradients: use data mode or zero_stage=1 (--zero 1)"
+            )
+        return call(module, *args, **kwargs)
+
+    stateless._functional_call = refusing
+    try:
+        yield
+    finally:
+        stateless._functional_call = call
 
 
 class _Watch(TorchFunctionMode):
@@ -152,6 +175,9 @@ class _Watch(TorchFunctionMode):
                 f"the forward writes into {self._name_of(args[0])}, by {name}, and with ZeRO 2 and 3 that is a gathered copy, "
                 "which is thrown away: keep what moves without gradients in buffers, or use data mode or zero_stage=1 (--zero 1)"
             )
+        part = next((one for one in leaves((args, kwargs)) if id(one) in self._parts), None)
+        if part is not None:
+            raise ConfigError(_text(self._parts[id(part)], func, is_sharded=True))
         result = func(*args, **kwargs)
         if name in ("data", "detach") and isinstance(result, Tensor):
             self._gathered.add(id(result))

@@ -421,6 +421,18 @@ class Methods(Mlp):
         return self.net(x)
 
 
+def functional_step(model, batch):
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return F.cross_entropy(torch.func.functional_call(model, given, (batch[0],)), batch[1])
+
+
+def anchored_step(model, batch):
+    if not hasattr(model, "first"):
+        model.first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    far = sum((p - model.first[name]).pow(2).sum() for name, p in model.named_parameters())
+    return F.cross_entropy(model(batch[0]), batch[1]) + 0.5 * far
+
+
 def twice_step(model, batch):
     """Two forwards of one batch, as consistency training has them."""
     x, y = batch
@@ -551,6 +563,8 @@ PROGRAMS = [
     mlp("layers called as functions", model=Functional, refused=READ),
     mlp("step calls a method", model=Methods, criterion=None, step=method_step, refused=READ),
     mlp("step calls submodules", criterion=None, step=sub_step, refused=READ),
+    mlp("functional call", criterion=None, step=functional_step, refused={"zero 3": "torch.func.functional_call gives"}),
+    mlp("distance from the first weights", criterion=None, step=anchored_step, refused=READ),
     mlp("two forwards", criterion=None, step=twice_step),
     mlp("targets without gradients", criterion=None, step=eval_target_step),
     mlp("one cell again and again", model=Recurrent),
