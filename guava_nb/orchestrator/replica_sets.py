@@ -102,7 +102,7 @@ class ReplicaSets:
         """
         if job is not None and job.replica_set is replica_set and not job.run.done:
             copies: list[torch.nn.Module] = []
-            job.with_state(lambda: copies.append(copy.deepcopy(replica_set.master.model)))
+            job.with_state(lambda: copies.append(_copy_of(replica_set.master.model)))
             return copies[0]
         if replica_set.master_step != replica_set.step:
             self.fetch(replica_set)
@@ -292,3 +292,10 @@ class ReplicaSets:
                 for rank in list(other.at):
                     other.drop(rank)
         return replica_set
+
+
+def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Copy a model, what its last forward left in attributes (pruning, the older weight_norm) without the graph behind it."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf)
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})

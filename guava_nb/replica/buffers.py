@@ -125,6 +125,28 @@ class BufferBook:
                     "that is trained, so they are not followed. Keep what the forward changes in a buffer (register_buffer)"
                 )
 
+    def refuse_resized(self, shared: bool) -> None:
+        """Check that no forward gave a buffer another shape.
+
+        Args:
+            shared: with other workers; else those may that no state dict carries.
+
+        Raises:
+            TrainingError: one did.
+        """
+        for index, name in enumerate(self._names):
+            if shared or name in self._persistent:
+                self._refuse_resized(index)
+
+    def _refuse_resized(self, index: int) -> None:
+        live, saved = self._live(index), self._saved[index]
+        if live.shape != saved.shape:
+            raise TrainingError(
+                f"buffer {self._names[index]!r} changed its shape from {tuple(saved.shape)} to {tuple(live.shape)} in a forward; "
+                "buffers that workers share must keep their shape, and a new model loads no other one. Give it its full size in "
+                "the factory, and count in another buffer how much of it is filled"
+            )
+
     def nothing(self) -> tuple[bytes, Tensor]:
         """Return what a shard without samples hands over."""
         assert self._bucket is not None
@@ -238,11 +260,7 @@ class BufferBook:
     def _outgoing(self, index: int) -> Tensor:
         live, saved = self._live(index).detach(), self._saved[index].detach()
         assert self._bucket is not None
-        if live.shape != saved.shape:
-            raise TrainingError(
-                f"buffer {self._names[index]!r} changed its shape from {tuple(saved.shape)} to "
-                f"{tuple(live.shape)} in a forward; buffers that workers share must keep their shape"
-            )
+        self._refuse_resized(index)
         return (numbers(live, self._bucket.dtype) - numbers(saved, self._bucket.dtype)).to(self._bucket.dtype)
 
     def _incoming(self, index: int, change: Tensor) -> Tensor:

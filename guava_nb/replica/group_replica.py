@@ -181,6 +181,7 @@ class GroupReplica(BaseReplica):
                 taken = _taken(part, batch)
                 sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
         refuse_late_gradients(self._took_gradients)
+        self._buffers.refuse_resized(shared=True)
         unlike = tuple(sorted(part.finish_gradients()))
         return replace(self._result(part, work, sums, counts, started), unlike=unlike)
 

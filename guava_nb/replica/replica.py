@@ -125,6 +125,7 @@ class Replica(BaseReplica):
             with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
                 losses = self._run_parts(work, on_bucket, clock, counts)
             self._watch.check(exchanged=on_bucket is not None)
+            self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
@@ -334,6 +335,18 @@ class Replica(BaseReplica):
             plain(self.scheduler.state_dict() if self.scheduler else None, "scheduler")
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+        own = self.model.state_dict()
+        if hasattr(own, "_metadata"):
+            return
+        held = {value.data_ptr() for value in own.values() if isinstance(value, Tensor)}
+        left_out = [
+            name for name, p in self._named.items() if p.requires_grad and p.numel() and p.data_ptr() not in held
+        ]
+        if left_out:
+            raise ConfigError(
+                f"state_dict() of {type(self.model).__name__} leaves out {left_out[0]!r}, which is trained: neither other "
+                "workers nor checkpoints would have it. Let it leave out only what is frozen (requires_grad_(False))"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------- functions

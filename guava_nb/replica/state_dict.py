@@ -93,6 +93,9 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"this state belongs to another model: {'; '.join(problems[:3])}{more}")
     given = collections.OrderedDict(state)
+    if not hasattr(own, "_metadata"):  # a state_dict of the user's own, which may leave frozen layers out
+        model.load_state_dict(given, strict=False)
+        return
     # Versions of the layers' formats: both sides run the same code, and plain data does not carry them.
     given._metadata = own._metadata  # type: ignore[attr-defined]
     model.load_state_dict(given)

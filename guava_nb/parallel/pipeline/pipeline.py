@@ -294,7 +294,10 @@ class PipelinePart(ModelPart):
         Raises:
             CheckpointError: a tensor is missing, or has another shape than the model's.
         """
+        carried = set(self._order.keys)  # a state_dict of the user's own may leave frozen layers out
         for name, tensor in {**self.named, **self.buffers}.items():
+            if name not in carried:
+                continue
             if name not in model:
                 raise CheckpointError(f"the state has no {name!r}, which this model needs; it has {len(model)} entries")
             load_tensor(name, tensor, model[name], self._layouts[name])

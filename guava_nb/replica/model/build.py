@@ -63,6 +63,12 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
             f"model {spec.model.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module"
         )
     model = unwrapped(model)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name!r} is sparse, and only dense tensors travel: keep its indices and values in two buffers, and make "
+                "the sparse tensor of them in the forward (torch.sparse_coo_tensor)"
+            )
     if spec.frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in spec.frozen)

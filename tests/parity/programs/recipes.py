@@ -121,6 +121,35 @@ class Teacher(Mlp):
         return self.net[4](h + stopped)
 
 
+class WithoutTrained(Mlp):
+    def state_dict(self, *args, **kwargs):
+        return {
+            name: value for name, value in super().state_dict(*args, **kwargs).items() if not name.startswith("net.0.")
+        }
+
+
+class WithoutFrozen(WithoutTrained):
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+class Growing(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 5))
+
+    def forward(self, x):
+        self.bank = torch.cat([self.bank, x.detach()])[-64:]
+        return super().forward(x)
+
+
+class SparseBuffer(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("graph", torch.eye(5).to_sparse())
+
+
 class Spectral(Mlp):
     def __init__(self):
         super().__init__()
@@ -552,6 +581,11 @@ PROGRAMS = [
     mlp("hooks on a layer", model=HookedLayer),
     mlp("backward that normalises each sample", model=PerSample),
     mlp("gradients switched off in the forward", model=Teacher, refused={"pipeline": "switches gradients or autocast"}),
+    mlp("frozen layer left out of the state dict", model=WithoutFrozen),
+    mlp("trained layer left out of the state dict", model=WithoutTrained,
+        refused={"*": "leaves out 'net.0.weight', which is trained"}),
+    mlp("buffer that grows", model=Growing, refused={"*": "changed its shape from (0, 5)"}),
+    mlp("sparse buffer", model=SparseBuffer, refused={"*": "buffer 'graph' is sparse"}),
     mlp("weight norm", model=Weighted),
     mlp("experts, best one", model=Experts),
     mlp("experts, all", model=SoftExperts),
