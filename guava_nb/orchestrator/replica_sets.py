@@ -148,6 +148,13 @@ class ReplicaSets:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
+        steps = plan.steps_left(replica_set.step)
+        if plan.val_feed is not None and plan.val_interval and steps is not None and plan.val_interval > steps:
+            self._notices.add(
+                f"this run never validates: val_interval is {plan.val_interval} steps, and it has {steps}; leave val_interval "
+                "out to validate after each epoch",
+                "run",
+            )
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)

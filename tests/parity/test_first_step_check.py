@@ -487,6 +487,14 @@ def test_what_begins_anew_in_a_second_run_is_named_and_a_strict_one_is_refused(s
         assert "model.calls" in said(orchestrator)
 
 
+def test_a_run_that_never_validates_says_so_before() -> None:
+    with direct_session(2) as orchestrator:
+        orchestrator.register_model(Planted)
+        data = loader(32, 16, torch.float32)
+        orchestrator.start_training(data, data, val_interval=50, progress=False)
+        assert "never validates: val_interval is 50 steps, and it has 2" in said(orchestrator)
+
+
 class Narrow(Planted):
     """Computes eight samples at once at most, as a small device does."""
 
