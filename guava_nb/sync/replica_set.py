@@ -36,6 +36,7 @@ from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.sync.exchange import StepExchange
+from guava_nb.sync.parameter_hashes import ParameterHashes
 
 __all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
 
@@ -101,15 +102,14 @@ class ReplicaSet(ABC):
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._building: dict[int, int] = {}  # generation of the last order to build the run that each was sent
-        self._loading: dict[int, int] = {}  # generation of the state that each was sent and that is waited for
-        self._aborted: dict[
-            int, tuple[int, int]
-        ] = {}  # generation of the last abort each was sent, and the step to end at
+        # By rank the generation of the last order to build the run, and of the state that was sent and is waited for.
+        self._building: dict[int, int] = {}
+        self._loading: dict[int, int] = {}
+        self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
         self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._learning_rates: dict[int, float] = {}
-        self._hashes: dict[int, dict[str, dict[str, int]]] = {}
+        self._hashes = ParameterHashes()
         self._device_kind: dict[int, str] = {}
 
     # ---------------------------------------------------------------------------------------------------- messages
@@ -162,11 +162,7 @@ class ReplicaSet(ABC):
         if not message.parameter_hash:
             return None
         kind = self._device_kind.get(rank, "")
-        known = self._hashes.setdefault(message.step, {}).setdefault(kind, {})
-        for step in [s for s in self._hashes if s < message.step - 4]:
-            del self._hashes[step]
-        known.setdefault(message.parameter_hash, rank)
-        if len(known) == 1:
+        if not self._hashes.differs(message.step, kind, message.parameter_hash, rank):
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
@@ -206,10 +202,7 @@ class ReplicaSet(ABC):
         self._learning_rates.clear()
 
     def go_back(self, step: int) -> None:
-        """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others.
-
-        With other shares the sums round differently, so even right parameters would have other hashes than before.
-        """
+        """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others."""
         self.take_back(step)
         self._lone = -1, -1
         self.at.clear()
@@ -392,8 +385,7 @@ class ReplicaSet(ABC):
                     f"no worker that holds the state of step {self.step + 1} is left or answers; the orchestrator has that of "
                     f"step {self.master_step + 1}. {WAYS_ON}"
                 )
-            prompt = [rank for rank in holders if rank not in late]
-            if not prompt:
+            if not (prompt := [rank for rank in holders if rank not in late]):
                 names = " and ".join(job.cluster.name(rank) for rank in holders)
                 raise StateLate(
                     f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still "
@@ -444,8 +436,8 @@ class ReplicaSet(ABC):
         Raises:
             StateLate: one is there and gave no answer in time.
         """
-        requests = {self.next_request(): rank for rank in ranks}
-        self._awaited = requests  # what was asked for earlier and comes now would be kept for nothing
+        # What was asked for earlier and comes now would be kept for nothing.
+        self._awaited = requests = {self.next_request(): rank for rank in ranks}
         self._states.clear()
         for request, rank in requests.items():
             job.cluster.send(rank, FetchState(request, self.run_id))

@@ -195,8 +195,6 @@ def covering() -> list[Cell]:
 
 def known(cell: Cell) -> str:
     """Return what is wrong in the product at a cell and not mended yet; "" for nothing."""
-    if cell.phase == "source" and cell.fault in (*ENDS, STOPS[1]) and not MODES[cell.mode].elastic:
-        return "a mesh of a fixed size that loses a worker before its first group forms does not wait for another"
     if (cell.mode, cell.phase, cell.fault) == ("direct", "optimizer", "out of memory"):
         return (
             "the others hold the step that one could not apply, and the run goes back to its last snapshot all the same"
