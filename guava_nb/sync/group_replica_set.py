@@ -221,7 +221,7 @@ class GroupReplicaSet(ReplicaSet):
         self._form(job, members)
         with self._sending_state(job, members, self.generation, state, step):
             self._pump(job, lambda: all(rank in self._loaded for rank in members))
-        self._compare_hashes(job, members)
+        self._compare_loaded(job, members)
 
     def _form(self, job: Job, members: Sequence[int]) -> None:
         """Form a group on the best way there is; where a direct one fails, on the relay."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["ParameterHashes"]
+from collections.abc import Iterable
+
+from guava_nb.errors import TrainingError
+from guava_nb.protocol.messages import StateLoaded
+
+__all__ = ["ParameterHashes", "check_equal"]
 
 #: Steps that reports may come late.
 _LATE_STEPS = 4
@@ -26,3 +31,20 @@ class ParameterHashes:
     def clear(self) -> None:
         """Forget all: with other shares the sums round differently, so right parameters would have other hashes too."""
         self._known.clear()
+
+
+def check_equal(loaded: Iterable[tuple[str, StateLoaded]]) -> None:
+    """Compare what workers, by their names, hold after the same state was sent to them.
+
+    Raises:
+        TrainingError: two of one kind hold different parameters.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for name, answer in loaded:
+        other, parameter_hash = first.setdefault(answer.device_kind, (name, answer.parameter_hash))
+        if answer.parameter_hash != parameter_hash:
+            raise TrainingError(
+                f"{name} and {other} hold different parameters after the same state of step {answer.step} was sent to both "
+                f"(hash {answer.parameter_hash[:12]} and {parameter_hash[:12]}); start the run again, and check the memory "
+                f"of {name}"
+            )

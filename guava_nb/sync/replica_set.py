@@ -18,7 +18,7 @@ from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
 from guava_nb.data.loader_feed import LoaderFeed
-from guava_nb.errors import PreparationError, TrainingError, WorkerLost
+from guava_nb.errors import PreparationError, WorkerLost
 from guava_nb.protocol.messages import (
     Abort,
     Cell,
@@ -36,7 +36,7 @@ from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.sync.exchange import StepExchange
-from guava_nb.sync.parameter_hashes import ParameterHashes
+from guava_nb.sync.parameter_hashes import ParameterHashes, check_equal
 
 __all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
 
@@ -339,17 +339,8 @@ class ReplicaSet(ABC):
         finally:
             self._loading = {}
 
-    def _compare_hashes(self, job: Job, ranks: Iterable[int]) -> None:
-        first: dict[str, tuple[int, str]] = {}
-        for rank in ranks:
-            loaded = self._loaded[rank]
-            other, parameter_hash = first.setdefault(loaded.device_kind, (rank, loaded.parameter_hash))
-            if loaded.parameter_hash != parameter_hash:
-                raise TrainingError(
-                    f"{job.cluster.name(rank)} and {job.cluster.name(other)} hold different parameters after the same "
-                    f"state of step {loaded.step} was sent to both (hash {loaded.parameter_hash[:12]} and "
-                    f"{parameter_hash[:12]}); start the run again, and check the memory of {job.cluster.name(rank)}"
-                )
+    def _compare_loaded(self, job: Job, ranks: Iterable[int]) -> None:
+        check_equal((job.cluster.name(rank), self._loaded[rank]) for rank in ranks)
 
     def in_step(self, job: Job) -> list[int]:
         """Return the connected ranks that stand at the last committed step."""
@@ -385,7 +376,8 @@ class ReplicaSet(ABC):
                     f"no worker that holds the state of step {self.step + 1} is left or answers; the orchestrator has that of "
                     f"step {self.master_step + 1}. {WAYS_ON}"
                 )
-            if not (prompt := [rank for rank in holders if rank not in late]):
+            prompt = [rank for rank in holders if rank not in late]
+            if not prompt:
                 names = " and ".join(job.cluster.name(rank) for rank in holders)
                 raise StateLate(
                     f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still "

@@ -48,7 +48,7 @@ class WholeReplicaSet(ReplicaSet):
         roster.generation += 1  # tells this state's answers from those to an earlier one
         with self._sending_state(job, asked, roster.generation, state, step):
             job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
-        self._compare_hashes(job, [r for r in asked if r in self._loaded])
+        self._compare_loaded(job, [r for r in asked if r in self._loaded])
 
     def bring_up(self, job: Job) -> None:
         """Give the run and its state to connected workers that do not hold it."""
