@@ -291,7 +291,9 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
     elif isinstance(value, Set):
         found[path] = repr(sorted(map(repr, value)))
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.ModuleType):
-        _flatten(vars(value), path, found, seen, most)
+        # What spreads a module over ranks is no state of the user's, and holds tensors whose memory is given back.
+        if not type(value).__module__.startswith("torch.distributed"):
+            _flatten(vars(value), path, found, seen, most)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -95,7 +95,7 @@ def job_key(job: ExploredJob) -> Hashable:
         freeze(set(replicas._prepared)), freeze(replicas._loaded), freeze(replicas._states), freeze(replicas._awaited),
         freeze(replicas._building), freeze(replicas._loading), freeze(replicas._aborted),
         replicas._lone, replicas._requests.__reduce__()[1],
-        freeze(replicas._hashes), freeze(recovery.held), freeze(recovery._leaving), freeze(job._boundary.due),
+        freeze(replicas._hashes._known), freeze(recovery.held), freeze(recovery._leaving), freeze(job._boundary.due),
         len(job.run.history), job.run.state,
         getattr(group, "team", None), getattr(group, "generation", None), getattr(group, "_broken", None),
         freeze(getattr(group, "_away", {})), getattr(group, "_retired", None), getattr(group, "_breaks", None),

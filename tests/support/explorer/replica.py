@@ -73,6 +73,10 @@ class CountingReplica(Replica):
         fails: one of `FAILURES`, which happens next.
     """
 
+    # It keeps nothing of a user's beside the number.
+    module = None
+    user_code: dict[str, object] = {}
+
     layout: Any
 
     def __init__(self, samples: int, buckets: int, group: Any = None, undoes: bool = True) -> None:

@@ -136,3 +136,16 @@ def test_extra_state_is_carried_and_not_named():
     first = digests(model, {})
     model.it = 5
     assert changed_since(first, digests(model, {})) == ()
+
+
+def test_what_spreads_a_module_over_ranks_is_not_looked_at():
+    class Spread:
+        def __init__(self):
+            self.gathered = torch.zeros(2)
+
+    Spread.__module__ = "torch.distributed.fsdp"  # whose tensors' memory is given back between two forwards
+    model = Net()
+    model.spread = {"state": Spread()}
+    first = digests(model, {})
+    model.spread["state"].gathered += 1
+    assert first["model.spread"] == b"" and changed_since(first, digests(model, {})) == ()
