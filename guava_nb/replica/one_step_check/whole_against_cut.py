@@ -102,31 +102,33 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
-    record, resolve = _record(spec, precision), _copying(resolve)
+    resolve = _copying(resolve)
     if isinstance(replica, Replica):
         with _set_aside(replica.model) as is_touched:
-            found = _try(record, resolve, replica, replica.model, whole, pieces)
+            found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
             if not is_touched():
                 return found
     # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-    return _try(record, resolve, replica, None, whole, pieces)
+    return _try(spec, precision, resolve, replica, None, whole, pieces)
 
 
 def _try(
-    record: RunSpec,
+    spec: RunSpec,
+    precision: str,
     resolve: Resolve,
     replica: BaseReplica,
     model: nn.Module | None,
     whole: _Pieces,
     pieces: _Pieces,
 ) -> Finding:
-    precision, device = record.precision, replica.device
+    device = replica.device
     try:
         copied = _copied(model)
-        trial = _Trial(record, resolve, device, copied)
+        trial = _Trial(_record(spec, precision), resolve, device, copied)
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
-        return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+        with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
+            return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
     except _NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
@@ -196,9 +198,9 @@ class _Trial(Replica):
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
                 module.dropout, self.drawn = 0.0, {"dropout"}
-        norms = [(name, norm) for name, norm in self.model.named_modules() if isinstance(norm, _BatchNorm)]
         self._gathered = SimulatedGather()
-        self._norms = [(name, norm) for name, norm in norms if norm.training and norm.running_mean is not None]
+        norms = [norm for norm in self.model.modules() if isinstance(norm, _BatchNorm)]
+        self._norms = [norm for norm in norms if norm.training or norm.running_mean is None]
 
     def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
         """Be as far as a replica is, also where the model is no copy of its own; what is measured begins from here."""
@@ -316,14 +318,20 @@ class _Trial(Replica):
 
     @contextlib.contextmanager
     def fixed_statistics(self) -> Iterator[bool]:
-        """Let batch norms use their running statistics; gives whether there are any that used those of the batch."""
-        for _, norm in self._norms:
+        """Let batch norms use running statistics, the first ones where they keep none; gives whether some used the batch's."""
+        norms, self._norms = self._norms, []
+        before = [(norm.training, norm.running_mean, norm.running_var) for norm in norms]
+        some = next(iter(self._named.values()))
+        for norm in norms:
             norm.training = False
+            if norm.running_mean is None:
+                norm.running_mean, norm.running_var = (some.new_full((norm.num_features,), one) for one in (0.0, 1.0))
         try:
-            yield bool(self._norms)
+            yield bool(norms)
         finally:
-            for _, norm in self._norms:
-                norm.training = True
+            self._norms = norms
+            for norm, kept in zip(norms, before, strict=True):
+                norm.training, norm.running_mean, norm.running_var = kept
 
     def beside_norms(self, names: Sequence[str]) -> tuple[str, ...]:
         """Leave the buffers of batch norms out."""
