@@ -15,7 +15,14 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
-from guava_nb.replica.one_step_check.whole_against_cut import BATCH_STATISTICS, COUPLED, RANDOMNESS, STATE, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import (
+    BACKWARD,
+    BATCH_STATISTICS,
+    COUPLED,
+    RANDOMNESS,
+    STATE,
+    WEIGHTS,
+)
 
 __all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "verdict_on"]
 
@@ -176,6 +183,12 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         yield (
             "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
             "mean, where count is what the mean divides by, such as the targets that are not ignored"
+        )
+    if BACKWARD in answer.causes:
+        yield (
+            "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "
+            "samples, so this run trains on other numbers than plain PyTorch: add that loss to the one that the step returns, "
+            "and leave its backward() out"
         )
     if COUPLED in answer.causes:
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")

@@ -48,6 +48,12 @@ def rough(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(out + (out.bfloat16() - out).detach() * len(out) / 64, batch[1])
 
 
+def auxiliary(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = model(batch[0])
+    (out.square().mean() * 0.1).backward(retain_graph=True)
+    return functional.cross_entropy(out, batch[1])
+
+
 def built(step: str | None, precision: str, fails_in: str = "") -> tuple[Replica, RunSpec]:
     spec = RunSpec(
         model=Factory("Net", {"fails_in": fails_in}), criterion=None if step else Factory("CrossEntropyLoss"),
@@ -177,3 +183,8 @@ def test_norms_that_see_all_samples_are_no_cause(norm: dict[str, Any], step: str
     assert look(replica, spec).causes == ("batch_statistics", *coupling)
     finding = look(replica, msgspec.structs.replace(spec, sync_batchnorm=True))
     assert (finding.outcome, finding.causes) == ("differs" if step else "same", coupling)
+
+
+def test_a_backward_inside_the_step_is_told_as_one() -> None:
+    """Its gradients are spanned by those of the pieces, but no count of the returned loss would mend it."""
+    assert look(*built("auxiliary", "fp32")).causes == ("backward",)
