@@ -25,7 +25,7 @@ from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, Finding, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
-from guava_nb.replica.objective import Loss, Objective
+from guava_nb.replica.objective import Loss, Objective, Observer
 from guava_nb.replica.one_step_check.comparisons import Comparisons
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
@@ -206,9 +206,11 @@ class _Trial(Replica):
         self._norms = [norm for norm in norms if norm.training or norm.running_mean is None]
 
     def _watched(self, objective: Objective) -> Objective:
-        def measure(model: nn.Module, batch: Any, rows: int, *more: Any) -> Loss:
+        def measure(
+            model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
+        ) -> Loss:
             before = [p.grad is None for p in self._named.values()]
-            loss = objective(model, batch, rows, *more)
+            loss = objective(model, batch, rows, want_scores, observer)
             self.has_backward |= any(
                 was and p.grad is not None for was, p in zip(before, self._named.values(), strict=True)
             )

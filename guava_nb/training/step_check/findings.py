@@ -249,7 +249,7 @@ def _about_coupling(question: Question, way: str) -> Iterator[str]:
         )
     way = way or (
         "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
-        "whole: shares=[1, 0] (--shares 1,0)"
+        "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
     )
     begin = "Or the" if whole else "The"
     yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"
