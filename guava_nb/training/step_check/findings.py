@@ -201,8 +201,9 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         )
     elif answer.buffers:
         yield (
-            f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
-            "what a forward leaves in them"
+            f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: what workers change in "
+            "them is averaged, or added up where it counts samples. Where each changes them by the whole batch (gather_batch), "
+            f"take one worker's change: buffers='{answer.buffers[0]}=first' (--buffers)"
         )
 
 
