@@ -167,14 +167,15 @@ class Orchestrator(SessionHost):
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
         with interrupts_remembered() as interrupts:
-            model, workers = self._models.needed(self._replica_sets.loaded), len(cluster.roster.ready())
-            composed = self._builder().compose(chosen, model, loaders, workers, cuda_reach(cluster))
+            model, seats = self._models.needed(self._replica_sets.loaded), cluster.roster.ready()
+            composed = self._builder().compose(chosen, model, loaders, len(seats), cuda_reach(cluster))
             if composed.own:
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
             plan = TrainingPlan.of(
                 chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), composed.validation
             )
+            plan.seats = seats if chosen.shares is not None else ()
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)

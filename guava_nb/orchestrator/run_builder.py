@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from guava_nb.config import DistributedConfig
 from guava_nb.data.worker_data import WorkerData
+from guava_nb.errors import ConfigError
 from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.planned_run import Composed
@@ -59,6 +60,7 @@ class RunBuilder:
             ConfigError, SourceError: something is wrong or exists only here.
         """
         shared = self._registry.shared()
+        _check_shares(options.shares, workers)
         refuse_place(options.data, loaders[0])
         metrics = metric_specs(options.metrics, shared)
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
@@ -110,3 +112,11 @@ class RunBuilder:
     def _with_frozen(self, spec: RunSpec) -> RunSpec:
         assert spec.model is not None
         return replace(spec, frozen=self._registry.frozen_in(spec.model))
+
+
+def _check_shares(shares: Sequence[float] | None, workers: int) -> None:
+    if shares is not None and len(shares) != workers:
+        raise ConfigError(
+            f"shares (--shares) has {len(shares)} numbers for {workers} workers: give one number for each worker, in the order "
+            "they joined (0 for one that gets no samples), or wait until all workers are here"
+        )

@@ -126,6 +126,19 @@ class BaseReplica(ABC):
     def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
         """Do forward and backward of one shard."""
 
+    def notes_on_error(self, is_shared: bool) -> list[str]:
+        """Say what may have led to an error of the user's own code in a step; `is_shared`: other workers have samples of it."""
+        counted = self._buffers.counted(self._spec.buffers) if is_shared else {}
+        if not counted:
+            return []
+        held = ", ".join(f"{name} (now {value.tolist()})" for name, value in list(counted.items())[:3])
+        return [
+            f"The model changes the whole numbers {held}. What workers change there is added up where it counts samples, and a "
+            "position that goes round, as in ptr = (ptr + n) % size, may pass its end so. If that is the cause: let each worker "
+            f"enqueue the whole batch (gather_batch) and take one worker's change, buffers='{next(iter(counted))}=first' "
+            "(--buffers), or let one worker do every batch, shares=[1, 0] (--shares 1,0)"
+        ]
+
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:
             return contextlib.nullcontext()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.parallel.replicas.buffer_policy import is_statistic, numbers, taken
+from guava_nb.parallel.replicas.buffer_policy import is_statistic, numbers, policy_of, taken
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
@@ -26,6 +26,8 @@ __all__ = ["BufferBook"]
 #: Shards during which every tensor is compared by value, to find those that user code moves through `.data`, which
 #: torch's version counter does not see. Later only those whose version changed or that moved before are compared.
 LEARNING_SHARDS = 4
+#: Whole numbers in a buffer that may be a position in another one.
+_MOST_COUNTED = 16
 
 
 class BufferBook:
@@ -51,6 +53,10 @@ class BufferBook:
         self._shards = 0
         self._touched = False
         self.has_followed = False
+        self._counters = {
+            i: self._live(i).clone() for i, name in enumerate(self._names)
+            if i not in self._statistics and _is_counter(self._live(i))
+        }  # fmt: skip
         self._previous: dict[int, Tensor] = {}  # values before the last step of what it changed
         self._saved: list[Tensor] = []
         self._marks: list[tuple[int, int, int]] = []
@@ -226,6 +232,11 @@ class BufferBook:
                 return self._names[i]
         return ""
 
+    def counted(self, policies: str) -> dict[str, Tensor]:
+        """Return the buffers of few whole numbers that have changed since the run was built, with no policy for them."""
+        changed = {i: self._saved[i] for i, first in self._counters.items() if not torch.equal(first, self._saved[i])}
+        return {self._names[i]: one for i, one in changed.items() if policy_of(policies, self._names[i]) == "auto"}
+
     def committed(self) -> dict[str, Tensor]:
         """Return the committed values by name; they are not copies."""
         return dict(zip(self._bucket.names, self._saved, strict=True)) if self._bucket else {}
@@ -299,6 +310,10 @@ class BufferBook:
     def _remember(self, indices: Iterable[int]) -> None:
         for i in indices:
             self._marks[i] = _mark(self._live(i))
+
+
+def _is_counter(tensor: Tensor) -> bool:
+    return tensor.numel() <= _MOST_COUNTED and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _mark(tensor: Tensor) -> tuple[int, int, int]:

@@ -109,7 +109,8 @@ class TrainingOptions:
         accumulation_steps: loader batches per optimizer step; by default the configuration's.
         precision: arithmetic of forward and backward; by default the configuration's.
         seed: root of all random numbers of the run; by default the configuration's.
-        shares: relative share of each worker, in the order they joined; by default equal ones.
+        shares: relative share of each worker, in the order they joined, one for each that is here; a worker that joins later gets
+            the least of them, and where none is left that had a share, one worker does it all. By default equal ones.
         buffers: what becomes of a buffer that workers change by different amounts: "average" by samples, "first" takes those of
             the first samples, "sum" adds changes up, as of counts; or by name, as in "vq.*=first,hist=sum". Statistics of
             normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others

@@ -90,7 +90,9 @@ class TrainingPlan:
         accumulation_steps: loader batches per optimizer step.
         batch: how the user says that batches are read; the feeds have it.
         split_fn: cuts batches; None cuts them as the feed reads them.
-        shares: relative share of each worker in order of rank; None shares equally.
+        shares: relative share of each worker that was here when the run began; one that joins later gets the least of them.
+            None shares equally.
+        seats: ranks that these shares belong to; () for those from 0.
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch where the
@@ -112,6 +114,7 @@ class TrainingPlan:
     val_interval: int | None = None
     accumulation_steps: int = 1
     shares: Sequence[float] | None = None
+    seats: Sequence[int] = ()
     callbacks: Sequence[Any] = ()
     batch: str | None = None
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = None
@@ -172,6 +175,10 @@ class TrainingPlan:
 
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""
-        shares = (1.0,) if self.shares is None else self.shares
-        weights = [float(shares[rank % len(shares)]) for rank in team]
-        return weights if any(weights) else [1.0] * len(team)  # those who were to do the work are gone
+        if self.shares is None:
+            return [1.0] * len(team)
+        given = dict(zip(self.seats or range(len(self.shares)), map(float, self.shares), strict=True))
+        least = min(given.values())
+        weights = [given.get(rank, least) for rank in team]
+        # Where those who were to do the work are gone, one does it all: that is right for every loss.
+        return weights if any(weights) else [float(place == 0) for place in range(len(team))]

@@ -15,7 +15,7 @@ import torch
 
 from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
-from guava_nb.errors import TrainingError
+from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import (
     Abort,
@@ -258,7 +258,12 @@ class StepRunner:
             result = self._run_shard(run, message, parts)
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
             run.replica.restore()
-            self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows)
+            notes = list[str]()
+            if isinstance(error, RuntimeError | IndexError) and not isinstance(
+                error, GuavaError | torch.OutOfMemoryError
+            ):
+                notes = run.replica.notes_on_error(message.rows < message.global_rows)
+            self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
             return
         step.done.add(message.shard)
         forward_ended = started + result.forward_s
@@ -369,7 +374,7 @@ class StepRunner:
 
     def fail(
         self, error: BaseException, run_id: str, kind: FailureKind = FailureKind.USER, request: int = 0,
-        at: tuple[str, int] = ("", -1), rows: int = 0,
+        at: tuple[str, int] = ("", -1), rows: int = 0, notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Tell the orchestrator what the user's code, or the group, raised.
 
@@ -378,9 +383,10 @@ class StepRunner:
             request: number of the `Evaluate` or `Predict`, if it was one.
             at: what it did, one of this module's phrases, and the step, counted from 0.
             rows: samples of the shard in work, if it was one.
+            notes: what may have led to it.
         """
         doing, step = at
-        text, trace = error_text(error), trace_text(error)
+        text, trace = ". ".join([error_text(error), *notes]), trace_text(error)
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
         elif doing:

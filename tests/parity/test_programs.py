@@ -52,6 +52,11 @@ def test_a_language_model_s_accuracy_and_perplexity(table: Table, mode: str) -> 
     assert torch.allclose(torch.as_tensor(predicted), wanted, rtol=0, atol=1e-9)
 
 
+def test_shares_of_another_length_than_there_are_workers_are_refused(table: Table) -> None:
+    outcome = table.run(Cell(3, "info nce on one worker", "data"))
+    assert outcome.kind == "refused" and outcome.is_right, outcome.text
+
+
 def test_the_cells_that_run_here_cover_programs_modes_and_workers() -> None:
     chosen = covering()
     assert {cell.program for cell in chosen} == set(PROGRAMS)

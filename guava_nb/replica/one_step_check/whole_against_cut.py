@@ -19,13 +19,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from guava_nb.parallel.replicas.gather_batch import Gather
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, Finding, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
+from guava_nb.replica.objective import Loss, Objective, Observer
+from guava_nb.replica.one_step_check.comparisons import Comparisons
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
 from guava_nb.replica.replica import Replica
@@ -34,10 +35,12 @@ from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = ["BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "WEIGHTS", "compare"]
+__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "WEIGHTS", "compare"]
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
+#: The user's step calls backward by itself: that gradient counts in full, whatever the share of the samples.
+BACKWARD = "backward"
 #: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
 STATE = "state"
 #: Relative differences that are taken for rounding. Where single precision gives more than `_CLEAN`, double precision
@@ -49,8 +52,6 @@ MOST_MODEL_BYTES = 2 << 30
 #: Names that are tried one by one.
 _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
-_COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_IGNORING = frozenset({"cross_entropy", "nll_loss", "cross_entropy_loss", "nll_loss_nd"})
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
@@ -102,31 +103,33 @@ def compare(
 def _attempt(
     replica: BaseReplica, spec: RunSpec, resolve: Resolve, precision: str, whole: _Pieces, pieces: _Pieces
 ) -> Finding:
-    record, resolve = _record(spec, precision), _copying(resolve)
+    resolve = _copying(resolve)
     if isinstance(replica, Replica):
         with _set_aside(replica.model) as is_touched:
-            found = _try(record, resolve, replica, replica.model, whole, pieces)
+            found = _try(spec, precision, resolve, replica, replica.model, whole, pieces)
             if not is_touched():
                 return found
     # No whole model is here, or its copy leads back to it (a closure, say): it is built once more.
-    return _try(record, resolve, replica, None, whole, pieces)
+    return _try(spec, precision, resolve, replica, None, whole, pieces)
 
 
 def _try(
-    record: RunSpec,
+    spec: RunSpec,
+    precision: str,
     resolve: Resolve,
     replica: BaseReplica,
     model: nn.Module | None,
     whole: _Pieces,
     pieces: _Pieces,
 ) -> Finding:
-    precision, device = record.precision, replica.device
+    device = replica.device
     try:
         copied = _copied(model)
-        trial = _Trial(record, resolve, device, copied)
+        trial = _Trial(_record(spec, precision), resolve, device, copied)
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
-        return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+        with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
+            return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
     except _NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
@@ -174,8 +177,8 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: _Measured) -> t
             one = trial.measure(whole)
             if not _differ(one, trial.measure(pieces)):
                 return tuple(causes)
-        if trial.has_gathered:
-            return (*causes, COUPLED)
+        if trial.has_backward or trial.has_gathered:
+            return (*causes, BACKWARD if trial.has_backward else COUPLED)
         parts = [trial.measure([piece]) for piece in pieces]
     return (*causes, WEIGHTS if _spanned(one, parts) else COUPLED)
 
@@ -186,19 +189,34 @@ class _Trial(Replica):
     Attributes:
         drawn: random functions that were replaced by constants.
         compared: whole numbers that targets were compared with.
+        has_backward: the user's step or loss called backward by itself.
     """
 
     _keeps_graphs = True  # gathered rows go back through a piece after its loss has
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
-        self.drawn, self.compared = set[str](), set[int]()
+        self.drawn, self.compared, self.has_backward = set[str](), set[int](), False
+        self._objective = self._watched(self._objective)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
                 module.dropout, self.drawn = 0.0, {"dropout"}
-        norms = [(name, norm) for name, norm in self.model.named_modules() if isinstance(norm, _BatchNorm)]
         self._gathered = SimulatedGather()
-        self._norms = [(name, norm) for name, norm in norms if norm.training and norm.running_mean is not None]
+        norms = [norm for norm in self.model.modules() if isinstance(norm, _BatchNorm)]
+        self._norms = [norm for norm in norms if norm.training or norm.running_mean is None]
+
+    def _watched(self, objective: Objective) -> Objective:
+        def measure(
+            model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
+        ) -> Loss:
+            before = [p.grad is None for p in self._named.values()]
+            loss = objective(model, batch, rows, want_scores, observer)
+            self.has_backward |= any(
+                was and p.grad is not None for was, p in zip(before, self._named.values(), strict=True)
+            )
+            return loss
+
+        return measure
 
     def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
         """Be as far as a replica is, also where the model is no copy of its own; what is measured begins from here."""
@@ -234,7 +252,7 @@ class _Trial(Replica):
         try:
             self._state.restore(stale)
             self._gathered.begin(is_whole=len(pieces) == 1)
-            with WithoutRandomness() as still, _Comparisons(self.compared):
+            with WithoutRandomness() as still, Comparisons(self.compared):
                 for number, (batch, part) in enumerate(pieces):
                     if number and apart:
                         self._state.restore()
@@ -316,38 +334,25 @@ class _Trial(Replica):
 
     @contextlib.contextmanager
     def fixed_statistics(self) -> Iterator[bool]:
-        """Let batch norms use their running statistics; gives whether there are any that used those of the batch."""
-        for _, norm in self._norms:
+        """Let batch norms use running statistics, the first ones where they keep none; gives whether some used the batch's."""
+        norms, self._norms = self._norms, []
+        before = [(norm.training, norm.running_mean, norm.running_var) for norm in norms]
+        some = next(iter(self._named.values()))
+        for norm in norms:
             norm.training = False
+            if norm.running_mean is None:
+                norm.running_mean, norm.running_var = (some.new_full((norm.num_features,), one) for one in (0.0, 1.0))
         try:
-            yield bool(self._norms)
+            yield bool(norms)
         finally:
-            for _, norm in self._norms:
-                norm.training = True
+            self._norms = norms
+            for norm, kept in zip(norms, before, strict=True):
+                norm.training, norm.running_mean, norm.running_var = kept
 
     def beside_norms(self, names: Sequence[str]) -> tuple[str, ...]:
         """Leave the buffers of batch norms out."""
         owners = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
         return tuple(name for name in names if name.rpartition(".")[0] not in owners)
-
-
-class _Comparisons(TorchFunctionMode):
-    """Notes the whole numbers that tensors of whole numbers are compared with, and targets that are ignored."""
-
-    def __init__(self, found: set[int]) -> None:
-        super().__init__()
-        self._found = found
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name, words = getattr(func, "__name__", "").strip("_"), kwargs or {}
-        if name in _COMPARED and len(args) > 1 and isinstance(args[0], Tensor) and type(args[1]) is int:
-            if not args[0].is_floating_point():
-                self._found.add(args[1])
-        elif name in _IGNORING:
-            self._found.add(int(words.get("ignore_index", -100)))
-        return func(*args, **words)
 
 
 # ---------------------------------------------------------------------------------------------------------- differences

@@ -15,7 +15,14 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
-from guava_nb.replica.one_step_check.whole_against_cut import BATCH_STATISTICS, COUPLED, RANDOMNESS, STATE, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import (
+    BACKWARD,
+    BATCH_STATISTICS,
+    COUPLED,
+    RANDOMNESS,
+    STATE,
+    WEIGHTS,
+)
 
 __all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "verdict_on"]
 
@@ -177,6 +184,12 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
             "mean, where count is what the mean divides by, such as the targets that are not ignored"
         )
+    if BACKWARD in answer.causes:
+        yield (
+            "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "
+            "samples, so this run trains on other numbers than plain PyTorch: add that loss to the one that the step returns, "
+            "and leave its backward() out"
+        )
     if COUPLED in answer.causes:
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     yield from _about_python(spec, question, answer)
@@ -188,8 +201,9 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         )
     elif answer.buffers:
         yield (
-            f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: workers average "
-            "what a forward leaves in them"
+            f"Buffers {', '.join(answer.buffers[:3])} would have other values than after the whole batch: what workers change in "
+            "them is averaged, or added up where it counts samples. Where each changes them by the whole batch (gather_batch), "
+            f"take one worker's change: buffers='{answer.buffers[0]}=first' (--buffers)"
         )
 
 
@@ -236,7 +250,7 @@ def _about_coupling(question: Question, way: str) -> Iterator[str]:
         )
     way = way or (
         "gather what it compares (from guava_nb import gather_batch; z = gather_batch(z)), or have one worker do each batch "
-        "whole: shares=[1, 0] (--shares 1,0)"
+        "whole: shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
     )
     begin = "Or the" if whole else "The"
     yield f"{begin} loss couples the samples of a batch, and this run trains on other numbers than plain PyTorch: {way}"

@@ -27,3 +27,14 @@ def test_a_state_is_read_as_committed_while_a_shard_has_moved_buffers() -> None:
     assert book.first_not_finite() == "0.seen"
     book.restore()
     assert model[0].seen == 0 and model[1].num_batches_tracked == 0
+
+
+def test_few_whole_numbers_that_changed_are_named_where_no_policy_is() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for name in ("pointer", "still", "chosen"):
+        model[0].register_buffer(name, torch.zeros(1, dtype=torch.long))
+    book = book_of(model)
+    for value in (model[0].pointer, model[0].chosen, model[1].num_batches_tracked):
+        value.fill_(16)
+    book.save_all()
+    assert {name: value.tolist() for name, value in book.counted("0.ch*=first").items()} == {"0.pointer": [16]}

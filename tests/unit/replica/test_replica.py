@@ -649,3 +649,21 @@ def test_rows_that_cannot_be_counted_are_asked_for() -> None:
     assert made.run_shard(ShardWork(0, 0, ["ab", "c"], 3, 3, [2, 1])).count == 3
     with pytest.raises(ConfigError, match="cannot count the samples"):
         made.run_shard(ShardWork(0, 0, ["ab", "c"], 3, 3))
+
+
+def test_a_position_that_workers_add_up_is_named_beside_an_error() -> None:
+    class Queue(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.pointer[0] = (self.pointer[0] + len(x)) % 12
+            return super().forward(x)
+
+    made = replica(Queue, spec())
+    assert made.notes_on_error(is_shared=True) == []
+    step(made, batch())
+    (note,) = made.notes_on_error(is_shared=True)
+    assert "pointer (now [6])" in note and "buffers='pointer=first'" in note
+    assert made.notes_on_error(is_shared=False) == []

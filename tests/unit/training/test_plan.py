@@ -37,3 +37,19 @@ def test_a_worker_may_have_no_share() -> None:
     config = DistributedConfig()
     options = TrainingOptions(shares=(1, 0)).settled(config)
     assert TrainingPlan.of(options, config, (LoaderFeed([1]), None), Validation).shares == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "seats", "team", "weights"),
+    [
+        (None, (), [0, 4], [1, 1]),
+        ((3, 1), (), [0, 1], [3, 1]),
+        ((3, 1), (2, 5), [2, 5], [3, 1]),
+        ((3, 1), (2, 5), [5, 6], [1, 1]),  # who joins later gets the least
+        ((1, 0), (), [0, 1, 2], [1, 0, 0]),  # and splits no batch that one worker did whole
+        ((1, 0, 0), (), [1, 2], [1, 0]),  # those who were to do the work are gone
+    ],
+)
+def test_shares_belong_to_the_workers_that_were_here(shares: Any, seats: Any, team: list[int], weights: Any) -> None:
+    plan = TrainingPlan(LoaderFeed([1]), None, 1, shares=shares, seats=seats)
+    assert plan.weights(team) == weights

@@ -48,6 +48,12 @@ def rough(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(out + (out.bfloat16() - out).detach() * len(out) / 64, batch[1])
 
 
+def auxiliary(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = model(batch[0])
+    (out.square().mean() * 0.1).backward(retain_graph=True)
+    return functional.cross_entropy(out, batch[1])
+
+
 def built(step: str | None, precision: str, fails_in: str = "") -> tuple[Replica, RunSpec]:
     spec = RunSpec(
         model=Factory("Net", {"fails_in": fails_in}), criterion=None if step else Factory("CrossEntropyLoss"),
@@ -156,3 +162,29 @@ def test_a_criterion_that_is_an_object_keeps_its_precision() -> None:
     spec = msgspec.structs.replace(spec, criterion=Factory("weighted"))
     finding = look(replica, spec, lambda name: criterion if name == "weighted" else found(name))
     assert (finding.outcome, criterion.weight.dtype) == ("same", torch.float32)
+
+
+class Normed(nn.Module):
+    def __init__(self, **norm: Any) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8, **norm), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("norm", [{}, {"momentum": None}, {"track_running_stats": False, "affine": False}])
+@pytest.mark.parametrize("step", [None, "coupled"])
+def test_norms_that_see_all_samples_are_no_cause(norm: dict[str, Any], step: str | None) -> None:
+    _, spec = built(step, "fp32")
+    spec = msgspec.structs.replace(spec, model=Factory("Normed", norm))
+    replica = Replica(spec, found, torch.device("cpu"))
+    coupling = ("coupled",) if step else ()
+    assert look(replica, spec).causes == ("batch_statistics", *coupling)
+    finding = look(replica, msgspec.structs.replace(spec, sync_batchnorm=True))
+    assert (finding.outcome, finding.causes) == ("differs" if step else "same", coupling)
+
+
+def test_a_backward_inside_the_step_is_told_as_one() -> None:
+    """Its gradients are spanned by those of the pieces, but no count of the returned loss would mend it."""
+    assert look(*built("auxiliary", "fp32")).causes == ("backward",)

@@ -45,6 +45,7 @@ def asked(**changes):
             "with the same random numbers, gives unlike losses",
             False,
         ),
+        (SPEC, asked(), Finding("differs", causes=("backward",)), "calls backward.* add that loss to the one", False),
         (SPEC, asked(), Finding("differs", causes=("randomness",)), "not drawn by torch's own", False),
         (SPEC, asked(), None, "was not made", False),
     ],
