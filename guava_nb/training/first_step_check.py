@@ -190,7 +190,9 @@ class FirstStepCheck:
         first = self._run.check or {}
         again = first.get("again", {"steps": [], "seconds": 0.0})
         again = {"steps": [*again["steps"], self._step + 1], "seconds": again["seconds"] + record["seconds"]}
-        is_new = record["outcome"] != "not checked" and bool(self._note(verdict) - told)
+        # A piece that fails here may be smaller than any worker's; where a worker's own fails, the step says so.
+        is_told = record["outcome"] not in ("not checked", "piece failed")
+        is_new = bool(self._note(verdict) - told) and is_told
         if is_new:
             self._run.check = {**record, "known": False, "step": self._step + 1, "again": again}
             self._say(verdict)
@@ -201,7 +203,6 @@ class FirstStepCheck:
         """Remember what was found; returns it. What nothing more can be found in is not asked about again."""
         record = verdict.record
         found = {name for key in _FOUND for name in record.get(key, ())}
-        found |= {record["outcome"]} & {"piece failed"}
         self._told |= found
         self._traits.compare_with(verdict.compared)
         self._is_over = self._is_over or record["outcome"] == "not checked" or COUPLED in found

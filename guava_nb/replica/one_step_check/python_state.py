@@ -290,10 +290,14 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
             _flatten(one, f"{path}.{place}", found, seen, most)
     elif isinstance(value, Set):
         found[path] = repr(sorted(map(repr, value)))
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.ModuleType):
-        # What spreads a module over ranks is no state of the user's, and holds tensors whose memory is given back.
-        if not type(value).__module__.startswith("torch.distributed"):
-            _flatten(vars(value), path, found, seen, most)
+    elif _has_attributes(value):
+        _flatten(vars(value), path, found, seen, most)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether attributes of a value are the user's: what spreads a module over ranks holds tensors whose memory is given back."""
+    is_code = isinstance(value, type | types.FunctionType | types.ModuleType)
+    return hasattr(value, "__dict__") and not is_code and not type(value).__module__.startswith("torch.distributed")
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
