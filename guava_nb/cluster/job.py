@@ -48,7 +48,7 @@ class Job:
         was_asked: says whether a member was told to build the run.
         on_group_failure: a member reports that the group broke.
         failed: members whose code of the user's raised; they hold the last state that is whole there.
-        about_request: says what a request of a pass over data was about, None where it is of an earlier one; set by the pass.
+        about_request: says what a request was about, None where it is of an earlier one; set by what asks.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
     """
 
@@ -203,8 +203,8 @@ class Job:
         else:
             self.failed.add(rank)
         about = self.about_request(message.request_id) if message.request_id else ""
-        if about is None:
-            return  # of a pass that is over: its other batches may have failed in the same way
+        if about is None or not (message.request_id or self.trains):
+            return  # of a pass or a step that is over: others may have failed in the same way, and that was told
         ours = getattr(errors, message.type_name, None)
         if isinstance(ours, type) and issubclass(ours, GuavaError) and ours is not RemoteError:
             where = f" {about}" if about else ""

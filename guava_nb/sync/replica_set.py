@@ -433,14 +433,17 @@ class ReplicaSet(ABC):
         self._states.clear()
         for request, rank in requests.items():
             job.cluster.send(rank, FetchState(request, self.run_id))
-        in_time = job.pump(
-            lambda: all(
-                request in self._states or rank not in job.ready or rank not in self.at
-                for request, rank in requests.items()
-            ),
-            timeout_s,
-        )
-        self._awaited = {}
+        about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
+        try:
+            in_time = job.pump(
+                lambda: all(
+                    request in self._states or rank not in job.ready or rank not in self.at
+                    for request, rank in requests.items()
+                ),
+                timeout_s,
+            )
+        finally:
+            self._awaited, job.about_request = {}, about
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]

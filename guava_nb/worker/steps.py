@@ -213,7 +213,7 @@ class StepRunner:
         try:
             tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
         except USER_ERRORS as error:  # memory for the copies, or what the user's optimizer keeps
-            self.fail(error, message.run_id, at=(_COPYING, self.committed))
+            self.fail(error, message.run_id, request=message.request_id, at=(_COPYING, self.committed))
             return
         kept = changed_since(self._kept_first, _kept(replica)) if self._kept_first is not None else ()
         self._send(State(message.request_id, message.run_id, self.committed, tree, kept[:_MOST_KEPT]), buffers)
@@ -380,7 +380,7 @@ class StepRunner:
 
         Args:
             kind: `INTERNAL` where what the replica holds is unknown.
-            request: number of the `Evaluate` or `Predict`, if it was one.
+            request: number of the `Evaluate`, `Predict` or `FetchState`, if it was one.
             at: what it did, one of this module's phrases, and the step, counted from 0.
             rows: samples of the shard in work, if it was one.
             notes: what may have led to it.

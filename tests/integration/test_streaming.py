@@ -194,9 +194,12 @@ def test_what_is_held_stays_bounded_however_slow_a_worker_is(pool_of_three: Sess
             lambda: (found := run.feeding().in_flight[rank])[0] == 4 and found, 20, "the budget is in use"
         )
         assert 4 * 2_000_000 < in_flight[1] <= budget  # the batch in work among them
-        status = pool_of_three.orch.status()
-        (shown,) = [w for w in status.workers if w.name == worker.name]
-        assert (shown.queued_batches, shown.queued_bytes) == in_flight
+
+        def shown() -> tuple[int, int]:
+            workers = pool_of_three.orch.status().workers
+            return next((w.queued_batches, w.queued_bytes) for w in workers if w.name == worker.name)
+
+        eventually(lambda: shown() == in_flight, 20, "the status shows it, when the steps before are told as done")
         loaded = eventually(lambda: pool_of_three.orch.status().run.loaded_batches, 20, "a batch is ready")
         assert loaded == 1  # a quarter of the budget is held ready
         assert dataset.made <= 2 * (2 + 4 + 1 + 1)  # two done, four in flight, one ready, one being loaded

@@ -53,7 +53,7 @@ class Failure(Message, frozen=True, kw_only=True):
     type_name: str
     text: str
     traceback: str
-    request_id: int = 0  # of the `Evaluate` or `Predict` that failed
+    request_id: int = 0  # of the `Evaluate`, `Predict` or `FetchState` that failed
 
 
 class CrashReport(Message, frozen=True):

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from guava_nb.cluster.job import Job
+from guava_nb.errors import RemoteError
+from guava_nb.protocol.messages import Failure, FailureKind
+
+NOTHING = memoryview(b"")
+
+
+def failure(request: int) -> Failure:
+    kind, name, text = FailureKind.USER, "ZeroDivisionError", "division by zero"
+    return Failure(run_id="run", kind=kind, type_name=name, text=text, traceback="", request_id=request)
+
+
+@pytest.fixture
+def job() -> Any:
+    job = Job(SimpleNamespace(name=lambda rank: f"w{rank}"))  # type: ignore[arg-type]
+    job.run_id = "run"
+    return job
+
+
+def test_a_job_that_asks_hears_no_error_of_a_step_that_was_told_already(job: Any) -> None:
+    job._on_failure(1, failure(0), NOTHING)
+    job.trains = True
+    with pytest.raises(RemoteError, match="worker w1 raised ZeroDivisionError: division by zero"):
+        job._on_failure(1, failure(0), NOTHING)
+
+
+def test_an_error_of_what_was_asked_is_raised_and_one_of_an_earlier_request_is_not(job: Any) -> None:
+    job.about_request = {7: "validation"}.get
+    job._on_failure(1, failure(6), NOTHING)
+    with pytest.raises(RemoteError, match=r"division by zero \(validation\)"):
+        job._on_failure(1, failure(7), NOTHING)
