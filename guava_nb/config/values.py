@@ -35,6 +35,7 @@ def setting(
     choices: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
     effect: bool = True,
+    instead: str = "",
 ) -> Any:
     """Declare a field of the configuration.
 
@@ -47,9 +48,10 @@ def setting(
         choices: allowed texts.
         env: further environment variables that set it, besides GUAVA_<FIELD>; the first that is set wins.
         effect: False where nothing reads it, and it is accepted for the sake of older programs.
+        instead: the field that takes its place; "" for none.
     """
     limits = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
-    return dataclasses.field(default=default, metadata={**limits, "env": env, "effect": effect})
+    return dataclasses.field(default=default, metadata={**limits, "env": env, "effect": effect, "instead": instead})
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
