@@ -39,7 +39,8 @@ class FieldTable:
 
     def without_effect(self) -> dict[str, str]:
         """Return the names that are accepted and read by nothing, each with the field that takes its place, or ""."""
-        return {name: one.metadata["instead"] for name, one in self._fields.items() if not one.metadata["effect"]}
+        every = {name: one.metadata["instead"] for name, one in self._fields.items()}
+        return {name: instead for name, instead in every.items() if instead is not None}
 
     def for_sources(self) -> Table:
         """Return types and further environment variables by name."""
