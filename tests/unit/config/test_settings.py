@@ -74,7 +74,7 @@ def _read_somewhere(name: str) -> bool:
 
 
 def test_settings_without_effect_are_those_that_nothing_reads() -> None:
-    marked = {spec.name for spec in dataclasses.fields(DistributedConfig) if not spec.metadata.get("effect", True)}
+    marked = {spec.name for spec in dataclasses.fields(DistributedConfig) if spec.metadata.get("instead") is not None}
     assert marked == {name for name in DistributedConfig().to_dict() if not _read_somewhere(name)}
     told = (DistributedConfig.__doc__ or "").partition("without effect")[2]
     assert [name for name in marked if name not in told] == []
