@@ -37,9 +37,10 @@ class FieldTable:
         """Return the value that a field has where no source names it."""
         return self._fields[name].default
 
-    def without_effect(self) -> tuple[str, ...]:
-        """Return the names that are accepted and read by nothing."""
-        return tuple(name for name, one in self._fields.items() if not one.metadata["effect"])
+    def without_effect(self) -> dict[str, str]:
+        """Return the names that are accepted and read by nothing, each with the field that takes its place, or ""."""
+        every = {name: one.metadata["instead"] for name, one in self._fields.items()}
+        return {name: instead for name, instead in every.items() if instead is not None}
 
     def for_sources(self) -> Table:
         """Return types and further environment variables by name."""

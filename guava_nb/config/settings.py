@@ -96,8 +96,8 @@ class DistributedConfig:
 
     Accepted and checked, without effect (older programs set them; a session says so where one differs from its default):
         vocab_size (50257), d_ff (3072), max_seq_len (1024), dropout (0.1): the model is yours.
-        activation_timeout (0), ack_timeout (0), max_resends (0), resend_probe_interval (5): every wait lasts as long as the
-        peer is alive, and what a broken connection lost is sent again.
+        activation_timeout (0), ack_timeout (0), max_resends (0), resend_probe_interval (5): a wait ends when the peer counts as
+        lost, by silence_s and then grace_s; until then what a broken connection lost is sent again; heartbeat_s probes.
         compact_log (True), log_act (False): the panel and `run.history` show the steps.
     """
 
@@ -170,16 +170,16 @@ class DistributedConfig:
     hash_every_steps: int = setting(100, low=0)
     log_step_every: int = setting(100, low=1, env=("LOG_STEP_EVERY",))
 
-    vocab_size: int = setting(50257, low=1, effect=False)
-    d_ff: int = setting(3072, low=1, effect=False)
-    max_seq_len: int = setting(1024, low=1, effect=False)
-    dropout: float = setting(0.1, low=0, below=1, effect=False)
-    activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",), effect=False)
-    ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",), effect=False)
-    max_resends: int = setting(0, low=0, env=("RESENDS_MAX",), effect=False)
-    resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",), effect=False)
-    compact_log: bool = setting(True, env=("COMPACT_LOG",), effect=False)
-    log_act: bool = setting(False, env=("LOG_ACT",), effect=False)
+    vocab_size: int = setting(50257, low=1, instead="")
+    d_ff: int = setting(3072, low=1, instead="")
+    max_seq_len: int = setting(1024, low=1, instead="")
+    dropout: float = setting(0.1, low=0, below=1, instead="")
+    activation_timeout: float = setting(0.0, low=0, env=("ACT_TIMEOUT_SEC",), instead="grace_s")
+    ack_timeout: float = setting(0.0, low=0, env=("ACK_TIMEOUT_SEC",), instead="silence_s")
+    max_resends: int = setting(0, low=0, env=("RESENDS_MAX",), instead="grace_s")
+    resend_probe_interval: float = setting(5.0, above=0, env=("RESEND_PROBE_SEC",), instead="heartbeat_s")
+    compact_log: bool = setting(True, env=("COMPACT_LOG",), instead="")
+    log_act: bool = setting(False, env=("LOG_ACT",), instead="")
 
     _origins: dict[str, Origin] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -274,9 +274,10 @@ class DistributedConfig:
         default = _table().default(_table().known(name, "configuration"))
         return self._origins.get(name, "default" if getattr(self, name) == default else "argument")
 
-    def without_effect(self) -> list[str]:
-        """Return the names of settings that differ from their defaults although nothing reads them."""
-        return [name for name in _table().without_effect() if getattr(self, name) != _table().default(name)]
+    def without_effect(self) -> dict[str, str]:
+        """Return the settings that differ from their defaults although nothing reads them, each with what takes its place."""
+        found = _table().without_effect().items()
+        return {name: instead for name, instead in found if getattr(self, name) != _table().default(name)}
 
     # --------------------------------------------------------------------------------------------- what follows
 

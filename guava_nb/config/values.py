@@ -34,7 +34,7 @@ def setting(
     below: float | None = None,
     choices: tuple[str, ...] = (),
     env: tuple[str, ...] = (),
-    effect: bool = True,
+    instead: str | None = None,
 ) -> Any:
     """Declare a field of the configuration.
 
@@ -46,10 +46,11 @@ def setting(
         below: the value must be less than this.
         choices: allowed texts.
         env: further environment variables that set it, besides GUAVA_<FIELD>; the first that is set wins.
-        effect: False where nothing reads it, and it is accepted for the sake of older programs.
+        instead: of one that nothing reads, and that is accepted for the sake of older programs: the field that takes its place,
+            or "". None: it has an effect.
     """
     limits = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
-    return dataclasses.field(default=default, metadata={**limits, "env": env, "effect": effect})
+    return dataclasses.field(default=default, metadata={**limits, "env": env, "instead": instead})
 
 
 def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

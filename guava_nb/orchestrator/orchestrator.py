@@ -69,7 +69,10 @@ class Orchestrator(SessionHost):
         self._given = self.config  # what a mode falls back to
         self._set_by_mode: set[str] = set()
         if ignored := self.config.without_effect():
-            self._notices.add(f"accepted, without effect here: {', '.join(ignored)}; see help(DistributedConfig)")
+            told = ", ".join(
+                f"{name} ({instead} takes its place)" if instead else name for name, instead in ignored.items()
+            )
+            self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
         self._models = ModelRegistry()

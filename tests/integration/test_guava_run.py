@@ -132,6 +132,14 @@ def test_a_tutorial_script_trains_as_in_one_process(start, hub: Orchestrator, tm
     assert not hub.status().workers, "a program's ranks are no workers"
 
 
+def test_two_models_and_two_backwards_a_step_train_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:
+    script = str(PROGRAMS / "gan.py")
+    alone = start([script, "--save", str(tmp_path / "one.pt")], **PLAIN)
+    assert alone.end() == 0, alone.output
+    run_two(start, hub, script, "--save", str(tmp_path / "two.pt"))
+    assert_equal(tmp_path / "one.pt", tmp_path / "two.pt")
+
+
 @needs_accelerate
 def test_an_accelerate_script_trains_as_in_one_process(start, hub: Orchestrator, tmp_path: Path) -> None:
     script = str(PROGRAMS / "accelerated.py")

@@ -193,7 +193,11 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if COUPLED in answer.causes:
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     yield from _about_python(spec, question, answer)
-    if pipeline and answer.moved:
+    yield from _about_buffers(spec, answer)
+
+
+def _about_buffers(spec: RunSpec, answer: Finding) -> Iterator[str]:
+    if _is_pipeline(spec) and answer.moved:
         assert spec.parallel is not None
         yield (
             f"The forward changes the buffers {', '.join(answer.moved[:3])}, and a pipeline runs it for each of the "

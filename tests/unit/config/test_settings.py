@@ -74,7 +74,7 @@ def _read_somewhere(name: str) -> bool:
 
 
 def test_settings_without_effect_are_those_that_nothing_reads() -> None:
-    marked = {spec.name for spec in dataclasses.fields(DistributedConfig) if not spec.metadata.get("effect", True)}
+    marked = {spec.name for spec in dataclasses.fields(DistributedConfig) if spec.metadata.get("instead") is not None}
     assert marked == {name for name in DistributedConfig().to_dict() if not _read_somewhere(name)}
     told = (DistributedConfig.__doc__ or "").partition("without effect")[2]
     assert [name for name in marked if name not in told] == []
@@ -84,11 +84,11 @@ def test_a_setting_without_effect_is_accepted_and_told_once() -> None:
     assert Orchestrator().status().notes == ()
     config = DistributedConfig.from_env({"ACK_TIMEOUT_SEC": "2"}).replace(vocab_size=50, dropout=0.1)
     assert (config.ack_timeout, config.vocab_size) == (2.0, 50)
-    assert config.without_effect() == ["vocab_size", "ack_timeout"]
+    assert list(config.without_effect()) == ["vocab_size", "ack_timeout"]
     orchestrator = Orchestrator(config)
     orchestrator.set_mode("zero")
     [note] = orchestrator.status().notes
-    assert note.startswith("accepted, without effect here: vocab_size, ack_timeout;")
+    assert note.startswith("accepted, without effect here: vocab_size, ack_timeout (silence_s takes its place);")
 
 
 def test_round_trip_through_json() -> None:

@@ -141,6 +141,6 @@ def test_the_table_has_every_setting() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_has_an_effect_or_says_that_it_has_none(name: str) -> None:
-    without = DistributedConfig(**{name: OTHER[name]}).without_effect() == [name]
+    without = list(DistributedConfig(**{name: OTHER[name]}).without_effect()) == [name]
     found = any(differs(name, {key: value for key, value in context.items() if key != name}) for context in CONTEXTS)
     assert found != without
