@@ -151,10 +151,12 @@ class Preparation:
 
     def _facts_of(self, run: PreparedRun) -> dict[str, str]:
         """What the user's code reads of its modules; of imported ones as they were at first: counters move since then."""
-        found = facts_of(roots_of(run.spec, run.resolve))
+        roots = roots_of(run.spec, run.resolve)
+        found = facts_of(roots)
         shared = "" if run.module is None else run.module.__name__
         for place, text in found.items():
-            if not shared or place.partition(".")[0] in sys.modules:
+            # What a role names is another object from run to run.
+            if place not in roots and (not shared or place.partition(".")[0] in sys.modules):
                 found[place] = self._first_facts.setdefault(place, text)
         return {sendable(place): sendable(text) for place, text in found.items()}
 
