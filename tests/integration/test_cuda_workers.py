@@ -62,6 +62,7 @@ def test_workers_take_a_gpu_each_and_then_the_processor(monkeypatch: pytest.Monk
     gpus = torch.cuda.device_count()
     with Orchestrator(num_workers=gpus + 1, precision="fp64", bucket_mb=1) as orchestrator:
         orchestrator.launch_workers(gpus + 1)
+        told = "\n".join(orchestrator.status().notes)
         orchestrator.wait_for_workers(timeout=120)
         orchestrator.register_model("tests.support.training:SmallNet")
         run = orchestrator.start_training(loader(), num_epochs=2, optimizer_args={"lr": 0.01}, progress=False)
@@ -69,5 +70,5 @@ def test_workers_take_a_gpu_each_and_then_the_processor(monkeypatch: pytest.Monk
         assert difference(run.model(), model) <= 1e-9
         status = orchestrator.status()
         assert sorted(w.device for w in status.workers) == ["cpu", *(f"cuda:{k}" for k in range(gpus))]
-        assert "local-1 takes cuda:0" in "\n".join(status.notes)
-        assert f"local-{gpus + 1} takes the processor" in "\n".join(status.notes)
+        assert "local-1 takes cuda:0" in told
+        assert f"local-{gpus + 1} takes the processor" in told
