@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.parallel.replicas.buffer_policy import is_statistic, numbers, policy_of, taken
@@ -298,6 +299,8 @@ class BufferBook:
 
     def _replace(self, index: int, value: Tensor) -> None:
         live = self._live(index)
+        if isinstance(live, DTensor) and not isinstance(value, DTensor):
+            return  # shared out by ZeRO, as of the last commit: what was gathered for a forward that raised is given back
         if live.shape == value.shape and live.dtype == value.dtype:
             with torch.no_grad():
                 live.copy_(value)
