@@ -299,7 +299,7 @@ class BufferBook:
 
     def _replace(self, index: int, value: Tensor) -> None:
         live = self._live(index)
-        if isinstance(live, DTensor) and not isinstance(value, DTensor):
+        if isinstance(live, DTensor) is not isinstance(value, DTensor):
             return  # shared out by ZeRO, as of the last commit: what was gathered for a forward that raised is given back
         if live.shape == value.shape and live.dtype == value.dtype:
             with torch.no_grad():
