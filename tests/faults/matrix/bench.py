@@ -375,7 +375,7 @@ class Attempt:
             if fault == "SIGSTOP 5 s":
                 time.sleep(SHORT_STOP_S)  # the length of the fault itself
             else:
-                eventually(lambda: self.bench.state_of(worker.name) in ("lost", "left"), 30, "its seat is given up")
+                eventually(lambda: self._is_given_up(worker), 30, "it is given up")
             os.kill(worker.pid, signal.SIGCONT)
         elif fault == "silence":
             assert worker.relay is not None
@@ -392,6 +392,12 @@ class Attempt:
             )
             link.cut_at(way, link.bytes[way] + some, reset=fault != "cut in mid-frame")
             self.link = link
+
+    def _is_given_up(self, worker: Worker) -> bool:
+        if self.cell.phase == "join":  # it has not said hello, so it has no seat: its connections are ended
+            assert worker.relay is not None
+            return all(link.is_cut.is_set() for link in worker.relay.links)
+        return self.bench.state_of(worker.name) in ("lost", "left")
 
     # --------------------------------------------------------------------------------------------------------- the run
 
