@@ -193,7 +193,9 @@ class Orchestrator(SessionHost):
             return job.run.result()
 
     def _builder(self) -> RunBuilder:
-        return RunBuilder(self.config, self._models, self._tensor_plan)
+        cluster = self._cluster
+        members = () if cluster is None else [cluster.roster.members[rank].hello for rank in cluster.roster.ready()]
+        return RunBuilder(self.config, self._models, self._tensor_plan, members)
 
     # ------------------------------------------------------------------------------------------------------- forecast
 

@@ -148,6 +148,13 @@ class ReplicaSets:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
+        if options.precision == "auto":
+            cards = (
+                "the card of every worker" if composed.spec.precision == "bf16" else "not every worker has a card that"
+            )
+            self._notices.add(
+                f"precision auto: {composed.spec.precision}, because {cards} computes bf16 by itself", "run"
+            )
         steps = plan.steps_left(replica_set.step)
         if plan.val_feed is not None and plan.val_interval and steps is not None and plan.val_interval > steps:
             self._notices.add(
@@ -172,6 +179,11 @@ class ReplicaSets:
     def _new(self, composed: Composed, fresh: bool, strict: bool) -> ReplicaSet:
         spec, last = composed.spec, self.trained
         if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            if spec.compile or spec.channels_last:
+                raise ConfigError(
+                    "the model lives in the worker's own process, and is trained as it is there: call model.compile(), or "
+                    "model.to(memory_format=torch.channels_last), there, and leave compile and channels_last out"
+                )
             own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
             self.fetch(own)
             return own

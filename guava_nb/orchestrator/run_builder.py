@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +17,11 @@ from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
-from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.protocol.messages import Factory, Hello, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, facts_of, is_same_code, roots_of
-from guava_nb.spec.run_spec import build_spec, parallel_spec, uses_gather
+from guava_nb.spec.run_spec import build_spec, parallel_spec, precision_for, uses_gather
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
 
@@ -34,11 +35,19 @@ class RunBuilder:
         config: that holds now.
         registry: knows the shared cells.
         tensor_plan: of the mode that was chosen.
+        members: the workers that are here.
     """
 
-    def __init__(self, config: DistributedConfig, registry: ModelRegistry, tensor_plan: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: DistributedConfig,
+        registry: ModelRegistry,
+        tensor_plan: Mapping[str, str],
+        members: Iterable[Hello] = (),
+    ) -> None:
         """Nothing is built before it is asked for."""
         self._config, self._registry, self._tensor_plan = config, registry, tensor_plan
+        self._members = tuple(members)
 
     def compose(
         self,
@@ -67,7 +76,7 @@ class RunBuilder:
         gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
         reach = (lambda: False) if own else reach
         parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
-        spec = self._with_frozen(build_spec(self._config, shared, model, options, parallel, metrics))
+        spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:
             refuse_static(spec)
         if own:
@@ -107,7 +116,13 @@ class RunBuilder:
         )
         parallel = parallel_spec(self._config, workers, self._tensor_plan)
         shared = self._registry.shared()
-        return self._with_frozen(build_spec(self._config, shared, model, options.settled(self._config), parallel))
+        options = self._concrete(options.settled(self._config))
+        return self._with_frozen(build_spec(self._config, shared, model, options, parallel))
+
+    def _concrete(self, options: TrainingOptions) -> TrainingOptions:
+        """Choose the precision where the workers' cards shall decide."""
+        assert options.precision is not None
+        return dataclasses.replace(options, precision=precision_for(options.precision, self._members))
 
     def _with_frozen(self, spec: RunSpec) -> RunSpec:
         assert spec.model is not None

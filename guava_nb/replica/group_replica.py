@@ -33,7 +33,7 @@ from guava_nb.replica.base_replica import BaseReplica, Buckets
 from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
-from guava_nb.replica.model.build import begin_training, build_model, place_model
+from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import refuse_late_gradients
 from guava_nb.replica.objective import build_criterion, scoring
@@ -103,6 +103,9 @@ class GroupReplica(BaseReplica):
         shape = msgspec.structs.replace(shape, dp=mesh.data)  # whole replicas go on with any number
         self._axes = MeshAxes.build(mesh, self.device, machines)
         model = begin_training(place_model(build_model(self._spec, self.resolve), self._spec, self.device))
+        staged = shape.pp > 1 or shape.mode == "pipeline"
+        if self._spec.compile and not staged:
+            compile_modules([model], self.device)
         self._hooks = GradientHooks(model)
         self.part = parallelize(
             model, shape, self._axes, self.device,
@@ -110,6 +113,8 @@ class GroupReplica(BaseReplica):
             sync_batchnorm=self._spec.sync_batchnorm, example=self._inputs_of(example),
             habit=self._habit,
         )  # fmt: skip
+        if self._spec.compile and staged:
+            compile_modules(self.part.model.children(), self.device)
         self._hooks.move_to(self.part.named, clips=self._spec.max_grad_norm is not None)
         self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
         self._use_optimizer(self.part.optimizer)

@@ -28,7 +28,7 @@ from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
-from guava_nb.replica.model.build import begin_training, build_model, place_model
+from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch
 from guava_nb.replica.model.wrappers import unwrapped
@@ -82,6 +82,8 @@ class Replica(BaseReplica):
         super().__init__(spec, resolve, device)
         built = build_model(spec, resolve) if model is None else unwrapped(model)
         self.model = begin_training(place_model(built, spec, device))
+        if spec.compile and model is None:
+            compile_modules([self.model], device)
         self._hooks = GradientHooks(self.model)
         self.layout = build_layout(self.model, spec.bucket_bytes)
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import CacheSpec, Cell, Factory, MetricSpec, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import CacheSpec, Cell, Factory, Hello, MetricSpec, ParallelSpec, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_facts import reads
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
-__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "uses_gather"]
+__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "precision_for", "uses_gather"]
 
 _GATHER = "gather_batch"
 
@@ -158,6 +158,13 @@ def parallel_spec(
         path=config.path,
         gather=gather,
     )
+
+
+def precision_for(wanted: str, members: Collection[Hello]) -> str:
+    """Return the precision of a run; "auto" is bf16 where every worker's card computes it by itself, else fp32."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if members and all(member.has_bf16 for member in members) else "fp32"
 
 
 def _direct_replicas(config: DistributedConfig, num_workers: int, reach: Callable[[], bool]) -> bool:

@@ -48,7 +48,7 @@ LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
 _SCHEDULERS = ("CosineAnnealingLR", "StepLR", "MultiStepLR", "OneCycleLR", "LinearLR", "ExponentialLR", "LambdaLR",
                "ReduceLROnPlateau", "CosineAnnealingWarmRestarts")  # fmt: skip
-_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,11 @@ class TrainingOptions:
             epoch), its "accuracy" (with mode "max"), or one of `metrics`; by default "loss".
         max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, None: none.
         accumulation_steps: loader batches per optimizer step; by default the configuration's.
-        precision: arithmetic of forward and backward; by default the configuration's.
+        precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
+            else fp32; by default the configuration's.
+        compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs
+            Triton there on a GPU, and a C++ compiler on a CPU.
+        channels_last: keep images and convolutions in the memory format that tensor cores prefer.
         seed: root of all random numbers of the run; by default the configuration's.
         shares: relative share of each worker, in the order they joined, one for each that is here; a worker that joins later gets
             the least of them, and where none is left that had a share, one worker does it all. By default equal ones.
@@ -165,6 +169,8 @@ class TrainingOptions:
     max_grad_norm: float | None = option(None, "norm", flag="clip", setting="max_grad_norm")
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
     precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
+    compile: bool = option(False, "switch", flag="compile")
+    channels_last: bool = option(False, "switch", flag="channels-last")
     seed: int | None = option(None, "seed", flag="seed", setting="seed")
     shares: Sequence[float] | None = option(None, "weights", flag="shares")
     optimizer_site: str | None = option(

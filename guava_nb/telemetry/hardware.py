@@ -69,6 +69,7 @@ def describe(
         device_name=device_name,
         device_uuid=uuid,
         host_id=_host_id(),
+        has_bf16=device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
         own=own,
     )
 

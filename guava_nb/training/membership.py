@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from guava_nb.cluster.job import Job, NobodyLeft
@@ -27,6 +27,7 @@ class Membership:
         self.behind: set[int] = set()
         self.formed = False
         self._job = job
+        self._told: set[int] = set()  # of whose cards it was told
         self._unfit: set[int] = set()  # members that could not build this run, or shall not take part
 
     @property
@@ -60,8 +61,21 @@ class Membership:
         """
         ranks = self.replica_set.pick(self.fit)
         self.replica_set.require(self._job, ranks)
+        self._tell_emulated_bf16(ranks)
         self.replica_set.load(self._job, ranks & self.replica_set.prepared(), snapshot.state, snapshot.step)
         self.formed = True
+
+    def _tell_emulated_bf16(self, ranks: Iterable[int]) -> None:
+        if self.replica_set.spec.precision != "bf16":
+            return
+        for rank in sorted(set(ranks) - self._told):
+            self._told.add(rank)
+            hello = self.cluster.roster.members[rank].hello
+            if hello.device.startswith("cuda") and not hello.has_bf16:
+                self.cluster.notice(
+                    f"{hello.name}: its {hello.device_name} only emulates bf16, in which this run computes, so it is slow and "
+                    "the others wait for it: leave it out, or train with --precision fp16 or fp32"
+                )
 
     def bring_in(self, ranks: Sequence[int]) -> None:
         """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out."""
@@ -71,6 +85,7 @@ class Membership:
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
         fit = [rank for rank in ranks if rank in self.replica_set.prepared() and rank not in self._unfit]
         if fit:
+            self._tell_emulated_bf16(fit)
             self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)
             self.behind.difference_update(fit)
 

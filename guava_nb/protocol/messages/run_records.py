@@ -25,6 +25,7 @@ class Hello(Message, frozen=True, kw_only=True):
     device_name: str
     device_uuid: str
     host_id: str = ""  # the same for processes that share one machine and its network
+    has_bf16: bool = False  # the device computes bfloat16 by itself: others emulate it, and are slow
     own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
 
 
@@ -171,6 +172,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         frozen: full names of the parameters that take no gradient; None: as the factory builds them.
         buffers: what becomes of buffers that workers change unlike: "auto", "average", "first" or "sum".
         lockstep: a lone worker, too, waits for the commit of each step: a callback may ask for the state after it.
+        compile: the model is compiled where it is built.
+        channels_last: parameters of four dimensions lie in that memory format.
     """
 
     model: Factory | None
@@ -199,6 +202,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     frozen: tuple[str, ...] | None = None
     buffers: str = "auto"
     lockstep: bool = False
+    compile: bool = False
+    channels_last: bool = False
 
     @property
     def wants_whole_batches(self) -> bool:

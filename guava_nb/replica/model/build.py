@@ -5,18 +5,28 @@ Knows the record and devices; knows nothing of steps.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.replica.model.wrappers import unwrapped
+from guava_nb.replica.model.wrappers import is_compiled, unwrapped
 from guava_nb.replica.rng import seeded
 from guava_nb.spec.factories import Resolve, build, find
 
-__all__ = ["autocast_dtype", "begin_training", "build_model", "check_spec", "place_model", "place_module"]
+__all__ = [
+    "autocast_dtype",
+    "begin_training",
+    "build_model",
+    "check_spec",
+    "compile_modules",
+    "place_model",
+    "place_module",
+]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -76,8 +86,9 @@ def build_model(spec: RunSpec, resolve: Resolve) -> nn.Module:
 
 
 def place_model(model: nn.Module, spec: RunSpec, device: torch.device) -> nn.Module:
-    """Move a model to its device, and to double precision where the run asks for it, keeping tied parameters tied."""
-    return place_module(model, device, spec.precision == "fp64")
+    """Move a model to its device, in the precision and memory format that the run asks for, keeping tied parameters tied."""
+    module = place_module(model, device, spec.precision == "fp64")
+    return module.to(memory_format=torch.channels_last) if spec.channels_last else module  # type: ignore[call-overload]
 
 
 def place_module(module: nn.Module, device: torch.device, double: bool) -> nn.Module:
@@ -87,6 +98,38 @@ def place_module(module: nn.Module, device: torch.device, double: bool) -> nn.Mo
         return module
     module.double()._apply(lambda value: value.to(torch.complex128) if value.is_complex() else value)  # type: ignore[no-untyped-call]
     return module
+
+
+def compile_modules(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Compile modules in place with torch's default compiler, unless the user's factory compiled them; names stay.
+
+    Raises:
+        ConfigError: the compiler needs what is not on this machine.
+    """
+    lacks = _lacks_compiler(device)
+    if lacks:
+        raise ConfigError(
+            f"compile=True (--compile) needs {lacks} on each worker, and there is none here: install it, or leave compile out"
+        )
+    for module in modules:
+        if not is_compiled(module):
+            module.compile()
+
+
+def _lacks_compiler(device: torch.device) -> str:
+    """Name what torch.compile needs and this machine lacks, else ""; torch's own checks, private so far."""
+    with contextlib.suppress(ImportError):
+        if device.type == "cuda":
+            from torch.utils._triton import has_triton
+
+            return "" if has_triton() else "Triton"
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except RuntimeError:
+            return "a C++ compiler"
+    return ""
 
 
 def begin_training(model: nn.Module) -> nn.Module:

@@ -112,7 +112,7 @@ def test_round_trip_through_json() -> None:
         ("learning_rate", "fast", "a number or none, not str"),
         ("master_port", 70000, "at most 65535"),
         ("heartbeat_s", 0, "greater than 0"),
-        ("precision", "fp23", 'one of fp32, bf16, fp16, fp64. Did you mean "fp32"'),
+        ("precision", "fp23", 'one of fp32, bf16, fp16, fp64, auto. Did you mean "fp32"'),
         ("precision", 16, "a text, not int"),
         ("use_amp", "yes", "true or false, not str"),
         ("use_amp", 2, "true or false"),

@@ -14,6 +14,7 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, Pr
 from guava_nb.protocol.messages import Commit, Factory
 from guava_nb.replica.batch import place
 from guava_nb.replica.buckets import BUFFERS, present_at
+from guava_nb.replica.model.wrappers import is_compiled
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardWork
@@ -295,6 +296,25 @@ def test_a_gradient_that_grows_after_it_left_is_an_error_and_the_next_try_is_rig
     made.restore()
     (((made.model(data[0]) - data[1]) ** 2).sum() / 4).backward()
     assert torch.allclose(contribution.buckets[0][1][3:].view(3, 3), made.model.block.weight.grad)
+
+
+def test_a_compiled_replica_trains_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: plain_compile(module, backend="eager"))
+    mine = replica(Net, spec(precision="fp64", compile=True))
+    plain = replica(Net, spec(precision="fp64"))
+    assert is_compiled(mine.model) and not is_compiled(plain.model)
+    for number in range(3):
+        for one in (mine, plain):
+            step(one, batch(seed=number), number)
+    assert list(mine.model.state_dict()) == list(plain.model.state_dict())
+    for value, wanted in zip(mine.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(value, wanted, rtol=0, atol=1e-12)
+
+
+def test_channels_last_is_asked_for_by_an_option() -> None:
+    made = replica(lambda: nn.Sequential(nn.Conv2d(4, 3, 2), nn.Flatten()), spec(channels_last=True))
+    assert made.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
 
 
 def test_sparse_and_channels_last_gradients_arrive_by_value() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import Cell, Factory
+from guava_nb.protocol.messages import Cell, Factory, Hello
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.spec.run_spec import (
     build_spec,
@@ -19,6 +19,7 @@ from guava_nb.spec.run_spec import (
     optimizer_arguments,
     parallel_spec,
     plain_arguments,
+    precision_for,
     uses_gather,
 )
 from guava_nb.spec.training_options import TrainingOptions, option_infos
@@ -198,3 +199,15 @@ def test_an_object_whose_name_leads_to_another_one_is_refused() -> None:
 
 def plain_step(model: Any, batch: Any) -> Any:
     return model(batch)
+
+
+def test_precision_auto_is_bf16_where_every_card_computes_it() -> None:
+    def card(has_bf16: bool) -> Hello:
+        return Hello(
+            name="", program="", versions={}, hostname="", device="cuda:0", device_name="", device_uuid="", has_bf16=has_bf16
+        )  # fmt: skip
+
+    assert precision_for("auto", [card(True), card(True)]) == "bf16"
+    assert precision_for("auto", [card(True), card(False)]) == "fp32"
+    assert precision_for("auto", []) == "fp32"
+    assert precision_for("fp16", [card(True)]) == "fp16"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import nn
 
-from guava_nb.replica.model.build import begin_training
+from guava_nb.errors import ConfigError
+from guava_nb.replica.model.build import begin_training, compile_modules
 
 
 class Frozen(nn.Module):
@@ -36,3 +39,23 @@ def test_a_model_in_evaluation_mode_is_left_alone() -> None:
     model = Frozen().eval()
     calls = model.calls
     assert begin_training(model).calls == calls and not model.training
+
+
+def test_modules_are_compiled_unless_the_factory_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: called.append(module))
+    plain, done = nn.Linear(2, 2), nn.Linear(2, 2)
+    done._compiled_call_impl = done._call_impl  # as torch.compile leaves it
+    compile_modules([plain, done], torch.device("cpu"))
+    assert called == [plain]
+
+
+def test_what_the_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def missing() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(ConfigError, match=r"compile=True \(--compile\) needs a C\+\+ compiler on each worker"):
+        compile_modules([nn.Linear(2, 2)], torch.device("cpu"))
