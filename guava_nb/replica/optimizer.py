@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -45,6 +46,8 @@ _SCHEDULERS: dict[str, type[LRScheduler]] = {
     for name, cls in vars(lr_scheduler).items()
     if isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler and not name.startswith("_")
 }
+#: Those that a GPU steps by one kernel for all parameters.
+_FUSED = (optim.Adam, optim.AdamW, optim.SGD)
 #: Arguments of schedulers that are functions: given as the name of a shared one.
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
@@ -68,7 +71,9 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     given: Any = [parameter for _, parameter in pairs] if is_class else pairs
     if not given:
         raise ConfigError("the model has no parameters: there is nothing to train")
-    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=factory.args)
+    fuses = name in _OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
+    args = {**factory.args, "fused": True} if fuses else factory.args
+    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
@@ -76,7 +81,30 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     _refuse_unfit(name, type(made))
     _check_state(name, made)
     _check_owned(name, made, pairs)
+    if fuses:
+        _keep_to_itself(made)
     return made
+
+
+def _may_be_fused(cls: Any, args: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether torch's optimizer may step all parameters by one kernel of the GPU, and the user chose no other way."""
+    if not issubclass(cls, _FUSED) or {"fused", "foreach", "capturable", "differentiable"} & set(args):
+        return False
+    kinds = {isinstance(one, DTensor) for one in parameters}  # one kernel cannot take both
+    return len(kinds) == 1 and all(one.is_cuda and one.is_floating_point() for one in parameters)
+
+
+def _keep_to_itself(optimizer: Optimizer) -> None:
+    """Leave out of states how the step is computed: they go to machines that have no GPU, and come from those."""
+
+    def on_its_way_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, "fused": None} for group in state["param_groups"]]}
+
+    def on_its_way_in(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, "fused": True} for group in state["param_groups"]]}
+
+    optimizer.register_state_dict_post_hook(on_its_way_out)
+    optimizer.register_load_state_dict_pre_hook(on_its_way_in)
 
 
 def _refuse_unfit(name: str, cls: Callable[..., Any]) -> None:

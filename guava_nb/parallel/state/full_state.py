@@ -191,7 +191,7 @@ def optimizer_pieces(
     """
     groups = [
         {**{key: _plain(value) for key, value in group.items() if key != "params"}, "names": list(member)}
-        for group, member in zip(optimizer.param_groups, members, strict=True)
+        for group, member in zip(optimizer.state_dict()["param_groups"], members, strict=True)
     ]
     state = {}
     for parameter, values in optimizer.state.items():

@@ -9,7 +9,14 @@ from torch.optim import lr_scheduler
 
 from guava_nb.errors import CheckpointError, ConfigError, PreparationError
 from guava_nb.protocol.messages import Factory
-from guava_nb.replica.optimizer import _OPTIMIZERS, _SCHEDULERS, LossScale, build_optimizer, build_scheduler
+from guava_nb.replica.optimizer import (
+    _OPTIMIZERS,
+    _SCHEDULERS,
+    LossScale,
+    _may_be_fused,
+    build_optimizer,
+    build_scheduler,
+)
 from guava_nb.replica.state_dict import copied, like, plain
 from tests.support.star import resolver
 
@@ -252,3 +259,30 @@ def test_an_optimizer_without_what_torch_s_have_is_refused(made: type, words: st
     net = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=words):
         build_optimizer(Factory("mine", {}), net.named_parameters(), resolver(mine=made))
+
+
+def test_a_fused_optimizer_keeps_to_itself_how_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs; torch fuses on processors too, so that stands for it here."""
+    named = [("weight", nn.Parameter(torch.ones(3)))]
+    factory = Factory("AdamW", {"lr": 0.1})
+    assert (
+        build_optimizer(factory, named, resolver()).param_groups[0]["fused"] is None
+    )  # on a processor it is torch's choice
+    monkeypatch.setattr("guava_nb.replica.optimizer._may_be_fused", lambda *_: True)
+    made = build_optimizer(factory, named, resolver())
+    named[0][1].grad = torch.ones(3)
+    made.step()
+    state = made.state_dict()
+    assert made.param_groups[0]["fused"] is True and state["param_groups"][0]["fused"] is None
+    plain = torch.optim.AdamW([named[0][1]], lr=0.1)
+    plain.load_state_dict(state)
+    made.load_state_dict(plain.state_dict())
+    assert made.param_groups[0]["fused"] is True and float(made.state[named[0][1]]["step"]) == 1.0
+
+
+def test_what_the_user_says_of_the_way_to_step_counts() -> None:
+    parameters = [nn.Parameter(torch.ones(2, device="meta"))]
+    assert not _may_be_fused(torch.optim.AdamW, {"foreach": True}, parameters)
+    assert not _may_be_fused(torch.optim.Adagrad, {}, parameters) and not _may_be_fused(
+        torch.optim.AdamW, {}, parameters
+    )
