@@ -7,6 +7,7 @@ part; one that looks at whole parameters (LAMB, gradient centralisation), or at 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,7 +208,8 @@ def _play(
     named = {n: nn.Parameter(value.clone(), trained[n]) for n, value in held[0].items()}
     try:
         optimizer = make(named)
-    except Exception:  # told when the worker makes it of its part
+    except Exception as problem:  # an optimizer of the user's may raise anything
+        played.problem = problem
         return played
     played.name = _label(optimizer)
     try:
@@ -247,8 +249,9 @@ def _label(optimizer: Optimizer) -> str:
 def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
     """Return why an optimizer cannot be used on a part, "" where it can."""
     if found.problem is not None:
-        why = str(found.problem).splitlines()[0][:120] if str(found.problem) else type(found.problem).__name__
-        return f"{found.name} cannot step on {part.what} ({why}); use {part.way}"
+        lines = str(found.problem).splitlines() or [type(found.problem).__name__]
+        why = textwrap.shorten(lines[0], 160, placeholder=" ...")
+        return f"{whole.name} cannot step on {part.what} ({why}); use {part.way}"
     of_other_shape = next((name for name, shapes in found.state.items() if part.is_cut and shapes), "")
     name = of_other_shape or _furthest(first, whole, found, part)
     if not name:

@@ -25,9 +25,9 @@ from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import autocast_dtype, check_spec
 from guava_nb.replica.objective import build_objective
-from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler
+from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler, is_of_the_user
 from guava_nb.replica.preprocess import Preprocessing
-from guava_nb.replica.rng import seeded
+from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
@@ -36,6 +36,10 @@ __all__ = ["BaseReplica", "Buckets", "explained", "load_scheduler"]
 
 #: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
 Buckets = Mapping[int, tuple[bytes, Tensor]]
+
+
+#: Stands for a shard in the seed of what the optimizer draws: no shard has this number.
+_OF_THE_OPTIMIZER = -(1 << 31)
 
 
 class BaseReplica(ABC):
@@ -161,7 +165,7 @@ class BaseReplica(ABC):
             raise ConfigError(f"the loss gave a count of {count:g}; the denominator of a mean is at least 0")
         return loss_sum, count, math.isfinite(loss_sum) and math.isfinite(count)
 
-    def apply(self, sums: Buckets | None, commit: Commit) -> None:
+    def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
         """Apply the step.
 
         Args:
@@ -170,6 +174,7 @@ class BaseReplica(ABC):
                 step is over. None: the gradients are in the parameters already, of a lone worker or summed by a group.
             commit: `scale` is the factor to the true mean, `clip` that of clipping where a group knows the norm. With
                 `skip` nothing changes but the loss scale.
+            step: its number, by which an optimizer that draws random numbers draws the same on every worker.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
@@ -180,7 +185,7 @@ class BaseReplica(ABC):
         if commit.skip:
             self.restore()
         else:
-            self._step_or_undo(sums, commit.scale * commit.clip / self.loss_scale)
+            self._step_or_undo(sums, commit.scale * commit.clip / self.loss_scale, step)
         if self._scaler:
             self._scaler.update(skipped=commit.skip)
         if self._schedule and not commit.skip:
@@ -189,12 +194,15 @@ class BaseReplica(ABC):
             except (Exception, SystemExit) as error:
                 raise ApplyFailed(applied=True) from error
 
-    def _step_or_undo(self, sums: Buckets | None, factor: float) -> None:
+    def _step_or_undo(self, sums: Buckets | None, factor: float, step: int) -> None:
         self._buffers.begin_step()
         if self._undo is not None:
             self._undo.begin(self._buffers.committed().values())
+        draws = self.optimizer is not None and is_of_the_user(self.optimizer)  # torch's own draw nothing
+        seed = shard_seed(self._spec.seed, step, _OF_THE_OPTIMIZER)
         try:
-            self._step(sums, factor)
+            with seeded(seed, self.device, restore_all=False) if draws else contextlib.nullcontext():
+                self._step(sums, factor)
         except (Exception, SystemExit) as error:
             if isinstance(error, LocalProtocolError) or self._undo is None or not self._undo.undo():
                 raise

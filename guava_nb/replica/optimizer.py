@@ -5,11 +5,13 @@ Knows torch.optim; knows nothing of buckets or workers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "follows_metric",
+    "is_of_the_user",
 ]
 
 INTERVALS = ("step", "epoch", "validation")
@@ -48,6 +51,10 @@ _SCHEDULERS: dict[str, type[LRScheduler]] = {
 }
 #: Those that a GPU steps by one kernel for all parameters.
 _FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+_CLOSURE = (
+    "optimizer {} evaluates the loss several times in one step, which the exchange of gradients cannot do; use one that steps "
+    "once per gradient, such as AdamW"
+)
 #: Arguments of schedulers that are functions: given as the name of a shared one.
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
@@ -83,6 +90,37 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     _check_owned(name, made, pairs)
     if fuses:
         _keep_to_itself(made)
+    if name not in _OPTIMIZERS:
+        again = partial(build, "optimizer", name, found, from_torch=False, args=factory.args)
+        if _needs_closure(again, pairs, is_class):
+            raise ConfigError(_CLOSURE.format(name))
+    return made
+
+
+def _needs_closure(make: Callable[[Any], Any], named: Sequence[tuple[str, nn.Parameter]], is_class: bool) -> bool:
+    """Whether a step raises unless it is given a function that computes the loss again; tried on small stand-ins."""
+    stand_ins = [(name, _stand_in(parameter)) for name, parameter in named]
+    called: list[bool] = []
+
+    def closure() -> Tensor:
+        called.append(True)
+        return torch.zeros(())
+
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+        optimizer = make([parameter for _, parameter in stand_ins] if is_class else stand_ins)
+        try:
+            optimizer.step()
+        except Exception:  # of the user's code; without a closure, or for another reason that its first step will tell
+            optimizer.step(closure)
+            return bool(called)
+    return bool(called)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(
+        torch.ones([min(size, 2) for size in parameter.shape], dtype=parameter.dtype), parameter.requires_grad
+    )
+    made.grad = torch.ones_like(made) if made.requires_grad else None
     return made
 
 
@@ -112,10 +150,7 @@ def _refuse_unfit(name: str, cls: Callable[..., Any]) -> None:
         raise ConfigError(f"optimizer {name} needs sparse gradients, and exchanged gradients are dense; use Adam")
     closure = inspect.signature(cls.step).parameters.get("closure")  # type: ignore[attr-defined]
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(
-            f"optimizer {name} evaluates the loss several times in one step, which the exchange of gradients cannot do;"
-            " use one that steps once per gradient, such as AdamW"
-        )
+        raise ConfigError(_CLOSURE.format(name))
 
 
 def _check_state(name: str, optimizer: Optimizer) -> None:
@@ -311,7 +346,7 @@ class StepUndo:
     def begin(self, further: Iterable[Tensor] = ()) -> None:
         """Note what is there; `further` tensors are kept with the parameters."""
         self._kept, self._marks = None, []
-        if not _may_fail_midway(self._optimizer):
+        if not is_of_the_user(self._optimizer):
             self._marks = self._versions()
             return
         tensors = [*self._parameters(), *further]
@@ -347,12 +382,13 @@ class StepUndo:
         return [(id(one), one._version) for one in (*self._parameters(), *state) if isinstance(one, Tensor)]
 
 
-def _may_fail_midway(optimizer: Optimizer) -> bool:
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values(),
-        *torch_optimizer._global_optimizer_pre_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]  # fmt: skip
-    return any(_is_users(one) for one in (*hooks, type(optimizer)))
+def is_of_the_user(optimizer: Optimizer) -> bool:
+    """Whether code of the user's runs in an optimizer's step: its class, or a hook. It may raise anywhere, and draw numbers."""
+    tables = [
+        getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")
+    ]  # not without super().__init__
+    tables += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    return any(_is_users(one) for one in (type(optimizer), *(hook for table in tables for hook in table.values())))
 
 
 def _is_users(one: Any) -> bool:

@@ -210,8 +210,7 @@ def build_spec(
     """
     if parallel is not None and options.optimizer_site == "orchestrator":
         cause = (
-            "sync_batchnorm or path='direct' makes the workers exchange gradients among themselves, past the orchestrator; leave "
-            "these off (--sync-batchnorm off)"
+            _past_the_orchestrator(config, parallel)
             if parallel.mode == "data"
             else f"in mode {parallel.mode} the workers hold parts of the model, and each steps its own; use data mode"
         )
@@ -230,6 +229,19 @@ def build_spec(
             "lockstep": any(map(_looks_at_steps, options.callbacks)),
         }
     )
+
+
+def _past_the_orchestrator(config: DistributedConfig, parallel: ParallelSpec) -> str:
+    """Say what makes whole replicas exchange gradients among themselves."""
+    what, instead = ("path='direct'", "choose path='relay' (--path relay)")
+    if parallel.gather:
+        what, instead = (
+            "gather_batch, which a shared cell or the code of model, loss or step names,",
+            "leave it out of them",
+        )
+    elif config.sync_batchnorm:
+        what, instead = "sync_batchnorm", "leave it off (--sync-batchnorm off)"
+    return f"{what} makes the workers exchange gradients among themselves, past the orchestrator; {instead}"
 
 
 def _looks_at_steps(callback: Any) -> bool:

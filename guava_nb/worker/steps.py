@@ -340,7 +340,7 @@ class StepRunner:
         else:
             try:
                 with contextlib.nullcontext() if self._seat is None else self._seat.applying():
-                    replica.apply(step.buckets or None, commit)
+                    replica.apply(step.buckets or None, commit, self.committed + 1)
             except ApplyFailed as failed:
                 failure = failed.__cause__
                 if not failed.applied:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from guava_nb.replica.optimizer import (
     _OPTIMIZERS,
     _SCHEDULERS,
     LossScale,
+    StepUndo,
     _may_be_fused,
     build_optimizer,
     build_scheduler,
@@ -286,3 +288,41 @@ def test_what_the_user_says_of_the_way_to_step_counts() -> None:
     assert not _may_be_fused(torch.optim.Adagrad, {}, parameters) and not _may_be_fused(
         torch.optim.AdamW, {}, parameters
     )
+
+
+class Sharpness(optim.SGD):
+    """As SAM is published: its step asks for the loss again."""
+
+    def step(self, closure: object = None) -> None:
+        assert closure is not None, "requires closure"
+        closure()  # type: ignore[operator]
+
+
+class Wrapping(optim.Optimizer):
+    """As wrappers are published: it calls no `__init__` of torch's."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        self.base = optim.SGD(params, lr=lr)  # type: ignore[arg-type]
+        self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
+
+    def step(self, closure: object = None) -> None:
+        self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+
+def test_an_optimizer_that_asks_for_the_loss_again_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="Sharpness evaluates the loss several times in one step"):
+        build_optimizer(Factory("Sharpness", {"lr": 0.1}), model().named_parameters(), resolver(Sharpness=Sharpness))
+
+
+def test_a_wrapper_without_torchs_own_beginning_steps_and_is_undone() -> None:
+    net = model()
+    made = build_optimizer(Factory("Wrapping"), net.named_parameters(), resolver(Wrapping=Wrapping))
+    undo = StepUndo(made, ())
+    before = net.weight.detach().clone()
+    undo.begin()
+    net.weight.grad = torch.ones_like(net.weight)
+    made.step()
+    assert not torch.equal(net.weight, before) and undo.undo() and torch.equal(net.weight, before)

@@ -312,6 +312,30 @@ def test_a_compiled_replica_trains_as_the_plain_one(monkeypatch: pytest.MonkeyPa
         assert torch.allclose(value, wanted, rtol=0, atol=1e-12)
 
 
+class Noisy(torch.optim.SGD):
+    """Draws noise in its step, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def test_an_optimizer_that_draws_draws_the_same_on_every_worker() -> None:
+    made = [replica(Net, spec(optimizer=Factory("Noisy", {"lr": 0.1})), Noisy=Noisy) for _ in range(2)]
+    for number, (one, before) in enumerate(zip(made, (3, 4), strict=True)):
+        torch.manual_seed(before)  # what was drawn before must not matter
+        one.run_shard(work(batch(seed=1), shard=0))
+        one.apply(None, Commit(1.0, False), step=7)
+        assert number == 0 or one.parameter_hash() == made[0].parameter_hash()
+    made[0].run_shard(work(batch(seed=1)))
+    made[1].run_shard(work(batch(seed=1)))
+    made[0].apply(None, Commit(1.0, False), step=8)
+    made[1].apply(None, Commit(1.0, False), step=9)
+    assert made[0].parameter_hash() != made[1].parameter_hash()
+
+
 def test_channels_last_is_asked_for_by_an_option() -> None:
     made = replica(lambda: nn.Sequential(nn.Conv2d(4, 3, 2), nn.Flatten()), spec(channels_last=True))
     assert made.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
