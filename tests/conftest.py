@@ -34,6 +34,12 @@ _FIRST = (
     "test_namespaces",
     "test_guava_run",
     "test_tunnel_faults",
+    "test_parallel",
+    "test_group_modes",
+    "test_programs",
+    "test_matrix",
+    "test_pipeline_part",
+    "test_explorer",
 )
 
 
