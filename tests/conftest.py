@@ -26,18 +26,19 @@ settings.load_profile("luck" if os.environ.get("GUAVA_TEST_LUCK") else "guava")
 _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here", re.IGNORECASE)
 
 
-#: Files with few and long tests: one that came last would keep one process busy while the others have nothing left.
+#: Files with long tests: one that came last would keep one process busy while the other has nothing left. Those that wait for
+#: most of their time (a browser, kernels, namespaces, cut links) stand between those that compute, so that they share the cores.
 _FIRST = (
     "test_browser",
-    "test_two_kernels",
     "test_notebooks",
-    "test_namespaces",
-    "test_guava_run",
-    "test_tunnel_faults",
+    "test_two_kernels",
     "test_parallel",
+    "test_namespaces",
+    "test_tunnel_faults",
     "test_group_modes",
-    "test_programs",
+    "test_guava_run",
     "test_matrix",
+    "test_programs",
     "test_pipeline_part",
     "test_explorer",
 )
