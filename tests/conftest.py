@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from guava_nb.spec.loading import loading_without_collections
 from tests.support import warm
 
 # Threads that wait for each other on two cores take a third of the tests' processor time, and small tensors gain nothing by them.
@@ -48,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files; all else keeps its order."""
     place = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while modules load: there is none, and looking for it takes a third of the time."""
+    with loading_without_collections():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
