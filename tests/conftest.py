@@ -28,13 +28,13 @@ _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here", re.IG
 
 
 #: Files with long tests: one that came last would keep one process busy while the other has nothing left. Those that wait for
-#: most of their time (a browser, kernels, namespaces, cut links) stand between those that compute, so that they share the cores.
+#: half of their time (two kernels, namespaces, cut links) stand between those that compute, so that they share the cores.
 _FIRST = (
-    "test_browser",
     "test_notebooks",
     "test_two_kernels",
-    "test_parallel",
+    "test_browser",
     "test_namespaces",
+    "test_parallel",
     "test_tunnel_faults",
     "test_group_modes",
     "test_guava_run",
