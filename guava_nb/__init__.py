@@ -88,7 +88,10 @@ def __getattr__(name: str) -> Any:
         return installed_version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    from guava_nb.spec.loading import loading_without_collections
+
+    with loading_without_collections():
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

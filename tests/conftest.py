@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from guava_nb.spec.loading import loading_without_collections
 from tests.support import warm
 
 # Threads that wait for each other on two cores take a third of the tests' processor time, and small tensors gain nothing by them.
@@ -26,14 +27,21 @@ settings.load_profile("luck" if os.environ.get("GUAVA_TEST_LUCK") else "guava")
 _MAY_LACK = re.compile(r"CUDA|GPU|Windows|no ::1 here|not permitted here", re.IGNORECASE)
 
 
-#: Files with few and long tests: one that came last would keep one process busy while the others have nothing left.
+#: Files with long tests: one that came last would keep one process busy while the other has nothing left. Those that wait for
+#: half of their time (two kernels, namespaces, cut links) stand between those that compute, so that they share the cores.
 _FIRST = (
-    "test_browser",
-    "test_two_kernels",
     "test_notebooks",
+    "test_two_kernels",
+    "test_browser",
     "test_namespaces",
-    "test_guava_run",
+    "test_parallel",
     "test_tunnel_faults",
+    "test_group_modes",
+    "test_guava_run",
+    "test_matrix",
+    "test_programs",
+    "test_pipeline_part",
+    "test_explorer",
 )
 
 
@@ -41,6 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files; all else keeps its order."""
     place = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while modules load: there is none, and looking for it takes a third of the time."""
+    with loading_without_collections():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

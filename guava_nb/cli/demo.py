@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from guava_nb.cli.result import check_report_path, result_view, write_report
 from guava_nb.config import MODES, DistributedConfig
 from guava_nb.errors import ConfigError
+from guava_nb.processes.launcher import expect_workers
 from guava_nb.render.text import to_text
+from guava_nb.spec.loading import loading_without_collections
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["DemoOptions", "add_command", "make_loaders", "options_from", "run_demo"]
 
 MODEL = "guava_nb.cli.demo_model:DigitNet"
+THREADS = (
+    1  # in each process: its tensors are small, and threads that wait for each other need cores that nothing else uses
+)
 JOIN_TIMEOUT_S = 120.0  # a worker process imports torch first, which takes seconds on a busy machine
 
 
@@ -146,8 +151,14 @@ def make_loaders(options: DemoOptions) -> tuple[DataLoader[Any], DataLoader[Any]
 
 
 def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, Any], Module]:
-    from guava_nb.orchestrator import Orchestrator
+    expect_workers(THREADS)
+    with loading_without_collections():
+        import torch
+        import torch._dynamo  # the first optimizer of a process loads it; so it is loaded while the workers start
 
+        from guava_nb.orchestrator import Orchestrator
+
+    torch.set_num_threads(THREADS)
     train_loader, val_loader = make_loaders(options)
     print(
         f"Training on the packaged digit images with {options.workers} worker process(es) on this machine ...",
@@ -156,7 +167,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     with Orchestrator(config) as orchestrator:
         axes: dict[str, Any] = {"dp": options.workers // 2, "pp": 2} if options.mode == "hybrid" else {}
         orchestrator.set_mode(options.mode, **axes)
-        orchestrator.launch_workers(options.workers)
+        orchestrator.launch_workers(options.workers, threads=THREADS)
         print(*orchestrator.status().notes, sep="\n", flush=True)
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)

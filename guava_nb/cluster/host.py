@@ -21,7 +21,7 @@ from guava_nb.link.listener import Listener
 from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
 from guava_nb.processes.interrupts import interrupts_wait
-from guava_nb.processes.launcher import WorkerHandle, close_all, launch
+from guava_nb.processes.launcher import WorkerHandle, close_all, expect_workers, launch
 from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
@@ -279,6 +279,8 @@ class SessionHost:
         threads = threads or self.config.threads_per_worker or (int(own) if own.isdecimal() else None)
         places = place(count, device, threads, gpus=gpus, cores=allowed_cores(), running=running)
         names = [f"local-{len(self._local) + k + 1}" for k in range(count)]
+        if count > 1:
+            expect_workers(places[0].threads)
         started = [
             launch(code, one.device, name, one.threads, self.log_folder, self.config)
             for name, one in zip(names, places, strict=True)

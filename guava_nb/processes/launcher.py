@@ -1,8 +1,8 @@
 """Starts worker processes and watches them.
 
-One spawned process per device, never forked from a kernel and never inside it: memory is freed by ending it, CUDA state in
-the notebook does not matter. It has a process session of its own, because an interrupted cell sends SIGINT to the kernel's
-whole process group. The join code goes through a pipe, so no process list shows it.
+One process per device, spawned or forked from a clean nursery, never from a kernel and never inside it: memory is freed by
+ending it, CUDA state in the notebook does not matter. It has a process session of its own, because an interrupted cell sends
+SIGINT to the kernel's whole process group. The join code goes through a pipe, so no process list shows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,12 +27,15 @@ from guava_nb.config import DistributedConfig
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
-from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, MAX_LINE_CHARS, ending_text
+from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
+from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, MAX_LINE_CHARS, NURSERY, ending_text
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
 
-__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "launch"]
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch"]
+
+_WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
@@ -101,22 +104,8 @@ class WorkerHandle:
         self._process = self._spawn(threads)
         threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
 
-    def _spawn(self, threads: int | None) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "guava_nb.worker.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            start_new_session=os.name != "nt",
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
+    def _spawn(self, threads: int | None) -> subprocess.Popen[str] | ForkedProcess:
+        process = _forked(worker_environment(threads)) or _spawned(worker_environment(threads))
         order = {
             "code": None if self._code is None else self._code.encode(),
             "listen": None if self._listens is None else [self._listens.host, self._listens.port],
@@ -281,6 +270,43 @@ class WorkerHandle:
         """One line without secrets."""
         state = self.status()
         return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address or 'no address'}, pid {self.pid})"
+
+
+def _forked(environment: Mapping[str, str]) -> ForkedProcess | None:
+    """Return a process from the nursery of this environment; None where there is none, or it has ended."""
+    nursery = find_nursery(environment)
+    if nursery is not None:
+        with contextlib.suppress(OSError):
+            return ForkedProcess(nursery)
+    return None
+
+
+def _spawned(environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        _WORDS,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        start_new_session=os.name != "nt",
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+    )
+
+
+def worker_environment(threads: int | None) -> dict[str, str]:
+    """Return the environment of a worker process with so many of torch's threads."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:replace"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def expect_workers(threads: int | None) -> None:
+    """Begin to load what workers with so many threads need; each `launch` of such a worker then takes milliseconds."""
+    begin_nursery([*_WORDS, NURSERY], worker_environment(threads))
 
 
 def close_all(workers: Sequence[WorkerHandle], timeout_s: float = 5.0) -> None:

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import Factory
 from guava_nb.spec.factories import Resolve, build, find
+from guava_nb.spec.loading import loading_without_collections
 
 __all__ = [
     "INTERVALS",
@@ -80,7 +81,8 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
         raise ConfigError("the model has no parameters: there is nothing to train")
     fuses = name in _OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
     args = {**factory.args, "fused": True} if fuses else factory.args
-    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
+    with loading_without_collections():  # the first optimizer of a process loads torch._dynamo
+        made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"

@@ -1,5 +1,7 @@
 """Entry of a worker process: `python -m guava_nb.worker.process`, started by `guava_nb.processes.launcher` and by nothing else.
 
+With the argument `nursery` it loads everything and is then forked for each worker, see `guava_nb.processes.nursery`.
+
 Standard input: one JSON line with the order (join code, device, name, ...: secrets come this way, never in argv), then
 "leave", or "dial CODE" when the session has a new join code. End of input means that the process that started this one is gone.
 Standard output: what the user's code prints, and lines that start with `MARK` with this worker's state as JSON, or about once
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import importlib
 import json
 import os
 import signal
@@ -19,7 +23,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK
+from guava_nb.processes.nursery import serve
+from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, NURSERY
+from guava_nb.spec.loading import loading_without_collections
 
 if TYPE_CHECKING:  # torch is loaded when the order is read
     from guava_nb.config import DistributedConfig
@@ -32,6 +38,8 @@ if TYPE_CHECKING:  # torch is loaded when the order is read
 
 __all__ = ["main"]
 
+#: What every worker loads: the last one when its optimizer is made, in any process that uses torch.
+_PRELOADED = ("torch", "guava_nb.worker.worker_session", "guava_nb.worker.listening", "torch._dynamo")
 #: Seconds between two reports of figures: what a person follows, and no load on the pipe.
 FIGURES_S = 1.0
 
@@ -42,6 +50,9 @@ def main() -> int:
     order = json.loads(sys.stdin.readline())
     if order.get("threads"):
         os.environ.setdefault("OMP_NUM_THREADS", str(order["threads"]))
+    with loading_without_collections():
+        importlib.import_module("guava_nb.worker.worker_session")  # and torch
+    gc.freeze()  # what was loaded stays: no later collection need look at it
     return _work(order)
 
 
@@ -193,6 +204,8 @@ def _listen(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] |
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == [NURSERY]:
+        serve(_PRELOADED)  # returns in each worker that it forks
     try:
         status = main()
     except BaseException:

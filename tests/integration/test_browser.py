@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import psutil
 import pytest
-from nbconvert import HTMLExporter
 
 from tests.support.browser import Lab, browser_page, jupyter_lab, needs_a_browser
 from tests.support.processes import eventually
@@ -50,6 +48,8 @@ WORKER_LOAD, WORKER = range(2)
 
 
 def write(folder: Path, name: str, cells: list[str]) -> None:
+    import nbformat  # see tests/notebooks
+
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)"}},
@@ -109,7 +109,8 @@ def code_of(lab: Lab) -> str:
 def local_workers() -> list[psutil.Process]:
     """Worker processes of the orchestrator's kernel, which has two: other tests here may have workers of their own."""
     kernels = [p for p in running_below(psutil.Process(), "jupyterlab") for p in running_below(p, "ipykernel_launcher")]
-    return max((running_below(kernel, "guava_nb.worker.process") for kernel in kernels), key=len)
+    found = max((running_below(kernel, "guava_nb.worker.process") for kernel in kernels), key=len)
+    return [process for process in found if not process.children()]  # without the nursery that forked them
 
 
 def running_below(process: psutil.Process, module: str) -> list[psutil.Process]:
@@ -195,6 +196,8 @@ def test_a_finished_run_leaves_plain_html_and_a_small_file(lab: Lab, other: Lab,
     path = folder / "main.ipynb"
     assert path.stat().st_size < 300_000
     text = path.read_text()
+    from nbconvert import HTMLExporter
+
     page, _ = HTMLExporter().from_filename(str(path))
     assert "data:image/png;base64" in page and "time by phase" in page
     assert "widget-view" not in text.split('"execution_count"', SHORT + 1)[SHORT]

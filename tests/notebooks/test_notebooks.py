@@ -10,10 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import nbformat
 import pytest
-from nbconvert import HTMLExporter
 
 from guava_nb import Orchestrator
 from tests.support.processes import loader
@@ -29,6 +28,14 @@ WORKER = "01_colab_worker"
 def test_there_are_notebooks() -> None:
     assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(9)]
     assert WORKER in [path.stem for path in NOTEBOOKS]
+
+
+def notebook_at(path: Path) -> Any:
+    import nbformat  # compiles a grammar: seconds that only the process which runs these tests should take
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -70,8 +77,10 @@ def test_what_a_session_says_is_what_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_becomes_a_page(path: Path) -> None:
+    from nbconvert import HTMLExporter
+
     page, _ = HTMLExporter().from_filename(str(path))
-    assert nbformat.read(path, as_version=4).cells[0].source.splitlines()[0].lstrip("# ") in page
+    assert notebook_at(path).cells[0].source.splitlines()[0].lstrip("# ") in page
 
 
 def run_notebook(path: Path, tmp_path: Path, compare: str = "--nbval-lax", **more: str) -> None:
@@ -98,8 +107,7 @@ def run_notebook(path: Path, tmp_path: Path, compare: str = "--nbval-lax", **mor
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
+    notebook = notebook_at(path)
     assert "widgets" not in notebook.metadata
     assert notebook.metadata.kernelspec.name == "python3"
     for cell in notebook.cells:
@@ -112,7 +120,7 @@ def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_teaches_and_cleans_up(path: Path) -> None:
     """A goal, a picture of what goes where, numbers, a prediction before them, an exercise, the way back."""
-    cells = nbformat.read(path, as_version=4).cells
+    cells = notebook_at(path).cells
     text = [cell.source for cell in cells if cell.cell_type == "markdown"]
     assert cells[0].cell_type == "markdown" and "**Goal.**" in cells[0].source and "**You need**" in cells[0].source
     assert len(text) >= len(cells) / 3
@@ -128,7 +136,7 @@ def test_it_teaches_and_cleans_up(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_its_badges_and_links_lead_to_it_and_to_what_is_there(path: Path) -> None:
-    cells = nbformat.read(path, as_version=4).cells
+    cells = notebook_at(path).cells
     assert f"colab.research.google.com/github/guava-nb/guava_nb/blob/main/notebooks/{path.name})" in cells[0].source
     assert f"mybinder.org/v2/gh/guava-nb/guava_nb/main?labpath=notebooks%2F{path.name})" in cells[0].source
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", "\n".join(cell.source for cell in cells))

@@ -31,6 +31,8 @@ SPECS = {
     "hybrid zero 3": ParallelSpec(mode="hybrid", dp=2, tp=2, zero_stage=3),
 }
 
+LONG = ("data", "zero 1", "zero 2", "tensor", "pipeline")
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[GroupPool]:
@@ -107,8 +109,10 @@ def test_groups_inside_machines_under_the_relay(pool: GroupPool, name: str, mach
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_to_plain_pytorch(pool: GroupPool, backend: str, name: str) -> None:
-    # What is computed is the same over both; gloo shows that nothing of it depends on the backend.
-    case = Scenario(spec=SPECS[name], accumulate=2, groups=True, steps=20 if backend == "guava" else 8)
+    # What is computed is the same over both; gloo shows that nothing of it depends on the backend. A long run of each family
+    # shows that differences do not grow; four ranks of a hybrid take 15 s of processor time for so many steps.
+    steps = 20 if backend == "guava" and name in LONG else 8
+    case = Scenario(spec=SPECS[name], accumulate=2, groups=True, steps=steps)
     limit = plain(replace(case, steps=1))[3][0] / 2
     case = replace(case, max_norm=limit)
     compare(case, run(pool, backend, case), 1e-9)

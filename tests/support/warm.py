@@ -41,8 +41,12 @@ WARM_MODULES = (
     "tests.faults.matrix.worker",
 )  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil")
-_FOR_NOTEBOOKS = "nbformat"  # compiles a grammar: three seconds
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.distributed.pipelining", "numpy", "matplotlib.figure", "psutil", "msgspec",
+    "websockets.server", "zstandard", "pyflakes.api", "filelock",
+)  # fmt: skip
+#: The last one compiles a grammar: three seconds.
+FOR_NOTEBOOKS = ("jupyter_client", "nbformat")
 _SERVES = "guava-warm"
 _ROOM_FOR_WORDS = "-" * 500  # a process of its own has its words written here, where `ps` finds them
 _ORDER_BYTES = 1 << 17
@@ -307,8 +311,17 @@ def context() -> Any:
     if _all_cold():
         return multiprocessing.get_context("spawn")
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(list(_PRELOADED))
+    made.set_forkserver_preload(["tests.support.preloaded"])
     return made
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import what is there of these, without collecting garbage meanwhile, which would take a third of the time."""
+    gc.disable()
+    for name in names:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    gc.enable()
 
 
 def _all_cold() -> bool:
@@ -328,9 +341,6 @@ def without_servers(processes: Iterable[psutil.Process]) -> list[psutil.Process]
 _base_path = [word for word in sys.path if word and Path(word) != Path(__file__).parent]
 
 if __name__ == "__main__":
-    for _name in (*_PRELOADED, _FOR_NOTEBOOKS):
-        with contextlib.suppress(ImportError):
-            __import__(_name)
-    gc.collect()
+    preload((*PRELOADED, *FOR_NOTEBOOKS))
     gc.freeze()  # or collections would write into every page, and nothing would stay shared
     _become(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -144,8 +144,8 @@ class PlainOrchestrator:
         self.calls.append(f"mode {mode}")
         self.config = self.config.replace(**mode_settings(mode, **axes))
 
-    def launch_workers(self, count: int) -> None:
-        self.calls.append(f"launch {count}")
+    def launch_workers(self, count: int, threads: int) -> None:
+        self.calls.append(f"launch {count} of {threads}")
 
     def status(self) -> Any:
         return types.SimpleNamespace(notes=["local-1 takes cuda:0, 3 threads"])
@@ -199,11 +199,20 @@ class PlainOrchestrator:
 
 
 @pytest.fixture
-def plain_orchestrator(monkeypatch: pytest.MonkeyPatch, fake_digits: None) -> type[PlainOrchestrator]:
+def expected() -> list[int]:
+    """Threads of the workers that were announced before the orchestrator was made."""
+    return []
+
+
+@pytest.fixture
+def plain_orchestrator(
+    monkeypatch: pytest.MonkeyPatch, fake_digits: None, expected: list[int]
+) -> type[PlainOrchestrator]:
     module = types.ModuleType("guava_nb.orchestrator")
     fresh = type("Fresh", (PlainOrchestrator,), {"made": []})
     module.Orchestrator = fresh  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "guava_nb.orchestrator", module)
+    monkeypatch.setattr(demo, "expect_workers", expected.append)
     return fresh
 
 
@@ -214,10 +223,13 @@ def test_a_spread_model_is_reported_with_its_mesh(plain_orchestrator: type[Plain
     assert (report["mesh"], report["zero_stage"]) == ("dp 3 x pp 1 x tp 1", 2)
 
 
-def test_run_demo_asks_the_orchestrator_for_the_right_things(plain_orchestrator: type[PlainOrchestrator]) -> None:
+def test_run_demo_asks_the_orchestrator_for_the_right_things(
+    plain_orchestrator: type[PlainOrchestrator], expected: list[int]
+) -> None:
     report = run_demo(DemoOptions(workers=3, epochs=2, shares=(2, 1, 1), learning_rate=0.01, seed=5, tls=False))
     (made,) = plain_orchestrator.made
-    assert made.calls == ["open", "mode data", "launch 3", "wait 3", demo.MODEL, "close"]
+    assert made.calls == ["open", "mode data", "launch 3 of 1", "wait 3", demo.MODEL, "close"]
+    assert expected == [1] == [torch.get_num_threads()]
     assert made.arguments["shares"] == (2, 1, 1)
     assert (made.arguments["optimizer"], made.arguments["optimizer_args"]) == ("Adam", {"lr": 0.01})
     config = made.config

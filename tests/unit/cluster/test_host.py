@@ -21,6 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int | None]
         return types.SimpleNamespace(alive=True, status=lambda: types.SimpleNamespace(device=device))
 
     monkeypatch.setattr(host, "launch", launch)
+    monkeypatch.setattr(host, "expect_workers", lambda threads: made.append(("two or more", "anywhere", threads)))
     monkeypatch.setattr(host, "visible_gpus", lambda: ["cuda:0", "cuda:1"])
     monkeypatch.setattr(host, "allowed_cores", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -38,7 +39,8 @@ def test_workers_take_the_gpus_and_then_share_the_cores(monkeypatch: pytest.Monk
     made, notices = session(monkeypatch)
     made.launch_workers(1)
     made.launch_workers(2)
-    assert started == [("local-1", "cuda:0", 15), ("local-2", "cuda:1", 5), ("local-3", "cpu", 5)]
+    assert started[0] == ("local-1", "cuda:0", 15)
+    assert started[1:] == [("two or more", "anywhere", 5), ("local-2", "cuda:1", 5), ("local-3", "cpu", 5)]
     assert notices[-1] == "local-2 takes cuda:1, 5 threads; local-3 takes the processor, 5 threads"
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from IPython.core.completer import provisionalcompleter
@@ -81,7 +82,9 @@ def notebook(
     monkeypatch.delenv("GUAVA_JOIN_CODE", raising=False)
     unload(shell)
     shell.config.pop("Guava", None)  # what an earlier test chose by %config
-    shell.reset(new_session=True)
+    # IPython collects garbage here: with torch loaded that takes a quarter of a second, in each of hundreds of tests.
+    with mock.patch("gc.collect"):
+        shell.reset(new_session=True)
     yield Notebook(shell, capsys)
     unload(shell)
     # Its module stays `__main__` until the session ends, and multiprocessing asks every main module for this.

@@ -73,7 +73,7 @@ def hostile(chunk: bytes, payload_bytes: int = CHUNK_BYTES) -> str:
 
 
 def test_a_bomb_is_refused_before_anything_is_decompressed() -> None:
-    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 30))  # 1 GiB of zeros in some 30 KiB
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 30))  # 1 GiB of zeros in some 30 KiB
     assert len(bomb) < 200_000
     tracemalloc.start()
     try:
