@@ -94,15 +94,14 @@ def measure(run: Any, process: Any, seconds: float) -> None:
     while len(run.history) < WARM_UP_STEPS:
         assert not run.done, run.error
         time.sleep(0.05)
-    moments = [moment()]
+    tell(**(last := moment()))
     for _ in range(2):
         until = time.perf_counter() + seconds / 2
-        while time.perf_counter() < until or len(run.history) == moments[-1]["step"]:
+        while time.perf_counter() < until or len(run.history) == last["step"]:
             assert not run.done, run.error
             time.sleep(0.05)
-        moments.append(moment())
+        tell(**(last := moment()))
     run.stop()
-    tell(moments=moments)
 
 
 def tell(**what: Any) -> None:
@@ -137,7 +136,7 @@ class Fleet:
                 self._run, self._loaded = self._preparation.build(message), None
                 self.gradients = []
                 for bucket in self._run.replica.layout.buckets:
-                    flat = torch.full((bucket.numel,), 1e-3, dtype=bucket.dtype)
+                    flat = torch.randn(bucket.numel).to(bucket.dtype)  # as hard to compress as gradients are
                     spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
                     present = ((1 << len(bucket.names)) - 1).to_bytes(bucket.present_bytes, "little")
                     self.gradients.append((bucket.index, present, spec, tensor_bytes(flat)))
@@ -290,7 +289,7 @@ class Pair:
 
 def scale_figures(told: list[dict[str, Any]], workers: int, megabytes: float) -> dict[str, float]:
     """Figures of one run, from its moments."""
-    first, half, last = told[0]["moments"]
+    first, half, last = told[:3]
     steps = last["step"] - first["step"]
     cpu_ms = 1e3 * (last["cpu_s"] - first["cpu_s"]) / steps
     return {
