@@ -65,7 +65,9 @@ def serve(arguments: argparse.Namespace) -> None:
             if arguments.sessions:
                 orchestrator.start_training(loader(STEPS_OF_A_SESSION), **options)
             else:
-                measure(orchestrator.start_training(loader(1 << 30), detach=True, **options), process, arguments.seconds)
+                measure(
+                    orchestrator.start_training(loader(1 << 30), detach=True, **options), process, arguments.seconds
+                )
         tell(rss=process.memory_info().rss)
 
 
@@ -267,7 +269,10 @@ class Pair:
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         self._hub = subprocess.Popen([*command, "--part", "serve"], stdout=subprocess.PIPE, text=True, env=environment)
         self._workers = subprocess.Popen(
-            [*command, "--part", "simulate"], stdin=subprocess.PIPE, text=True, env={**environment, "OMP_NUM_THREADS": "1"}
+            [*command, "--part", "simulate"],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**environment, "OMP_NUM_THREADS": "1"},
         )
 
     def results(self) -> list[dict[str, Any]]:
@@ -316,7 +321,9 @@ def compare(arguments: argparse.Namespace, workers: int) -> dict[str, Any]:
         for name, tree in trees.items():
             pair = Pair(tree, arguments, workers, sys.executable)
             found[name].append(figures(pair.results(), workers, arguments.megabytes))
-    medians = {name: {key: statistics.median(one[key] for one in all_) for key in all_[0]} for name, all_ in found.items()}
+    medians = {
+        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]} for name, all_ in found.items()
+    }
     result = {f"{key}": round(value, 4) for key, value in medians["here"].items()}
     for key, value in medians.get("base", {}).items():
         result[f"base_{key}"] = round(value, 4)
