@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import tempfile
@@ -218,6 +219,9 @@ class SessionHost:
         close_all(self._local)
         self._local.clear()
         self._cluster = self._listener = self._keeper = None
+        # Python looks for cycles when many objects were made, and a session is few objects with many bytes: models,
+        # receive buffers. Those of earlier sessions would stay for long.
+        gc.collect()
 
     def __enter__(self) -> Self:
         """Open the session, unless it has dialled its workers."""

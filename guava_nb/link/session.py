@@ -201,6 +201,7 @@ class Session:
             for lane in self._lanes.values():
                 with lane.lock:
                     lane.connection = None
+                    lane.outbox.let_go()  # its owner may keep the session, for its figures
             self._forget()
             if was_open:
                 self._tell(SessionClosed(self, cause, by_peer))

@@ -7,31 +7,33 @@ memory that was touched before, because the system hands it out page by page.
 from __future__ import annotations
 
 import sys
+import threading
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PayloadMemory"]
+__all__ = ["SHARED", "PayloadMemory"]
 
 # Below this the C library gives the same memory again by itself.
 _MIN_KEPT_BYTES = 1 << 20
 
 
 class PayloadMemory:
-    """Allocates flat byte views; belongs to one decoder and its thread.
+    """Allocates flat byte views, for any number of decoders and their threads.
 
     A buffer counts as free when no view, array or tensor made from it is left. That is read from its reference count,
     so owners of a payload need not give anything back, and can keep it as long as they like.
     """
 
-    __slots__ = ("_buffers", "_free_count", "_kept_bytes", "_max_kept_bytes")
+    __slots__ = ("_buffers", "_free_count", "_kept_bytes", "_lock", "_max_kept_bytes")
 
-    def __init__(self, max_kept_bytes: int = 128 << 20) -> None:
+    def __init__(self, max_kept_bytes: int = 256 << 20) -> None:
         """Start with nothing.
 
         Args:
             max_kept_bytes: most bytes kept for later; 0 keeps nothing.
         """
+        self._lock = threading.Lock()  # a buffer that nobody refers to is given to one who asks
         self._max_kept_bytes = max_kept_bytes
         self._kept_bytes = 0
         self._buffers: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
@@ -47,12 +49,13 @@ class PayloadMemory:
         """
         if nbytes < _MIN_KEPT_BYTES or nbytes > self._max_kept_bytes:
             return np.empty(nbytes, np.uint8).data
-        for index in range(len(self._buffers)):
-            size = self._buffers[index].nbytes
-            # Not more than twice the need, or a few small payloads would pin all that is kept.
-            if nbytes <= size <= 2 * nbytes and self._references(index) == self._free_count:
-                return self._give(index, nbytes)
-        return self._add(nbytes)
+        with self._lock:
+            for index in range(len(self._buffers)):
+                size = self._buffers[index].nbytes
+                # Not more than twice the need, or a few small payloads would pin all that is kept.
+                if nbytes <= size <= 2 * nbytes and self._references(index) == self._free_count:
+                    return self._give(index, nbytes)
+            return self._add(nbytes)
 
     def _references(self, index: int) -> int:
         return sys.getrefcount(self._buffers[index])
@@ -69,3 +72,7 @@ class PayloadMemory:
         while self._kept_bytes > self._max_kept_bytes:
             self._kept_bytes -= self._buffers.pop(0).nbytes
         return buffer.data
+
+
+#: One for the whole process: with one for each connection, two hundred workers would pin two hundred times as much.
+SHARED = PayloadMemory()

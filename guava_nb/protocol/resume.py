@@ -80,6 +80,12 @@ class _SendQueue:
         self.sent = deque((sequence, size, None) for sequence, size, _ in self.sent)
         return again_bytes
 
+    def let_go(self) -> None:
+        """Keep the numbers, which a late Ack is judged by, and no message."""
+        self.waiting.clear()
+        self.waiting_bytes = 0
+        self.sent = deque((sequence, size, None) for sequence, size, _ in self.sent)
+
 
 class Outbox:
     """Messages on their way to the peer, kept until the peer has consumed them.
@@ -163,6 +169,12 @@ class Outbox:
                 )
         for number, queue in self._queues.items():
             self._waiting_bytes += queue.put_back(received.get(number, 0))
+
+    def let_go(self) -> None:
+        """The session is over: nothing is sent any more, and the payloads of all messages can go."""
+        for queue in self._queues.values():
+            queue.let_go()
+        self._waiting_bytes = 0
 
     def backlog_bytes(self, channel: Channel | None = None) -> int:
         """Bytes that wait to be sent, of one channel or of all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -52,3 +54,18 @@ def test_what_a_person_sets_holds(monkeypatch: pytest.MonkeyPatch, started: list
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     session(monkeypatch)[0].launch_workers(1, device="cpu")
     assert started[-1][2] == 4
+
+
+def test_what_earlier_sessions_held_is_gone_when_a_later_one_closes() -> None:
+    def closed() -> weakref.ref[Any]:
+        with Orchestrator(master_ip="127.0.0.1", master_port=0) as made:
+            return weakref.ref(made._cluster)
+
+    gc.collect()
+    gc.disable()
+    try:
+        first = closed()
+        closed()
+        assert first() is None
+    finally:
+        gc.enable()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 
 from guava_nb.errors import LocalProtocolError, RemoteProtocolError
@@ -93,6 +96,25 @@ def test_resume_forgets_the_buffers_of_what_was_received():
         buffer.append(0)
     outbox.resume({BATCH: 1})
     buffer.append(0)
+
+
+def test_a_session_that_is_over_keeps_no_payload():
+    outbox, payloads = Outbox(WINDOW), [np.zeros(50, np.uint8) for _ in range(3)]
+    for payload in payloads:
+        message = GradientBucket(
+            run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", 50)
+        )
+        outbox.enqueue(message, GRADIENT, [payload.data])
+    assert outbox.next_sendable() is not None
+    kept = [weakref.ref(payload) for payload in payloads]
+    del payload, payloads
+    assert all(ref() is not None for ref in kept)
+    outbox.let_go()
+    assert all(ref() is None for ref in kept)
+    assert outbox.next_sendable() is None
+    assert outbox.backlog_bytes() == outbox.backlog_bytes(GRADIENT) == 0
+    outbox.acked(GRADIENT, 1)  # which was on its way
+    assert outbox.unacked_bytes == 0
 
 
 def test_ack_of_a_message_put_back_takes_it_out_again():

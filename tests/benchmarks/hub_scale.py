@@ -1,0 +1,354 @@
+"""What many workers cost the hub: simulated workers in a process of their own, the real protocol, sockets and TLS, no model.
+
+    python tests/benchmarks/hub_scale.py [--workers 2,8,24] [--megabytes 4.2] [--seconds 8] [--rounds 3] [--base PATH]
+    python tests/benchmarks/hub_scale.py --sessions 50 [--workers 4] [--base PATH]
+
+The orchestrator is the whole one: session, training job, loader, sums and commits. A simulated worker answers what it is
+asked as a worker does and computes nothing: its gradients lie ready, so that the hub has as much to do as it can take.
+Per number of workers one JSON line: steps a second, processor time of the orchestrator's process per worker and MB (up and
+down counted together, so a worker moves twice the gradient a step), and its memory: at the first step, at half, at the end.
+With `--base` the same is done with another checkout (its own code on both sides) in turn with this one, in the same run;
+ratios are medians of this over medians of that. `--sessions` opens and closes so many sessions in one process, each with a
+run of a few steps, and tells the memory after the tenth, after half of them and at the end.
+
+Reach: processor time <= 0.6 of the old commit; with 24 workers on 16 cores a step <= 4 x that with 2; 200 workers with 1 MB
+each on two cores >= 0.5 steps a second; memory flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[2]
+WARM_UP_STEPS = 3
+STEPS_OF_A_SESSION = 5
+PATIENCE_S = 300.0
+
+
+# --------------------------------------------------------------------------------------- the process of the orchestrator
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Be the orchestrator; a line on stdout for each thing that happens, for the process that measures."""
+    import psutil
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from guava_nb import DistributedConfig, Orchestrator
+
+    side = round(math.sqrt(arguments.megabytes * 1e6 / 4))
+    process, workers = psutil.Process(), int(arguments.workers)
+    config = DistributedConfig(num_workers=workers, master_ip="127.0.0.1", master_port=0, snapshot_every_steps=0)
+
+    def loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+        data = TensorDataset(torch.zeros(workers, side), torch.zeros(workers, side))
+        return DataLoader(data, batch_sampler=AllRows(workers, steps))
+
+    for _ in range(max(1, arguments.sessions)):
+        with Orchestrator(config) as orchestrator:
+            tell(code=orchestrator.join_code.encode())
+            orchestrator.wait_for_workers(timeout=PATIENCE_S)
+            orchestrator.register_model("torch.nn:Linear", {"in_features": side, "out_features": side, "bias": False})
+            options = {"optimizer": "SGD", "optimizer_args": {"lr": 0.0}, "criterion": "MSELoss", "progress": False}
+            if arguments.sessions:
+                orchestrator.start_training(loader(STEPS_OF_A_SESSION), **options)
+            else:
+                measure(
+                    orchestrator.start_training(loader(1 << 30), detach=True, **options), process, arguments.seconds
+                )
+        tell(rss=process.memory_info().rss)
+
+
+class AllRows:
+    """A batch sampler: every batch has every row."""
+
+    def __init__(self, rows: int, steps: int) -> None:
+        self._rows, self._steps = list(range(rows)), steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.repeat(self._rows, self._steps)
+
+    def __len__(self) -> int:
+        return self._steps
+
+
+def measure(run: Any, process: Any, seconds: float) -> None:
+    """Tell steps, processor time and memory between two moments of a run, and stop it."""
+
+    def moment() -> dict[str, float]:
+        return {
+            "step": len(run.history), "at_s": time.perf_counter(), "cpu_s": time.process_time(),
+            "rss": process.memory_info().rss,
+        }  # fmt: skip
+
+    while len(run.history) < WARM_UP_STEPS:
+        assert not run.done, run.error
+        time.sleep(0.05)
+    tell(**(last := moment()))
+    for _ in range(2):
+        until = time.perf_counter() + seconds / 2
+        while time.perf_counter() < until or len(run.history) == last["step"]:
+            assert not run.done, run.error
+            time.sleep(0.05)
+        tell(**(last := moment()))
+    run.stop()
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# -------------------------------------------------------------------------------------- the process of simulated workers
+
+
+class Fleet:
+    """What all simulated workers share: one replica, which builds and loads for all; its gradients, made once."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from guava_nb.worker.preparation import Preparation
+
+        self._lock = threading.Lock()
+        self._preparation = Preparation(torch.device("cpu"), None, None)
+        self._run: Any = None
+        self._loaded: tuple[tuple[str, int], str] | None = None
+        self.gradients: list[tuple[int, bytes, Any, memoryview]] = []
+
+    def prepared(self, message: Any) -> Any:
+        import torch
+
+        from guava_nb.data.codec import tensor_bytes
+        from guava_nb.protocol.messages import FlatTensor
+
+        with self._lock:
+            if self._run is None or self._run.run_id != message.run_id:
+                self._run, self._loaded = self._preparation.build(message), None
+                self.gradients = []
+                for bucket in self._run.replica.layout.buckets:
+                    flat = torch.randn(bucket.numel).to(bucket.dtype)  # as hard to compress as gradients are
+                    spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
+                    present = ((1 << len(bucket.names)) - 1).to_bytes(bucket.present_bytes, "little")
+                    self.gradients.append((bucket.index, present, spec, tensor_bytes(flat)))
+            return self._preparation.built(message, self._run)
+
+    def loaded(self, message: Any, payload: memoryview) -> str:
+        """Load a state once, for all who are sent the same."""
+        from guava_nb.data.codec import unpack
+
+        with self._lock:
+            key = (message.run_id, message.step)
+            if self._loaded is None or self._loaded[0] != key:
+                self._run.replica.load_state(unpack(message.state, payload))
+                self._loaded = (key, self._run.replica.parameter_hash())
+            return self._loaded[1]
+
+    def checked(self, message: Any, payload: memoryview) -> Any:
+        with self._lock:
+            return self._preparation.check_step(self._run, message, payload)
+
+    def state(self, message: Any) -> tuple[Any, Any]:
+        from guava_nb.data.codec import pack
+
+        with self._lock:
+            return pack(self._run.replica.state(model=message.model, optimizer=message.optimizer))
+
+
+class Worker:
+    """One simulated worker: answers from the reader thread of its session."""
+
+    def __init__(self, fleet: Fleet, code: Any, name: str) -> None:
+        import torch
+
+        from guava_nb.link.dialler import dial
+        from guava_nb.telemetry.hardware import describe
+
+        self._fleet, self._step, self._want_hash = fleet, -1, False
+        self.over = threading.Event()
+        self._session = dial(code, self._on_event)
+        self._send(describe(torch.device("cpu"), name, "spawned"))
+
+    def _send(self, message: Any, buffers: Any = ()) -> None:
+        from guava_nb.errors import LinkClosed
+        from guava_nb.protocol.messages import channel_of
+
+        try:
+            self._session.send(message, channel_of(message), buffers)
+        except LinkClosed:
+            self.over.set()
+
+    def _on_event(self, event: Any) -> None:
+        from guava_nb.link.session_events import MessageArrived, SessionClosed
+
+        if isinstance(event, SessionClosed):
+            self.over.set()
+        elif isinstance(event, MessageArrived):
+            try:
+                self._answer(event.message, memoryview(event.payload))
+            finally:
+                event.done()
+
+    def _answer(self, message: Any, payload: memoryview) -> None:
+        from guava_nb.protocol import messages as m
+
+        match message:
+            case m.Prepare():
+                self._step = -1
+                self._send(self._fleet.prepared(message))
+            case m.LoadState():
+                self._step = message.step
+                digest = self._fleet.loaded(message, payload)
+                self._send(m.StateLoaded(message.run_id, message.step, digest, "cpu, simulated", message.generation))
+            case m.CheckStep():
+                self._send(self._fleet.checked(message, payload))
+            case m.Shard():
+                self._compute(message)
+            case m.SumBucket() if message.commit is not None:
+                self._applied(message)
+            case m.Abort():
+                self._step = message.last_committed
+                self._send(m.StepApplied(run_id=message.run_id, generation=message.generation, step=self._step))
+            case m.FetchState():
+                tree, buffers = self._fleet.state(message)
+                self._send(m.State(message.request_id, message.run_id, self._step, tree), buffers)
+
+    def _compute(self, shard: Any) -> None:
+        from guava_nb.protocol.messages import GradientBucket, Ready
+
+        at = {"run_id": shard.run_id, "generation": shard.generation, "step": shard.step, "shard": shard.shard}
+        for bucket, present, spec, flat in self._fleet.gradients:
+            self._send(GradientBucket(**at, bucket=bucket, present=present, tensor=spec), (flat,))
+        self._send(Ready(
+            **at, loss_sum=1.0, count=float(shard.rows), finite=True, rows=shard.rows, forward_s=0.0, backward_s=0.0,
+            wait_s=0.0,
+        ))  # fmt: skip
+
+    def _applied(self, message: Any) -> None:
+        from guava_nb.protocol.messages import StepApplied
+
+        self._step = message.step
+        self._send(StepApplied(
+            run_id=message.run_id, generation=message.generation, step=message.step, learning_rate=0.0,
+        ))  # fmt: skip
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """Be the workers: for each join code on stdin, join, and work until that session ends."""
+    from guava_nb.protocol.joincode import JoinCode
+
+    for line in sys.stdin:
+        code, fleet = JoinCode.decode(line), Fleet()
+        workers = [Worker(fleet, code, f"w{index}") for index in range(int(arguments.workers))]
+        for worker in workers:
+            worker.over.wait()
+
+
+# ------------------------------------------------------------------------------------------------------ what is measured
+
+
+class Pair:
+    """An orchestrator's and the workers' process, both with the code of one checkout."""
+
+    def __init__(self, tree: Path, arguments: argparse.Namespace, workers: int, python: str) -> None:
+        command = [
+            python, str(Path(__file__).resolve()), "--workers", str(workers), "--megabytes", str(arguments.megabytes),
+            "--seconds", str(arguments.seconds), "--sessions", str(arguments.sessions),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        self._hub = subprocess.Popen([*command, "--part", "serve"], stdout=subprocess.PIPE, text=True, env=environment)
+        self._workers = subprocess.Popen(
+            [*command, "--part", "simulate"],
+            stdin=subprocess.PIPE,
+            text=True,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+        )
+
+    def results(self) -> list[dict[str, Any]]:
+        """What the orchestrator told; each join code goes on to the workers."""
+        assert self._hub.stdout is not None and self._workers.stdin is not None
+        told = []
+        for line in self._hub.stdout:
+            news = json.loads(line)
+            if "code" in news:
+                self._workers.stdin.write(news["code"] + "\n")
+                self._workers.stdin.flush()
+            else:
+                told.append(news)
+        self._workers.stdin.close()
+        assert self._hub.wait(60) == 0, "the orchestrator failed"
+        self._workers.wait(60)
+        return told
+
+
+def scale_figures(told: list[dict[str, Any]], workers: int, megabytes: float) -> dict[str, float]:
+    """Figures of one run, from its moments."""
+    first, half, last = told[:3]
+    steps = last["step"] - first["step"]
+    cpu_ms = 1e3 * (last["cpu_s"] - first["cpu_s"]) / steps
+    return {
+        "steps_per_s": steps / (last["at_s"] - first["at_s"]),
+        "hub_cpu_ms_per_step": cpu_ms,
+        "hub_cpu_ms_per_worker_mb": cpu_ms / (workers * 2 * megabytes),
+        **{f"rss_mb_{name}": at["rss"] / 1e6 for name, at in (("first", first), ("half", half), ("end", last))},
+    }
+
+
+def session_figures(told: list[dict[str, Any]], workers: int, megabytes: float) -> dict[str, float]:
+    """Memory after some sessions in one process."""
+    rss = [news["rss"] / 1e6 for news in told]
+    tenth = rss[min(9, len(rss) - 1)]
+    return {"rss_mb_1": rss[0], "rss_mb_10": tenth, "rss_mb_half": rss[len(rss) // 2], "rss_mb_end": rss[-1]}
+
+
+def compare(arguments: argparse.Namespace, workers: int) -> dict[str, Any]:
+    """Medians of interleaved runs of this checkout and the other."""
+    trees = {"here": HERE, **({"base": Path(arguments.base).resolve()} if arguments.base else {})}
+    figures = session_figures if arguments.sessions else scale_figures
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    for _ in range(1 if arguments.sessions else arguments.rounds):
+        for name, tree in trees.items():
+            pair = Pair(tree, arguments, workers, sys.executable)
+            found[name].append(figures(pair.results(), workers, arguments.megabytes))
+    medians = {
+        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]} for name, all_ in found.items()
+    }
+    result = {f"{key}": round(value, 4) for key, value in medians["here"].items()}
+    for key, value in medians.get("base", {}).items():
+        result[f"base_{key}"] = round(value, 4)
+        result[f"{key}_ratio"] = round(medians["here"][key] / value, 4)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", default="2,8,24", help="numbers of workers, with commas")
+    parser.add_argument("--megabytes", type=float, default=4.2, help="of the model's gradients")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=0)
+    parser.add_argument("--base", metavar="PATH", help="another checkout to compare with")
+    parser.add_argument("--part", choices=("serve", "simulate"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        (serve if arguments.part == "serve" else simulate)(arguments)
+        return
+    for workers in [int(text) for text in arguments.workers.split(",")]:
+        name = "sessions" if arguments.sessions else "hub_scale"
+        head = {"benchmark": name, "workers": workers, "megabytes": arguments.megabytes, "cores": os.cpu_count()}
+        print(json.dumps(head | compare(arguments, workers)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
