@@ -5,6 +5,8 @@ Thin: its collaborators and `guava_nb` do the work. No display code except one t
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,12 +86,25 @@ class Orchestrator(SessionHost):
         cluster.on_idle_leave = lambda rank: take_over(self._replica_sets.held_by_workers, cluster, rank)
         return cluster
 
+    def close(self) -> None:
+        """Stop the run, bring what only workers hold here, say goodbye to them all, free the port. Safe to call twice.
+
+        An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
+        """
+        if self._cluster is not None and (self.run is None or self.run.done):
+            lost = self._replica_sets.left.bring_home(self._cluster, self._patience_s)
+            if lost:
+                self._notices.add(lost)
+                warnings.warn(lost, stacklevel=2)
+        super().close()
+
     def _close(self) -> None:
         if self._job is not None and not self._job.run.done:
             self._job.interrupt()
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
+        self._replica_sets.left.wait_no_more()
         super()._close()
         self._replica_sets.forget()
 
@@ -112,7 +127,9 @@ class Orchestrator(SessionHost):
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._models.cells)
-        return survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
+        found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
+        is_idle = self.run is not None and self.run.done
+        return dataclasses.replace(found, state_note=self._replica_sets.left.note(self._cluster) if is_idle else "")
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -184,6 +201,7 @@ class Orchestrator(SessionHost):
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:

@@ -315,6 +315,20 @@ class BaseReplica(ABC):
             state["scaler"] = self._scaler.state() if self._scaler else None
         return state
 
+    def schedule_state(self) -> dict[str, Any]:
+        """Return the settings of the optimizer's groups of parameters and the scheduler's state, as plain data.
+
+        Raises:
+            CheckpointError: one of them is no plain data.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        found = {
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+        }
+        made: dict[str, Any] = plain(found, "schedule")
+        return made
+
     @abstractmethod
     def _model_state(self) -> dict[str, Any]:
         """Return what `state` holds of the model."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
@@ -32,13 +33,22 @@ from guava_nb.protocol.messages import (
     StepApplied,
 )
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.state_dict import weights_digest
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.missing_modules import missing_advice
+from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.exchange import StepExchange
-from guava_nb.sync.parameter_hashes import ParameterHashes, check_equal
+from guava_nb.sync.parameter_hashes import check_equal
+from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes
+from guava_nb.sync.steps_held import StepsHeld
 
 __all__ = ["GroupLost", "ReplicaSet", "StateLate", "preparation_text"]
+
+#: A step that is never committed: the master does not hold the run's state yet.
+NOT_HERE = -2
+#: A state, or what gives it.
+Given = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
 
@@ -51,15 +61,12 @@ class GroupLost(Exception):  # noqa: N818 - not an error yet: a new group can be
     """A member of the group is gone; unwinds a job to where a new group can be formed."""
 
 
-class ReplicaSet(ABC):
+class ReplicaSet(StepsHeld, ABC):
     """All replicas of one run.
 
     Attributes:
         master: the orchestrator's replica. With optimizer_site="orchestrator" it is the authority; otherwise it is where
             fetched state lands, and what a run's model() gives.
-        at: last committed step of each worker that holds a replica in step with the run.
-        step: last committed step of the run, -1 before the first.
-        generation_of: generation of each worker's last report of a commit.
         master_step: the step at which the master's state was taken.
         route: the way by which the replicas exchange gradients, and why.
         writer: writes batches for the workers; made by `attach`.
@@ -70,6 +77,13 @@ class ReplicaSet(ABC):
         kept: what the user's code changed in this run outside of the state, as `State` tells it.
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
+        after: the run that this one goes on from at the workers, and its last step; None where it begins from the master.
+        from_seed: step 0 is what every machine builds from the record: workers that prove it by a digest are sent nothing.
+        beginning: the state with which the run begins.
+        copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
+        schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
+        predecessor: the replicas of the run that this one goes on from, until they are taken over.
+        gone_on_in: the run that took these over.
     """
 
     writer: RowWriter
@@ -83,6 +97,7 @@ class ReplicaSet(ABC):
         elastic: bool = True, least: int = 1,
     ) -> None:  # fmt: skip
         """Start with no worker prepared."""
+        super().__init__()
         self.run_id = run_id
         self.spec = spec
         self.cells = tuple(cells)
@@ -91,13 +106,18 @@ class ReplicaSet(ABC):
         self.route = route
         self.elastic, self.least = elastic, least
         self.layout_text = ""
-        self.step = -1
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
+        self.after: tuple[str, int] | None = None
+        self.from_seed = False
+        self.beginning = Beginning(f"the state that {run_id} began with", master)
+        self.copy: StateCopy | None = None
+        self.schedule: dict[str, Any] | None = None
+        self.predecessor: ReplicaSet | None = None
+        self.gone_on_in = ""
+        self._digest: str | None = None  # of the weights of step 0
         self.kept: tuple[str, ...] = ()
         self.registered: nn.Module | None = None
-        self.at: dict[int, int] = {}
-        self.generation_of: dict[int, int] = {}
         self._prepared: dict[int, Prepared] = {}
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
@@ -105,12 +125,7 @@ class ReplicaSet(ABC):
         # By rank the generation of the last order to build the run, and of the state that was sent and is waited for.
         self._building: dict[int, int] = {}
         self._loading: dict[int, int] = {}
-        self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
-        self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
-        self._learning_rates: dict[int, float] = {}
-        self._hashes = ParameterHashes()
-        self._device_kind: dict[int, str] = {}
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -127,6 +142,8 @@ class ReplicaSet(ABC):
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._building.get(rank) == message.generation:
             self._prepared[rank] = message
+            if self._holds(rank):
+                self.at[rank] = self.step
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._loading.get(rank) == message.generation:
@@ -145,72 +162,6 @@ class ReplicaSet(ABC):
         if message.run_id == self.run_id:
             self.note_commit(rank, message)
 
-    def note_commit(self, rank: int, message: StepApplied) -> str | None:
-        """Note that a worker applied a step; one that it cannot have applied is no news.
-
-        Returns:
-            A sentence without the worker's name when its parameters differ from others', else None.
-        """
-        if rank not in self.at or not (self._has_undone(rank, message) or self._goes_on(rank, message.step)):
-            return None
-        self.at[rank] = message.step
-        # The report of a step that was committed before an abort comes after the answer to the abort.
-        self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
-        if message.learning_rate is not None:
-            self._learning_rates[message.step] = message.learning_rate
-            self._learning_rates.pop(message.step - 8, None)
-        if not message.parameter_hash:
-            return None
-        kind = self._device_kind.get(rank, "")
-        if not self._hashes.differs(message.step, kind, message.parameter_hash, rank):
-            return None
-        return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
-
-    def sent_alone(self, rank: int, step: int) -> None:
-        """Note that a lone worker was sent a step, which it may commit by itself."""
-        self._lone = rank, step
-
-    def _may_hold(self, rank: int, step: int) -> bool:
-        """Whether a worker can have applied a step: it was committed, or sent to that worker alone."""
-        return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
-
-    def _goes_on(self, rank: int, step: int) -> bool:
-        return self.at[rank] <= step and self._may_hold(rank, step)
-
-    def _has_undone(self, rank: int, message: StepApplied) -> bool:
-        """Whether this is a worker's first answer to an abort, and it took back the one step that it should."""
-        generation, last = self._aborted.get(rank, (-1, -1))
-        is_answer = message.generation == generation > self.generation_of.get(rank, -1)
-        return is_answer and message.step == last == self.at[rank] - 1
-
-    def has_settled(self, rank: int, has_failed: bool = False) -> bool:
-        """Whether a worker has answered the last abort and holds the step to end at, or does not hold the run any more.
-
-        Args:
-            has_failed: its code raised, so it may not come so far.
-        """
-        generation, last = self._aborted.get(rank, (-1, -1))
-        if rank not in self.at:
-            return True
-        return self.generation_of.get(rank, -1) >= generation and (has_failed or self.at[rank] >= last)
-
-    def take_back(self, step: int) -> None:
-        """Note that the steps after this one count no more: they were undone where they were applied, or are lost there."""
-        self.step = step
-        self.at = {rank: at for rank, at in self.at.items() if at <= step}
-        self._hashes.clear()
-        self._learning_rates.clear()
-
-    def go_back(self, step: int) -> None:
-        """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others."""
-        self.take_back(step)
-        self._lone = -1, -1
-        self.at.clear()
-
-    def learning_rate(self, step: int) -> float | None:
-        """Return the learning rate that a worker reported for a step."""
-        return self._learning_rates.get(step)
-
     # ----------------------------------------------------------------------------------------------------- prepare
 
     def prepare(self, job: Job, ranks: Iterable[int]) -> dict[int, Prepared]:
@@ -221,11 +172,15 @@ class ReplicaSet(ABC):
         asked = set(ranks)
         for rank in asked:
             self.drop(rank)
+        self._take_over()
         self.writer.expect(asked)
         roster = job.cluster.roster
         roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
         self._building.update(dict.fromkeys(asked, roster.generation))
-        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation))
+        after, wanted = self.after or ("", -1), self._proves and self.spec.parallel is None
+        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation, *after, wanted))
+        if self._proves:
+            self._own_digest()  # while they build
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
         for rank in asked & self.prepared():
             if self.code is not None and (problem := self.code.problem(self._prepared[rank].facts)):
@@ -253,6 +208,35 @@ class ReplicaSet(ABC):
         """Note that a worker does not hold this run any more."""
         self._prepared.pop(rank, None)
         self.at.pop(rank, None)
+
+    def _take_over(self) -> None:
+        """From here on workers may hold the state of the run before as that of this one."""
+        if self.predecessor is not None:
+            self.predecessor.gone_on_in = self.run_id
+            self.predecessor.at.clear()
+            self.predecessor = None
+
+    def _holds(self, rank: int) -> bool:
+        """Whether a worker that prepared this run holds what the run before it left."""
+        answer = self._prepared.get(rank)
+        return self.after is not None and answer is not None and answer.ok and answer.holds
+
+    @property
+    def _proves(self) -> bool:
+        """Whether workers can prove now that they have built the state."""
+        return self.from_seed and self.step == -1
+
+    def _own_digest(self) -> str:
+        if self._digest is None:
+            self._digest = weights_digest(self.master.model)
+        return self._digest
+
+    def _proof(self, rank: int) -> str:
+        """Return the digest of the weights that a worker has built; "" where it gave none."""
+        return self._prepared[rank].digest
+
+    def _has_proved(self, rank: int) -> bool:
+        return self._proves and bool(self._own_digest()) and self._proof(rank) == self._own_digest()
 
     # ------------------------------------------------------------------------------------------- who can take part
 
@@ -302,8 +286,16 @@ class ReplicaSet(ABC):
     # ------------------------------------------------------------------------------------------------------- state
 
     @abstractmethod
-    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
-        """Bring workers to a state.
+    def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
+        """Bring workers that have just prepared the run to a state, as `load` does; those that hold it are sent nothing.
+
+        Args:
+            state: gives it, where it must be sent.
+        """
+
+    @abstractmethod
+    def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
+        """Bring workers to a state; those that have proved to have built its weights are sent the rest of it.
 
         Raises:
             GroupLost: a member of the group was lost meanwhile.
@@ -325,22 +317,28 @@ class ReplicaSet(ABC):
 
     @contextmanager
     def _sending_state(
-        self, job: Job, ranks: Collection[int], generation: int, state: Mapping[str, Any], step: int
+        self, job: Job, ranks: Collection[int], generation: int, state: Given, step: int
     ) -> Iterator[None]:
         """Send workers a state and wait in the block: an answer that comes later is of a state that the run has left."""
         for rank in ranks:
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
         self._loading = dict.fromkeys(ranks, generation)
-        tree, buffers = pack(dict(state))
-        job.cluster.send_all(ranks, LoadState(self.run_id, generation, step, tree), buffers)
+        proved = {rank for rank in ranks if self._has_proved(rank)}
+        if sent := set(ranks) - proved:
+            tree, buffers = pack(dict(state() if callable(state) else state))
+            job.cluster.send_all(sent, LoadState(self.run_id, generation, step, tree), buffers)
+        if proved:
+            tree, buffers = pack(self.master.state(model=False))
+            job.cluster.send_all(proved, LoadState(self.run_id, generation, step, tree, want_hash=False), buffers)
         try:
             yield
         finally:
             self._loading = {}
 
     def _compare_loaded(self, job: Job, ranks: Iterable[int]) -> None:
-        check_equal((job.cluster.name(rank), self._loaded[rank]) for rank in ranks)
+        loaded = ((job.cluster.name(rank), self._loaded[rank]) for rank in ranks)
+        check_equal((name, answer) for name, answer in loaded if answer.parameter_hash)  # the rest was proved
 
     def in_step(self, job: Job) -> list[int]:
         """Return the connected ranks that stand at the last committed step."""
@@ -363,6 +361,8 @@ class ReplicaSet(ABC):
         """
         if self.master_step == self.step:
             return self.master.state()
+        if (state := self._come(job, timeout_s)) is not None:
+            return state
         late: set[int] = set()
         if not job.trains and not self.in_step(job):  # reports that came while no job listened are lost
             self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
@@ -379,10 +379,7 @@ class ReplicaSet(ABC):
             prompt = [rank for rank in holders if rank not in late]
             if not prompt:
                 names = " and ".join(job.cluster.name(rank) for rank in holders)
-                raise StateLate(
-                    f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still "
-                    "in work there. Nothing is lost: ask again when it is over"
-                )
+                raise self._late(names, timeout_s)
             try:
                 state = self._fetch_from(job, prompt[0], timeout_s)
             except StateLate:
@@ -390,6 +387,96 @@ class ReplicaSet(ABC):
                 continue
             if state is not None:
                 return state
+
+    def _late(self, names: str, timeout_s: float | None) -> StateLate:
+        return StateLate(
+            f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still in work "
+            "there. Nothing is lost: ask again when it is over"
+        )
+
+    def _come(self, job: Job, timeout_s: float | None) -> dict[str, Any] | None:
+        """Wait for the copy that is on its way; None: there is none, or it cannot come any more."""
+        copy = self.copy
+        if copy is None or copy.step != self.step:
+            return None
+        here = job.ready | job.suspects
+        if not pump_while_coming(job, copy.ranks, lambda: copy.is_over(lambda rank: rank not in here), timeout_s):
+            raise self._late(" and ".join(map(job.cluster.name, copy.ranks)), timeout_s)
+        self.copy = None
+        return self._take(copy.parts()) if copy.is_whole else None
+
+    def _take(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        self.beginning.preserve()
+        state = self._take_in(parts)
+        self.master_step = self.step
+        return state
+
+    def leave(self, job: Job) -> bool:
+        """Leave the state of the last committed step with the workers, and take only its schedule, and what else they changed.
+
+        Returns:
+            Whether they have it; if not, `fetch` says what is left.
+        """
+        holders = self.in_step(job)
+        asked = self._holders_with(holders[0]) if holders else []
+        answers = self._answers(job, asked, None, whole=False)
+        if not answers or any(step != self.step for step, _ in answers):
+            return False
+        self.schedule = next((found for _, found in answers if found["groups"]), None)
+        return True
+
+    def holders(self, cluster: Cluster) -> list[int]:
+        """Return the workers, connected or expected back, that hold the state of the last committed step between two runs."""
+        return sorted(rank for rank in cluster.roster.alive() if self.at.get(rank) == self.step)
+
+    def begin_copy(self, cluster: Cluster) -> None:
+        """Have the state of the last committed step come here, whatever job is at work meanwhile."""
+        holders = self.holders(cluster)
+        asked = self._holders_with(holders[0]) if holders else []
+        if self.copy is None and asked and set(asked) <= set(cluster.roster.ready()) & set(holders):
+            self.copy = StateCopy(self.run_id, self.step, {self.next_request(): r for r in asked}, self._resolve)
+            self.copy.ask(cluster)
+
+    def is_kept(self, cluster: Cluster) -> bool:
+        """Whether a further run can go on from what the workers hold."""
+        return any(rank in cluster.roster.ready() for rank in self.holders(cluster))
+
+    def successor(self, run_id: str, master: Replica) -> ReplicaSet:
+        """Return replicas of a further run, of the same record, that begins with the state that workers hold of this one.
+
+        Args:
+            run_id: of that run.
+            master: for it: this one's own, or a replica like it where the state is here already.
+        """
+        made = self._new(run_id, master)
+        made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
+        made.schedule, made._device_kind = self.schedule, dict(self._device_kind)
+        name = f"the state after step {self.step + 1} of {self.run_id}"
+        if master is self.master:
+            made.beginning = Beginning.at_workers(name, master, lambda: self.copy, self.join, self.fallback())
+        else:  # it is here, and stays with this run
+            made.beginning = Beginning(name, None, self.master.state())
+            made.schedule = self.master.schedule_state()
+        return made
+
+    def fallback(self) -> Beginning:
+        """Return what is left where the workers that hold the state of the last step are lost."""
+        if self.master_step == NOT_HERE:
+            return self.beginning
+        known = (
+            self.beginning.name
+            if self.master_step < 0
+            else f"the state after step {self.master_step + 1} of {self.run_id}"
+        )
+        return Beginning(known, self.master)
+
+    def _new(self, run_id: str, master: Replica) -> ReplicaSet:
+        made: ReplicaSet = type(self)(run_id, self.spec, self.cells, master)  # type: ignore[call-arg]
+        return made
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Make one state of the parts that workers hold."""
+        return parts[0]
 
     def _may_have(self, job: Job) -> bool:
         """Whether workers that are here, or expected back, may still hold the state."""
@@ -407,9 +494,7 @@ class ReplicaSet(ABC):
         if len(parts) < len(answers):
             self._on_no_state([part for _, part in answers])
             return None
-        state = self._take_in(parts)
-        self.master_step = self.step
-        return state
+        return self._take(parts)
 
     def _holders_with(self, rank: int) -> Sequence[int]:
         """Return the workers whose parts make the whole state, this one among them."""
@@ -422,8 +507,13 @@ class ReplicaSet(ABC):
     def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Put the state into the master, and return it."""
 
-    def _answers(self, job: Job, ranks: Sequence[int], timeout_s: float | None) -> list[tuple[int | None, Any]]:
+    def _answers(
+        self, job: Job, ranks: Sequence[int], timeout_s: float | None, whole: bool = True
+    ) -> list[tuple[int | None, Any]]:
         """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
+
+        Args:
+            whole: the whole state, not its schedule alone.
 
         Raises:
             StateLate: one is there and gave no answer in time.
@@ -432,10 +522,12 @@ class ReplicaSet(ABC):
         self._awaited = requests = {self.next_request(): rank for rank in ranks}
         self._states.clear()
         for request, rank in requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id))
+            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole))
         about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
         try:
-            in_time = job.pump(
+            in_time = pump_while_coming(
+                job,
+                ranks,
                 lambda: all(
                     request in self._states or rank not in job.ready or rank not in self.at
                     for request, rank in requests.items()
@@ -447,6 +539,16 @@ class ReplicaSet(ABC):
         if not in_time:
             raise StateLate("no answer in time")
         return [self._states.pop(request, (None, None)) for request in requests]
+
+
+def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Handle events until the condition holds; as long as much comes from these workers, the time begins anew."""
+    seen = received_bytes(job.cluster, ranks) if timeout_s is not None else 0
+    while not job.pump(until, timeout_s):
+        if (now := received_bytes(job.cluster, ranks)) < seen + COMING_BYTES:
+            return False
+        seen = now
+    return True
 
 
 def preparation_text(name: str, answer: Prepared) -> str:

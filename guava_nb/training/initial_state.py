@@ -26,8 +26,10 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
-__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
+__all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
 
+#: What a run begins with; what of the optimizer and what changed.
+GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) starts anew"
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
 
@@ -55,9 +57,9 @@ def build_ensemble(
         built, state = dict(master.model.named_buffers()), weights.state_dict()
         hidden = {n: b for n, b in weights.named_buffers() if n not in state and not torch.equal(b.cpu(), built[n])}
         master.load_state({"model": state, "buffers": hidden})
-    if spec.parallel is None:
-        return WholeReplicaSet(run_id, spec, cells, master)
-    return GroupReplicaSet(run_id, spec, cells, master)
+    made = (WholeReplicaSet if spec.parallel is None else GroupReplicaSet)(run_id, spec, cells, master)
+    made.from_seed = weights is None
+    return made
 
 
 def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Module) -> None:
@@ -98,6 +100,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
         return f"begins with new weights: {changed} since the last run"
     state = fetch_between_runs(last, cluster, timeout_s)
     same = _has_same_optimizer(replica_set, last)
+    replica_set.from_seed = False
     replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
     if same:
         try:
@@ -108,7 +111,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
             same = False
     optimizer = "" if same else " with a new optimizer"
     since = f" ({changed} since, and its parameters are the same)" if changed else ""
-    return f"goes on from the weights of the last run{optimizer}{since}; --fresh (fresh=True) starts anew"
+    return GOES_ON.format(optimizer, since)
 
 
 def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
@@ -183,7 +186,7 @@ def from_checkpoint(
         ConfigError: all its epochs are done.
     """
     checkpoint.check_model(path, content, replica_set.master.model.state_dict(), replica_set.spec.model)
-    spec = replica_set.spec
+    spec, replica_set.from_seed = replica_set.spec, False
     notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
     notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
     try:

@@ -159,7 +159,9 @@ class Recovery:
         self.accounting.team = ()  # the change is counted here, whatever the next team is
         self.membership.formed = False
         self.window.abort(reason, hear_all=True)
-        if self._replica_set.step > self.accounting.snapshot.step and self._replica_set.rescue(self.job):
+        snapshot = self.accounting.snapshot
+        is_newer = self._replica_set.step > snapshot.step or bool(snapshot.kept.loss)
+        if is_newer and self._replica_set.rescue(self.job):
             self.accounting.keep(self._replica_set.master.state())
         self._replica_set.disband()
 

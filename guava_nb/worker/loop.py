@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -270,6 +270,13 @@ class WorkerLoop:
     # ---------------------------------------------------------------------------------------------------- runs and data
 
     def _on_prepare(self, message: Prepare) -> None:
+        before = self._run
+        if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
+            self._run = run = replace(before, run_id=message.run_id)
+            self._steps.go_on(run)
+            self._reader.open(run.run_id, run.spec.cache)
+            self._send(self._preparation.built(message, run, holds=True), ())
+            return
         self._forget()
         self._show("preparing")
         try:
