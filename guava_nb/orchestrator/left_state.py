@@ -52,7 +52,8 @@ class LeftState:
             return f"{state} is lost: the workers that had it are gone. {_left_over(left)}"
         who = " and ".join(holders)
         have = "has" if len(holders) == 1 else ("each have" if left.elastic else "together have")
-        return f"{who} {have} {state} ({show_bytes(_nbytes(left))} of weights), this machine has not yet: it comes in the background"
+        size = show_bytes(_nbytes(left))
+        return f"{who} {have} {state} ({size} of weights), this machine has not yet: it comes in the background"
 
     def bring_home(self, cluster: Cluster, patience_s: float) -> str:
         """The session ends: bring what is only at the workers here; an interrupt gives that up.

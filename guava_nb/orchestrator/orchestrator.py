@@ -6,6 +6,7 @@ Thin: its collaborators and `guava_nb` do the work. No display code except one t
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
+from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
@@ -80,6 +82,13 @@ class Orchestrator(SessionHost):
         self._models = ModelRegistry()
         self._replica_sets = ReplicaSets(self._models, self._notices, self._open_cluster, lambda: self._patience_s)
         self._job: TrainingJob | None = None
+        self._warming: threading.Thread | None = None
+
+    def _have_cluster(self) -> Cluster:
+        if self._cluster is None:  # while workers join
+            self._warming = threading.Thread(target=warm_up, name="guava-warm-up", daemon=True)
+            self._warming.start()
+        return super()._have_cluster()
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
@@ -105,6 +114,8 @@ class Orchestrator(SessionHost):
             if not self._job.is_current():
                 self._job.run.wait(10.0)
         self._replica_sets.left.wait_no_more()
+        if self._warming is not None:
+            self._warming.join(10.0)
         super()._close()
         self._replica_sets.forget()
 

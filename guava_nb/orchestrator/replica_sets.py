@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.notices import Notices
-from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.errors import CheckpointError, ConfigError, WorkerLost
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
@@ -24,6 +24,7 @@ from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
+from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
 from guava_nb.training.initial_state import (
     GOES_ON,
@@ -102,9 +103,20 @@ class ReplicaSets:
         """Bring the state of the last committed step here.
 
         Raises:
-            WorkerLost: the workers that hold it are gone.
+            WorkerLost: the workers that hold it are gone; from then on the state is what is left.
         """
-        return fetch_between_runs(replica_set, self._cluster(), self._patience_s())
+        cluster = self._cluster()
+        try:
+            return fetch_between_runs(replica_set, cluster, self._patience_s())
+        except StateLate:
+            raise
+        except WorkerLost as error:
+            if replica_set.gone_on_in or replica_set.holders(cluster):
+                raise
+            left = replica_set.fall_back()
+            raise WorkerLost(
+                f"{error}; or train on from what is left, {left}: start_training (%guava_train) begins there now"
+            ) from error
 
     def model_of(self, replica_set: ReplicaSet, job: TrainingJob | None = None) -> torch.nn.Module:
         """Return the trained model; where it is here already, also after the session was closed.
@@ -208,7 +220,7 @@ class ReplicaSets:
             return going_on
         replica_set = self._build(composed)
         if not fresh and last is not None:
-            self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
+            self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
             if anew := begun_anew(replica_set, last, strict):
                 self._notices.add(anew, "run")
         return replica_set

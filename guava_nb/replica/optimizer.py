@@ -6,6 +6,7 @@ Knows torch.optim; knows nothing of buckets or workers.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "follows_metric",
+    "warm_up",
 ]
 
 INTERVALS = ("step", "epoch", "validation")
@@ -47,6 +49,11 @@ _SCHEDULERS: dict[str, type[LRScheduler]] = {
 }
 #: Arguments of schedulers that are functions: given as the name of a shared one.
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
+
+
+def warm_up() -> None:
+    """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run."""
+    importlib.import_module("torch._dynamo")
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:

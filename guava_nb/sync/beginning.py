@@ -63,7 +63,8 @@ class Beginning:
         """What is lost if the workers are, in a sentence; "" where the state is here."""
         if self._is_here:
             return ""
-        return f"{self._name} is lost: only workers that are gone had it, and its copy had not come. The run goes on from {self.name}"
+        why = "only workers that are gone had it, and its copy had not come"
+        return f"{self._name} is lost: {why}. The run goes on from {self.name}"
 
     def state(self) -> dict[str, Any]:
         """Return the state, or what is left instead."""

@@ -9,7 +9,8 @@ from typing import Any
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import GuavaError, WorkerLost
-from guava_nb.sync.replica_set import WAYS_ON, ReplicaSet
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.state_at_workers import WAYS_ON
 
 __all__ = ["fetch_between_runs", "take_over"]
 
@@ -47,8 +48,7 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
             return replica_set.fetch(job, timeout_s=timeout_s)
     except NobodyLeft as error:
         raise WorkerLost(
-            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
-            f"{replica_set.master_step + 1}. {WAYS_ON}"
+            f"the workers that hold the state of step {replica_set.step + 1} are gone; {replica_set.rest()}. {WAYS_ON}"
         ) from error
 
 

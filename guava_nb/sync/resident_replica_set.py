@@ -19,7 +19,8 @@ from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL, held, likeness
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
-from guava_nb.sync.replica_set import NOT_HERE, Given, preparation_text
+from guava_nb.sync.replica_set import Given, preparation_text
+from guava_nb.sync.state_at_workers import NOT_HERE
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
 __all__ = ["ResidentReplicaSet", "adopt", "is_own"]

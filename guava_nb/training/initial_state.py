@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import torch
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
@@ -20,7 +19,6 @@ from guava_nb.replica.replica import Replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.group_replica_set import GroupReplicaSet
-from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
@@ -77,8 +75,11 @@ def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Mo
         )
 
 
-def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:
+def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[ReplicaSet], dict[str, Any]]) -> str:
     """Go on from the last run's weights where the model has the same parameters, and from its optimizer where that is the same.
+
+    Args:
+        fetch: brings the state of replicas here.
 
     Returns:
         What the run begins with, in a sentence.
@@ -98,7 +99,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
                 "(%guava_save path), or go on with the model as it was"
             )
         return f"begins with new weights: {changed} since the last run"
-    state = fetch_between_runs(last, cluster, timeout_s)
+    state = fetch(last)
     same = _has_same_optimizer(replica_set, last)
     replica_set.from_seed = False
     replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})

@@ -25,8 +25,9 @@ from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.evaluation.passes import pass_over
 from guava_nb.protocol.messages import GradientBucket, Ready
 from guava_nb.spec.run_spec import mode_of
-from guava_nb.sync.replica_set import GroupLost, ReplicaSet, StateLate
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
+from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training import checkpoint

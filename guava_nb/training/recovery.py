@@ -194,7 +194,9 @@ class Recovery:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
         least, few = self._replica_set.least, len(self.membership.fit)
         who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
+        snapshot = self.accounting.snapshot
+        here = snapshot.kept.loss or f"The state of step {snapshot.step + 1} is here"
         return WorkerLost(
-            f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). The state of step "
-            f"{self.accounting.snapshot.step + 1} is here: run %guava_worker with the join code on a machine and train again"
+            f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
+            "machine and train again"
         )

@@ -40,6 +40,7 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.model.resident import ResidentParts
+from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
@@ -201,6 +202,7 @@ class WorkerLoop:
             case Accept():
                 self.name = message.name
                 self._show("ready")
+                warm_up()
             case Prepare():
                 self._on_prepare(message)
             case AskData():
