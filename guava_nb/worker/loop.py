@@ -274,6 +274,7 @@ class WorkerLoop:
     def _on_prepare(self, message: Prepare) -> None:
         before = self._run
         if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
+            before.replica.restore()
             self._run = run = replace(before, run_id=message.run_id)
             self._steps.go_on(run)
             self._reader.open(run.run_id, run.spec.cache)

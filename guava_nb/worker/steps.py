@@ -121,7 +121,6 @@ class StepRunner:
 
     def go_on(self, run: PreparedRun) -> None:
         """Work on this run from its first step on, with the state that the last one left here."""
-        run.replica.restore()
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
