@@ -52,7 +52,7 @@ class LeftState:
             return f"{state} is lost: the workers that had it are gone. {_left_over(left)}"
         who = " and ".join(holders)
         have = "has" if len(holders) == 1 else ("each have" if left.elastic else "together have")
-        size = show_bytes(_nbytes(left))
+        size = show_bytes(left.master.weights_bytes)
         return f"{who} {have} {state} ({size} of weights), this machine has not yet: it comes in the background"
 
     def bring_home(self, cluster: Cluster, patience_s: float) -> str:
@@ -78,10 +78,6 @@ class LeftState:
 def _is_here(replica_set: ReplicaSet) -> bool:
     copy, step = replica_set.copy, replica_set.step
     return replica_set.master_step == step or (copy is not None and copy.step == step and copy.is_whole)
-
-
-def _nbytes(replica_set: ReplicaSet) -> int:
-    return sum(parameter.nbytes for parameter in replica_set.master.model.parameters())
 
 
 def _name(replica_set: ReplicaSet) -> str:

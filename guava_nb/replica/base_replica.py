@@ -101,6 +101,11 @@ class BaseReplica(ABC):
         return {"criterion": getattr(self._objective, "user", None), **self._preprocessing.functions}
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters held here."""
+        return sum(parameter.nbytes for parameter in self._module.parameters())
+
+    @property
     def kind(self) -> str:
         """Names the replicas that must hold the same parameters; "" for all."""
         return ""

@@ -269,9 +269,9 @@ class TrainingJob(Job):
 
     def _may_leave(self) -> bool:
         """Whether the state may stay with the workers at the end: to bring it here takes long, and can be done later."""
-        spec, master = self.replica_set.spec, self.replica_set.master
+        spec = self.replica_set.spec
         at_workers = spec.optimizer_site == "workers" and self.plan.budget is None and not self._recovery.held
-        return at_workers and sum(p.nbytes for p in master.model.parameters()) > MOST_FETCHED_BYTES
+        return at_workers and self.replica_set.master.weights_bytes > MOST_FETCHED_BYTES
 
     def _do_epoch(self, epoch: int) -> None:
         self._in_epoch = True
