@@ -153,6 +153,7 @@ class Status:
         address: host:port that workers dial; the join code itself is a secret and not part of it.
         tunnel: the tunnel that leads there and how it stands; "" without one.
         tunnel_note: what has to be done so that workers get through it; "" for nothing.
+        state_note: which workers have the only copy of what was trained; "" where it is here.
         notes: what happened; note_numbers: one number for each, growing, as some are forgotten when they are over.
     """
 
@@ -166,4 +167,5 @@ class Status:
     notes: tuple[str, ...] = ()
     tunnel: str = ""
     tunnel_note: str = ""
+    state_note: str = ""
     note_numbers: tuple[int, ...] = ()

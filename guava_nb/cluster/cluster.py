@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from guava_nb.cluster.group_path import Findings
-from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected
+from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected, Wake
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
@@ -78,6 +78,8 @@ class Cluster:
         tell: tells a person what concerns the session.
         notice: tells a person what a run has to say.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
+        takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
+            asked for outside of any job.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Cluster:
         self._ranks: dict[bytes, int] = {}
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
+        self.takes: Callable[[int, Message, memoryview], bool] = lambda rank, message, payload: False
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -118,6 +121,10 @@ class Cluster:
             return
         if isinstance(event, MessageArrived) and not isinstance(event.message, _NOT_FOR_JOBS):
             rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
+            if rank is not None and self.takes(rank, event.message, memoryview(event.payload)):
+                event.done()
+                self._post(Wake())
+                return
             if rank is None or mailbox is None:
                 event.done()  # from a run that is over, or before the worker said hello
                 return

@@ -5,6 +5,9 @@ Thin: its collaborators and `guava_nb` do the work. No display code except one t
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
+from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
@@ -78,11 +82,30 @@ class Orchestrator(SessionHost):
         self._models = ModelRegistry()
         self._replica_sets = ReplicaSets(self._models, self._notices, self._open_cluster, lambda: self._patience_s)
         self._job: TrainingJob | None = None
+        self._warming: threading.Thread | None = None
+
+    def _have_cluster(self) -> Cluster:
+        if self._cluster is None:  # while workers join
+            self._warming = threading.Thread(target=warm_up, name="guava-warm-up", daemon=True)
+            self._warming.start()
+        return super()._have_cluster()
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
         cluster.on_idle_leave = lambda rank: take_over(self._replica_sets.held_by_workers, cluster, rank)
         return cluster
+
+    def close(self) -> None:
+        """Stop the run, bring what only workers hold here, say goodbye to them all, free the port. Safe to call twice.
+
+        An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
+        """
+        if self._cluster is not None and (self.run is None or self.run.done):
+            lost = self._replica_sets.left.bring_home(self._cluster, self._patience_s)
+            if lost:
+                self._notices.add(lost)
+                warnings.warn(lost, stacklevel=2)
+        super().close()
 
     def _close(self) -> None:
         if self._job is not None and not self._job.run.done:
@@ -90,6 +113,9 @@ class Orchestrator(SessionHost):
             self._job.interrupt()
             if not self._job.is_current():
                 self._job.run.wait(10.0)
+        self._replica_sets.left.wait_no_more()
+        if self._warming is not None:
+            self._warming.join(10.0)
         super()._close()
         self._replica_sets.forget()
 
@@ -112,7 +138,9 @@ class Orchestrator(SessionHost):
     def status(self) -> Status:
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._models.cells)
-        return survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
+        found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
+        is_idle = self.run is not None and self.run.done
+        return dataclasses.replace(found, state_note=self._replica_sets.left.note(self._cluster) if is_idle else "")
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -184,6 +212,7 @@ class Orchestrator(SessionHost):
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:

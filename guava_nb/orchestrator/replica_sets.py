@@ -13,17 +13,28 @@ from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.notices import Notices
-from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.errors import CheckpointError, ConfigError, WorkerLost
 from guava_nb.forecast.planned_run import Composed
+from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.protocol.messages import RunSpec
+from guava_nb.replica.replica import Replica
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
+from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
-from guava_nb.training.initial_state import begun_anew, build_ensemble, from_checkpoint, from_last_run, goes_on, unlike
+from guava_nb.training.initial_state import (
+    GOES_ON,
+    begun_anew,
+    build_ensemble,
+    from_checkpoint,
+    from_last_run,
+    goes_on,
+    unlike,
+)
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.schedule_check import check_schedule
@@ -56,6 +67,7 @@ class ReplicaSets:
         self._registry, self._notices = registry, notices
         self._cluster, self._patience_s = cluster, patience_s
         self.trained: ReplicaSet | None = None
+        self.left = LeftState(lambda: self.held_by_workers)
         self._replaced: ReplicaSet | None = None  # by a registered instance, while only workers hold what was trained
         self.loaded: checkpoint.Loaded | None = None
         self._runs = 0
@@ -75,7 +87,8 @@ class ReplicaSets:
     @property
     def held_by_workers(self) -> ReplicaSet | None:
         """The replicas whose state is not to be lost when a worker leaves; None: there are none."""
-        return self.trained or self._replaced
+        held = self.trained or self._replaced
+        return held if held is None or held.predecessor is None else held.predecessor
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read the checkpoint that the next run goes on from; returns what is in it.
@@ -90,9 +103,20 @@ class ReplicaSets:
         """Bring the state of the last committed step here.
 
         Raises:
-            WorkerLost: the workers that hold it are gone.
+            WorkerLost: the workers that hold it are gone; from then on the state is what is left.
         """
-        return fetch_between_runs(replica_set, self._cluster(), self._patience_s())
+        cluster = self._cluster()
+        try:
+            return fetch_between_runs(replica_set, cluster, self._patience_s())
+        except StateLate:
+            raise
+        except WorkerLost as error:
+            if replica_set.gone_on_in or replica_set.holders(cluster):
+                raise
+            left = replica_set.fall_back()
+            raise WorkerLost(
+                f"{error}; or train on from what is left, {left}: start_training (%guava_train) begins there now"
+            ) from error
 
     def model_of(self, replica_set: ReplicaSet, job: TrainingJob | None = None) -> torch.nn.Module:
         """Return the trained model; where it is here already, also after the session was closed.
@@ -104,9 +128,19 @@ class ReplicaSets:
             copies: list[torch.nn.Module] = []
             job.with_state(lambda: copies.append(_copy_of(replica_set.master.model)))
             return copies[0]
+        if replica_set.master_step != replica_set.step and replica_set.gone_on_in:
+            self._restore(replica_set)
         if replica_set.master_step != replica_set.step:
             self.fetch(replica_set)
         return replica_set.master.model
+
+    def _restore(self, replica_set: ReplicaSet) -> None:
+        """Give replicas whose master another run took over a master of their own, of the copy of their state."""
+        copy = replica_set.copy
+        if copy is not None and copy.wait(self._cluster(), self._patience_s()):
+            replica_set.master = _like(replica_set)
+            replica_set.master.load_state(replica_set.join(copy.parts()))
+            replica_set.master_step = replica_set.step
 
     def save(self, path: Path, job: TrainingJob | None) -> None:
         """Save the state of the last committed step; during a run at its next boundary between steps.
@@ -193,12 +227,31 @@ class ReplicaSets:
                 f"a run from the registered model would throw away what the last one trained in {replaced.step + 1} steps, which "
                 "is at the workers only: fetch it before with run.model(), or say fresh=True (--fresh)"
             )
+        going_on = None if fresh else self._going_on(composed)
+        if going_on is not None:
+            return going_on
         replica_set = self._build(composed)
         if not fresh and last is not None:
-            self._notices.add(from_last_run(replica_set, last, self._cluster(), self._patience_s()), "run")
+            self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
             if anew := begun_anew(replica_set, last, strict):
                 self._notices.add(anew, "run")
         return replica_set
+
+    def _going_on(self, composed: Composed) -> ReplicaSet | None:
+        """Return replicas that begin with what workers hold of the last run; None where something is not what it was."""
+        last, spec, cluster = self.trained, composed.spec, self._cluster()
+        if last is None or isinstance(last, ResidentReplicaSet) or last.predecessor is not None or last.kept:
+            return None
+        same = (spec, self._registry.cells) == (last.spec, last.cells) and spec.optimizer_site == "workers"
+        if not same or self.loaded is not None or not last.is_kept(cluster):
+            return None
+        if any(cluster.roster.members[rank].hello.own for rank in cluster.roster.ready()):
+            return None  # a user's program may have changed its own model since
+        is_here = last.master_step == last.step
+        made = last.successor(self._run_id, _like(last) if is_here else last.master)
+        made.code, made.registered, made.checks = composed.code, self._registry.instance_for(spec), last.checks
+        self._notices.add(GOES_ON.format("", ""), "run")
+        return made
 
     def _build(self, composed: Composed) -> ReplicaSet:
         spec, instance = composed.spec, self._registry.instance_for(composed.spec)
@@ -210,6 +263,7 @@ class ReplicaSets:
 
     def launched(self, replica_set: ReplicaSet) -> None:
         """A run of these replicas was launched."""
+        self.left.wait_no_more()
         self.trained, self._replaced, self._asked = replica_set, None, None
         self._runs += 1
 
@@ -314,6 +368,12 @@ class ReplicaSets:
                 for rank in list(other.at):
                     other.drop(rank)
         return replica_set
+
+
+def _like(replica_set: ReplicaSet) -> Replica:
+    """Make a master like that of other replicas, with an optimizer that has done nothing yet."""
+    master = replica_set.master
+    return Replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -46,7 +46,7 @@ def session_view(status: Status) -> View:
             *_loaded(run),
             *_energy(run),
         ]
-    doing = (status.tunnel_note,) if status.tunnel_note else ()
+    doing = tuple(filter(None, (status.tunnel_note, status.state_note)))
     notes = (*doing, *status.notes, *((run.message,) if run is not None and run.message else ()))
     headline = f"{status.state} at {status.address}" if status.address else status.state
     there = _taking_part(status.workers, run is not None)

@@ -105,6 +105,11 @@ class BaseReplica(ABC):
         return {"criterion": getattr(self._objective, "user", None), **self._preprocessing.functions}
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the parameters held here."""
+        return sum(parameter.nbytes for parameter in self._module.parameters())
+
+    @property
     def kind(self) -> str:
         """Names the replicas that must hold the same parameters; "" for all."""
         return ""
@@ -322,6 +327,20 @@ class BaseReplica(ABC):
             state["scheduler"] = plain(scheduler, "scheduler")
             state["scaler"] = self._scaler.state() if self._scaler else None
         return state
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Return the settings of the optimizer's groups of parameters and the scheduler's state, as plain data.
+
+        Raises:
+            CheckpointError: one of them is no plain data.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        found = {
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+        }
+        made: dict[str, Any] = plain(found, "schedule")
+        return made
 
     @abstractmethod
     def _model_state(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import ShardResult, ShardWork
-from guava_nb.replica.state_dict import copied, parameter_hash
+from guava_nb.replica.state_dict import copied, parameter_hash, weights_digest
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["GroupReplica"]
@@ -58,6 +58,7 @@ class GroupReplica(BaseReplica):
     Attributes:
         layout: only its digest is used, to compare machines.
         part: this rank's part; None while no group stands.
+        wants_digest: `spread` takes one of the weights that it builds, before it shares them out: `digest`.
     """
 
     part: ModelPart | None
@@ -74,6 +75,7 @@ class GroupReplica(BaseReplica):
         super().__init__(spec, resolve, device)
         assert spec.parallel is not None
         self._shape, self._habit = spec.parallel, Habit()
+        self.wants_digest, self.digest = False, ""
         self._reading = (
             BatchReading()
         )  # of batches that the orchestrator has not read in the form in which they are cut here
@@ -106,6 +108,7 @@ class GroupReplica(BaseReplica):
         staged = shape.pp > 1 or shape.mode == "pipeline"
         if self._spec.compile and not staged:
             compile_modules([model], self.device)
+        self.digest = weights_digest(model) if self.wants_digest else ""
         self._hooks = GradientHooks(model)
         self.part = parallelize(
             model, shape, self._axes, self.device,
@@ -285,7 +288,8 @@ class GroupReplica(BaseReplica):
         return self._standing.optimizer_pieces()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._standing.load(state["model"], copied(state.get("optimizer")))
+        if "model" in state:
+            self._standing.load(state["model"], copied(state.get("optimizer")))
         self._buffers.save_all()
 
     def parameter_hash(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "build_scheduler",
     "follows_metric",
     "is_of_the_user",
+    "warm_up",
 ]
 
 INTERVALS = ("step", "epoch", "validation")
@@ -58,6 +60,11 @@ _CLOSURE = (
 )
 #: Arguments of schedulers that are functions: given as the name of a shared one.
 _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
+
+
+def warm_up() -> None:
+    """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run."""
+    importlib.import_module("torch._dynamo")
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:

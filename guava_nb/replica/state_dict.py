@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from guava_nb.errors import CheckpointError
 
-__all__ = ["copied", "like", "load_model", "parameter_hash", "plain"]
+__all__ = ["copied", "like", "load_model", "parameter_hash", "plain", "weights_digest"]
 
 _Memo = dict[tuple[Any, ...], Tensor]
 
@@ -105,7 +107,38 @@ def parameter_hash(named: Iterable[tuple[str, Tensor]]) -> str:
     """Return SHA-256 over names, dtypes, shapes and raw bytes, in order."""
     hasher = hashlib.sha256()
     for name, tensor in named:
-        value = tensor.detach().cpu().contiguous().reshape(-1)
-        hasher.update(f"{name} {value.dtype} {tuple(tensor.shape)}".encode())
-        hasher.update(value.view(torch.uint8).numpy().data)
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hasher.update(_raw(tensor))
     return hasher.hexdigest()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return SHA-256 over names, dtypes, shapes and the SHA-256 of the content of all parameters and buffers.
+
+    The tensors are hashed side by side, since hashing leaves Python's lock.
+
+    Returns:
+        "" for a model whose weights say not all of its state, or cannot be hashed.
+    """
+    tensors = {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
+    state = model.state_dict()
+    if not hasattr(state, "_metadata") or not state.keys() <= tensors.keys():
+        return ""
+    hasher = hashlib.sha256()
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            contents = list(pool.map(lambda tensor: hashlib.sha256(_raw(tensor)).digest(), tensors.values()))
+    except (RuntimeError, TypeError):  # a sparse tensor, one without data
+        return ""
+    for (name, tensor), content in sorted(zip(tensors.items(), contents, strict=True), key=lambda item: item[0][0]):
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + content)
+    return hasher.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    value = tensor.detach().cpu().contiguous().reshape(-1)
+    raw: memoryview = value.view(torch.uint8).numpy().data
+    return raw

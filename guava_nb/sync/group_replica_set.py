@@ -7,10 +7,13 @@ state anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Findings, Route
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.path_probe import choose
@@ -22,7 +25,7 @@ from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.group_exchange import GroupExchange
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
-from guava_nb.sync.replica_set import GroupLost, ReplicaSet
+from guava_nb.sync.replica_set import Given, GroupLost, ReplicaSet
 
 __all__ = ["GroupReplicaSet"]
 
@@ -67,6 +70,7 @@ class GroupReplicaSet(ReplicaSet):
         super().__init__(run_id, spec, cells, master, route, elastic=elastic, least=least)
         self._example: Any = None
         self._retired = False
+        self._formed_in = run_id  # the run in which the group that stands was formed
         self.team: tuple[int, ...] = ()
         self.generation = -1
         self._relay_only = ""  # why this run keeps to the relay from now on
@@ -80,7 +84,7 @@ class GroupReplicaSet(ReplicaSet):
     @property
     def group_name(self) -> str:
         """Name of the group of this generation at the relay."""
-        return group_name(self.run_id, self.generation)
+        return group_name(self._formed_in, self.generation)
 
     def look_at(self, feed: LoaderFeed) -> None:
         """Take what the group must know of the data before it is formed: samples to measure stages with, where asked for.
@@ -206,7 +210,41 @@ class GroupReplicaSet(ReplicaSet):
 
     # ------------------------------------------------------------------------------------------------------------ the group
 
-    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+    def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
+        """Bring workers that have just prepared the run to a state: where their group stands and holds it, nothing is sent.
+
+        Raises:
+            GroupLost: as for `load`; or a part of what they held is gone.
+        """
+        held = {rank for rank in ranks if self._holds(rank)}
+        if held and not held == set(ranks) == set(self.team):
+            raise GroupLost("a worker was lost before the run could go on from what it held")
+        if not held:
+            self.team = ()  # of the run before
+            self.load(job, ranks, state, step)
+
+    def is_kept(self, cluster: Cluster) -> bool:
+        """Whether a further run can go on from what the group holds: it stands, and no worker joined that would enlarge it."""
+        ready, holders = cluster.roster.ready(), self.holders(cluster)
+        stands = bool(self.team) and not self._retired and not self._broken
+        return stands and set(self.team) <= set(holders) & set(ready) and self.pick(ready) == set(self.team)
+
+    def _new(self, run_id: str, master: Replica) -> ReplicaSet:
+        made = super()._new(run_id, master)
+        assert isinstance(made, GroupReplicaSet)
+        made.team, made.generation, made.route, made.layout_text = (
+            self.team,
+            self.generation,
+            self.route,
+            self.layout_text,
+        )
+        made._formed_in, made._relay_only, made._example = self._formed_in, self._relay_only, self._example
+        return made
+
+    def _proof(self, rank: int) -> str:
+        return self._formed[rank].digest
+
+    def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Form a group of these workers, and of those in the present one, and bring it to a state.
 
         Raises:
@@ -246,6 +284,7 @@ class GroupReplicaSet(ReplicaSet):
         roster.generation += 1
         self.layout_text = ""
         self.generation, self.team, self._formed, self._broken = roster.generation, tuple(members), {}, ""
+        self._formed_in = self.run_id
         self.at.clear()  # who held a part of the group before holds nothing of this one
         direct = route.path == "direct"
         machines, phrase = machines_for(roster.members, members, self._mesh_of(len(members)), route)
@@ -253,7 +292,7 @@ class GroupReplicaSet(ReplicaSet):
             self.route = route = replace(route, reason=route.reason + phrase)
         orders = group_orders(self.run_id, self.generation, members, route, machines, roster.members, self._example)
         for rank, order, buffers in orders:
-            job.cluster.send(rank, order, buffers)
+            job.cluster.send(rank, msgspec.structs.replace(order, want_digest=self._proves), buffers)
         answered = self._pump(
             job,
             lambda: any(not f.ok for f in self._formed.values()) or len(self._formed) == len(members),
@@ -323,8 +362,12 @@ class GroupReplicaSet(ReplicaSet):
             self.at.clear()
 
     def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        self.master.load_state(_together(parts))
+        self.master.load_state(self.join(parts))
         return self.master.state()
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Make one state of the parts that workers hold."""
+        return _together(parts)
 
     def rescue(self, job: Job) -> bool:
         """Before a new group: take the state of the last committed step from the members that are left, if all of it is there."""

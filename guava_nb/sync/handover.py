@@ -9,7 +9,8 @@ from typing import Any
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import GuavaError, WorkerLost
-from guava_nb.sync.replica_set import WAYS_ON, ReplicaSet
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.state_at_workers import WAYS_ON
 
 __all__ = ["fetch_between_runs", "take_over"]
 
@@ -30,6 +31,16 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
     """
     if replica_set.master_step == replica_set.step:
         return replica_set.master.state()
+    if replica_set.predecessor is not None:  # the run that was to take it over did not come so far
+        state = fetch_between_runs(replica_set.predecessor, cluster, timeout_s)
+        replica_set.master.load_state(state)
+        replica_set.master_step = replica_set.step
+        return state
+    if replica_set.gone_on_in:
+        raise WorkerLost(
+            f"{replica_set.gone_on_in} went on from the state after step {replica_set.step + 1} of {replica_set.run_id} before "
+            f"that was copied here, so it is there no more: ask for the model of {replica_set.gone_on_in}"
+        )
     job = _Fetching(cluster)
     replica_set.attach(job)
     try:
@@ -37,8 +48,7 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
             return replica_set.fetch(job, timeout_s=timeout_s)
     except NobodyLeft as error:
         raise WorkerLost(
-            f"the workers that hold the state of step {replica_set.step + 1} are gone; the orchestrator has that of step "
-            f"{replica_set.master_step + 1}. {WAYS_ON}"
+            f"the workers that hold the state of step {replica_set.step + 1} are gone; {replica_set.rest()}. {WAYS_ON}"
         ) from error
 
 
@@ -47,6 +57,8 @@ def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> No
 
     Returns at once: the rest happens on a thread.
     """
+    if replica_set is not None and replica_set.predecessor is not None:
+        replica_set = replica_set.predecessor
     if replica_set is None or rank not in replica_set.at or replica_set.master_step == replica_set.step:
         cluster.release(rank)
         return

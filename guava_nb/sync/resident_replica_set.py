@@ -6,7 +6,7 @@ sent nothing back, so a service that validates or predicts moves no weights at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +19,11 @@ from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL, held, likeness
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cells import resolve
-from guava_nb.sync.replica_set import preparation_text
+from guava_nb.sync.replica_set import Given, preparation_text
+from guava_nb.sync.state_at_workers import NOT_HERE
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 
 __all__ = ["ResidentReplicaSet", "adopt", "is_own"]
-
-_NOT_HERE = -2  # a step that is never committed: the master does not hold the run's state yet
 
 
 class ResidentReplicaSet(WholeReplicaSet):
@@ -35,7 +34,7 @@ class ResidentReplicaSet(WholeReplicaSet):
     ) -> None:
         """Take over a worker that has prepared the run."""
         super().__init__(run_id, spec, cells, master)
-        self.master_step = _NOT_HERE
+        self.master_step = NOT_HERE
         self._prepared[origin], self._building[origin] = answer, answer.generation
         self.at[origin] = self.step
         self._origin: int | None = origin
@@ -50,7 +49,15 @@ class ResidentReplicaSet(WholeReplicaSet):
         if not self._alone(ranks):
             super().require(job, ranks)
 
-    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+    def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
+        """Bring workers to a state, as `load` does."""
+        self.load(job, ranks, state, step)
+
+    def leave(self, job: Job) -> bool:
+        """Leave nothing: the worker's process may end with its user's program."""
+        return False
+
+    def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Bring workers to a state; from then on the run knows it, and the origin is one of them."""
         ranks = set(ranks)
         if not (step == self.step and self._alone(ranks)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from guava_nb.cluster.group_path import Route
@@ -10,7 +10,7 @@ from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Cell, RunSpec
 from guava_nb.replica.replica import Replica
-from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.replica_set import Given, ReplicaSet
 from guava_nb.sync.star_exchange import StarExchange
 
 __all__ = ["WholeReplicaSet"]
@@ -38,7 +38,14 @@ class WholeReplicaSet(ReplicaSet):
         """Return who is there and does not hold the state."""
         return sorted(fit - holders)
 
-    def load(self, job: Job, ranks: Iterable[int], state: Mapping[str, Any], step: int) -> None:
+    def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
+        """Bring workers that have just prepared the run to a state, from a worker that holds it where there is one."""
+        held = {rank for rank in ranks if self._holds(rank)}
+        lacking = set(ranks) - held
+        if lacking:
+            self.load(job, lacking, self.fetch(job) if held else state, step)
+
+    def load(self, job: Job, ranks: Iterable[int], state: Given, step: int) -> None:
         """Bring workers to a state.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import torch
 
-from guava_nb.cluster.cluster import Cluster
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
@@ -20,14 +19,15 @@ from guava_nb.replica.replica import Replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.group_replica_set import GroupReplicaSet
-from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
 
-__all__ = ["build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
+__all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
 
+#: What a run begins with; what of the optimizer and what changed.
+GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) starts anew"
 _STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
 
 
@@ -55,9 +55,9 @@ def build_ensemble(
         built, state = dict(master.model.named_buffers()), weights.state_dict()
         hidden = {n: b for n, b in weights.named_buffers() if n not in state and not torch.equal(b.cpu(), built[n])}
         master.load_state({"model": state, "buffers": hidden})
-    if spec.parallel is None:
-        return WholeReplicaSet(run_id, spec, cells, master)
-    return GroupReplicaSet(run_id, spec, cells, master)
+    made = (WholeReplicaSet if spec.parallel is None else GroupReplicaSet)(run_id, spec, cells, master)
+    made.from_seed = weights is None
+    return made
 
 
 def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Module) -> None:
@@ -75,8 +75,11 @@ def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Mo
         )
 
 
-def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, timeout_s: float) -> str:
+def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[ReplicaSet], dict[str, Any]]) -> str:
     """Go on from the last run's weights where the model has the same parameters, and from its optimizer where that is the same.
+
+    Args:
+        fetch: brings the state of replicas here.
 
     Returns:
         What the run begins with, in a sentence.
@@ -96,8 +99,9 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
                 "(%guava_save path), or go on with the model as it was"
             )
         return f"begins with new weights: {changed} since the last run"
-    state = fetch_between_runs(last, cluster, timeout_s)
+    state = fetch(last)
     same = _has_same_optimizer(replica_set, last)
+    replica_set.from_seed = False
     replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
     if same:
         try:
@@ -108,7 +112,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, cluster: Cluster, t
             same = False
     optimizer = "" if same else " with a new optimizer"
     since = f" ({changed} since, and its parameters are the same)" if changed else ""
-    return f"goes on from the weights of the last run{optimizer}{since}; --fresh (fresh=True) starts anew"
+    return GOES_ON.format(optimizer, since)
 
 
 def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
@@ -183,7 +187,7 @@ def from_checkpoint(
         ConfigError: all its epochs are done.
     """
     checkpoint.check_model(path, content, replica_set.master.model.state_dict(), replica_set.spec.model)
-    spec = replica_set.spec
+    spec, replica_set.from_seed = replica_set.spec, False
     notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
     notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
     try:

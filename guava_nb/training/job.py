@@ -25,8 +25,9 @@ from guava_nb.errors import ClusterError, WorkerLost
 from guava_nb.evaluation.passes import pass_over
 from guava_nb.protocol.messages import GradientBucket, Ready
 from guava_nb.spec.run_spec import mode_of
-from guava_nb.sync.replica_set import GroupLost, ReplicaSet, StateLate
+from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
+from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.telemetry.waits import Feeding
 from guava_nb.training import checkpoint
@@ -47,6 +48,10 @@ __all__ = ["TrainingJob"]
 
 log = logging.getLogger(__name__)
 
+#: Bytes of parameters up to which the state comes here at the end of a run; a larger one comes in the background.
+MOST_FETCHED_BYTES = 1 << 20
+#: Seconds after which a run takes a snapshot whose beginning lies with one worker only.
+EXPOSED_S = 10.0
 #: Steps in which a worker's error tells how batches are read.
 _FIRST_STEPS = 3
 
@@ -63,6 +68,7 @@ class TrainingJob(Job):
         accounting: what is committed, and the snapshot to go back to.
         window: the steps in work.
         budget_gate: asks the run's budget, if it has one.
+        on_end: called when the run has ended.
     """
 
     trains = True
@@ -93,6 +99,8 @@ class TrainingJob(Job):
         self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
+        self.on_end: Callable[[], None] = lambda: None
+        self._began = time.monotonic()
         self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
@@ -200,6 +208,7 @@ class TrainingJob(Job):
         self._energy.end(self.ready)
         self.run.end(state, error, message)
         self._refuse_calls()
+        self.on_end()
 
     def _refuse_calls(self) -> None:
         self._boundary.calls.refuse(
@@ -219,7 +228,7 @@ class TrainingJob(Job):
         try:
             self._begin()
             self._until_done()
-            return "done", ""
+            return "done", self._left_text()
         except StopRequested:
             self.window.abort("stopped by the user")
             self._settle()
@@ -229,6 +238,7 @@ class TrainingJob(Job):
 
     def _begin(self) -> None:
         self.run.begin()
+        self._began = time.monotonic()
         self.cluster.count_anew()
         try:
             self.membership.give_state(self.accounting.snapshot)
@@ -241,10 +251,27 @@ class TrainingJob(Job):
                 while self.accounting.position.epoch < self.plan.num_epochs:
                     self._do_epoch(self.accounting.position.epoch)
                 self._boundary.reach()
-                self.membership.fetch()
+                if not (self._may_leave() and self.replica_set.leave(self)):
+                    self.membership.fetch()
                 return
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recovery.recover(error)
+
+    def _left_text(self) -> str:
+        """The sentence on a state that stays with the workers; "" where it is here."""
+        holders = " and ".join(self.cluster.name(rank) for rank in self.replica_set.holders(self.cluster))
+        if self.replica_set.master_step == self.replica_set.step or not holders:
+            return ""
+        return (
+            f"the state after step {self.replica_set.step + 1} is with {holders} and comes here in the background; run.model() "
+            "and save_checkpoint (%guava_save) bring it at once"
+        )
+
+    def _may_leave(self) -> bool:
+        """Whether the state may stay with the workers at the end: to bring it here takes long, and can be done later."""
+        spec = self.replica_set.spec
+        at_workers = spec.optimizer_site == "workers" and self.plan.budget is None and not self._recovery.held
+        return at_workers and self.replica_set.master.weights_bytes > MOST_FETCHED_BYTES
 
     def _do_epoch(self, epoch: int) -> None:
         self._in_epoch = True
@@ -286,7 +313,13 @@ class TrainingJob(Job):
         self.accounting.draw(epoch, batches)
         step = self.window.issue(epoch, batches, team)
         self._boundary.mark_due(step + 1 - self.accounting.first_step)
+        if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
+            self._boundary.due.add("snapshot")  # all that was trained before lies there alone
         return step
+
+    def _is_alone(self, team: Sequence[int]) -> bool:
+        """Whether the state exists only once: with one worker, or in parts."""
+        return len(team) == 1 or not self.replica_set.elastic
 
     def _end_epoch(self, epoch: int) -> None:
         self.window.drain()
@@ -296,9 +329,11 @@ class TrainingJob(Job):
         self._boundary.tick("epoch", self.run.validations[-1] if self.run.validations else record)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
-        # With one worker, or a model in parts, the state exists only once.
-        alone = len(self.accounting.team) == 1 or not self.replica_set.elastic
-        if self.plan.snapshot_every_steps is None and alone and epoch + 1 < self.plan.num_epochs:
+        if (
+            self.plan.snapshot_every_steps is None
+            and self._is_alone(self.accounting.team)
+            and epoch + 1 < self.plan.num_epochs
+        ):
             self._boundary.due.add("snapshot")
 
     def _call(self, hook: str, record: dict[str, Any]) -> None:

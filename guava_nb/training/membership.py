@@ -62,8 +62,16 @@ class Membership:
         ranks = self.replica_set.pick(self.fit)
         self.replica_set.require(self._job, ranks)
         self._tell_emulated_bf16(ranks)
-        self.replica_set.load(self._job, ranks & self.replica_set.prepared(), snapshot.state, snapshot.step)
+        ranks &= self.replica_set.prepared()
+        self.replica_set.give(self._job, ranks, lambda: self._state_of(snapshot), snapshot.step)
         self.formed = True
+
+    def _state_of(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return the state of a snapshot; where what it should be is lost with its workers, tell."""
+        if snapshot.kept.loss:
+            self.cluster.notice(snapshot.kept.loss)
+            snapshot.kept.settle()
+        return snapshot.state
 
     def _tell_emulated_bf16(self, ranks: Iterable[int]) -> None:
         if self.replica_set.spec.precision != "bf16":
@@ -99,8 +107,9 @@ class Membership:
 
     def go_back(self, snapshot: Snapshot) -> None:
         """Take a snapshot for the state of the run: no member has it yet."""
+        state = self._state_of(snapshot)
         self.replica_set.go_back(snapshot.step)
-        self.replica_set.master.load_state(snapshot.state)
+        self.replica_set.master.load_state(state)
         self.replica_set.master_step = snapshot.step
         self.behind.clear()
 

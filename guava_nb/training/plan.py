@@ -11,6 +11,7 @@ from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.evaluation.validation import Validation
 from guava_nb.spec.training_options import TrainingOptions, same_named
+from guava_nb.sync.beginning import Beginning
 from guava_nb.training.byte_budget import Budget
 
 if TYPE_CHECKING:
@@ -74,11 +75,16 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state to go back to when no worker holds a newer one."""
+    """A state to go back to when no worker holds a newer one, and where it lies."""
 
     step: int
     position: Position
-    state: dict[str, Any]
+    kept: Beginning
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state itself."""
+        return self.kept.state()
 
 
 @dataclass(slots=True)

@@ -159,7 +159,9 @@ class Recovery:
         self.accounting.team = ()  # the change is counted here, whatever the next team is
         self.membership.formed = False
         self.window.abort(reason, hear_all=True)
-        if self._replica_set.step > self.accounting.snapshot.step and self._replica_set.rescue(self.job):
+        snapshot = self.accounting.snapshot
+        is_newer = self._replica_set.step > snapshot.step or bool(snapshot.kept.loss)
+        if is_newer and self._replica_set.rescue(self.job):
             self.accounting.keep(self._replica_set.master.state())
         self._replica_set.disband()
 
@@ -192,7 +194,9 @@ class Recovery:
         gone = "; ".join(f"{m.name}: {m.detail}" for m in self.membership.cluster.members() if not m.alive)
         least, few = self._replica_set.least, len(self.membership.fit)
         who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
+        snapshot = self.accounting.snapshot
+        here = snapshot.kept.loss or f"The state of step {snapshot.step + 1} is here"
         return WorkerLost(
-            f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). The state of step "
-            f"{self.accounting.snapshot.step + 1} is here: run %guava_worker with the join code on a machine and train again"
+            f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
+            "machine and train again"
         )

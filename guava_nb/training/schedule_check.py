@@ -14,7 +14,6 @@ from guava_nb.errors import ConfigError
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import load_scheduler
 from guava_nb.replica.optimizer import build_optimizer, build_scheduler, follows_metric
-from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.state_dict import copied, plain
 from guava_nb.spec.factories import near
@@ -54,7 +53,7 @@ def check_schedule(replica_set: ReplicaSet, plan: TrainingPlan, notice: Callable
             f"scheduler {name} was not tried beforehand: the data has no length, so how long the run is cannot be known"
         )
     else:
-        _rehearse(name, master, spec, ticks, notice)
+        _rehearse(name, replica_set, ticks, notice)
 
 
 def followed(scheduler: Any, metric: str | None, record: Mapping[str, Any]) -> float | None:
@@ -116,10 +115,11 @@ def _ticks(interval: str, plan: TrainingPlan, step: int) -> int | None:
     return None if steps is None else steps // plan.val_interval
 
 
-def _rehearse(name: str, master: Replica, spec: RunSpec, ticks: int, notice: Callable[[str], None]) -> None:
+def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[str], None]) -> None:
+    spec = replica_set.spec
     with warnings.catch_warnings(), seeded(spec.seed, torch.device("cpu")):
         warnings.simplefilter("ignore")  # that no optimizer steps in between
-        optimizer, scheduler = _twin(master, spec)
+        optimizer, scheduler = _twin(replica_set)
         arguments = (0.0,) if follows_metric(scheduler) else ()
         first = getattr(scheduler, "last_epoch", None)
         for tick in range(min(ticks, MOST_TICKS)):
@@ -137,15 +137,18 @@ def _rehearse(name: str, master: Replica, spec: RunSpec, ticks: int, notice: Cal
             _tick(name, spec, scheduler, arguments, ticks, ticks)
 
 
-def _twin(master: Replica, spec: RunSpec) -> tuple[torch.optim.Optimizer, Any]:
-    """Optimizer and scheduler like the master's, over parameters that nobody trains."""
+def _twin(replica_set: ReplicaSet) -> tuple[torch.optim.Optimizer, Any]:
+    """Optimizer and scheduler like those of the run at its beginning, over parameters that nobody trains."""
+    master, spec, left = replica_set.master, replica_set.spec, replica_set.schedule
+    groups = master.optimizer.param_groups if left is None else left["groups"]
+    state = plain(master.scheduler.state_dict(), "scheduler") if left is None else left["scheduler"]
     named = [(n, nn.Parameter(torch.empty_like(p), p.requires_grad)) for n, p in master.model.named_parameters()]
     optimizer = build_optimizer(spec.optimizer, named, master.resolve)
     schedule = build_scheduler(spec.scheduler, optimizer, master.resolve, spec.scheduler_interval)
     assert schedule is not None
-    for ours, theirs in zip(optimizer.param_groups, master.optimizer.param_groups, strict=True):
+    for ours, theirs in zip(optimizer.param_groups, groups, strict=left is None):
         ours.update(copied({key: value for key, value in theirs.items() if key != "params"}))
-    load_scheduler(schedule.scheduler, plain(master.scheduler.state_dict(), "scheduler"))
+    load_scheduler(schedule.scheduler, state)
     return optimizer, schedule.scheduler
 
 

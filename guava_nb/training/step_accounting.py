@@ -9,6 +9,7 @@ from typing import Any
 
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.protocol.messages import Commit, StepApplied
+from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.telemetry.run_energy import RunEnergy
 from guava_nb.training.membership import Membership
@@ -42,7 +43,9 @@ class StepAccounting:
         self._membership, self._plan, self._run, self._energy, self.call = membership, plan, run, energy, call
         self._replica_set = membership.replica_set
         start = plan.start if plan.start.feed is not None else replace(plan.start, feed=plan.feed.position())
-        self.snapshot = Snapshot(self._replica_set.step, start, self._replica_set.master.state())
+        if self._replica_set.spec.optimizer_site == "orchestrator":  # the master changes with every step
+            self._replica_set.beginning.preserve()
+        self.snapshot = Snapshot(self._replica_set.step, start, self._replica_set.beginning)
         self.position = self._before = plan.start
         self.first_step = self._replica_set.step + 1
         self.team: tuple[int, ...] = ()
@@ -136,7 +139,11 @@ class StepAccounting:
 
     def keep(self, state: dict[str, Any]) -> None:
         """Take this state of the last committed step for the snapshot to go back to."""
-        self.snapshot = Snapshot(self._replica_set.step, self.where(), state)
+        self._replica_set.beginning.drop()
+        self.snapshot = Snapshot(self._replica_set.step, self.where(), Beginning(self._name(), None, state))
+
+    def _name(self) -> str:
+        return f"the state after step {self._replica_set.step + 1} of {self._replica_set.run_id}"
 
     def go_back(self) -> None:
         """Forget what came after the snapshot: it will be done again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.model.resident import ResidentParts
+from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
@@ -201,6 +202,7 @@ class WorkerLoop:
             case Accept():
                 self.name = message.name
                 self._show("ready")
+                warm_up()
             case Prepare():
                 self._on_prepare(message)
             case AskData():
@@ -270,6 +272,14 @@ class WorkerLoop:
     # ---------------------------------------------------------------------------------------------------- runs and data
 
     def _on_prepare(self, message: Prepare) -> None:
+        before = self._run
+        if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
+            before.replica.restore()
+            self._run = run = replace(before, run_id=message.run_id)
+            self._steps.go_on(run)
+            self._reader.open(run.run_id, run.spec.cache)
+            self._send(self._preparation.built(message, run, holds=True), ())
+            return
         self._forget()
         self._show("preparing")
         try:

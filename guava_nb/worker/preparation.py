@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import ModuleType
 
@@ -33,6 +33,7 @@ from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
 from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.state_dict import weights_digest
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
 from guava_nb.spec.own_facts import facts_of, roots_of
@@ -61,6 +62,8 @@ class PreparedRun:
         resolve: finds shared and importable objects by name.
         replica: trains.
         evaluator: validates and predicts with the replica.
+        cells: that the module was built of.
+        facts: of the user's code, as it was when the run was built.
     """
 
     run_id: str
@@ -69,6 +72,12 @@ class PreparedRun:
     resolve: Resolve
     replica: BaseReplica
     evaluator: Evaluator
+    cells: tuple[Cell, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def is_of(self, message: Prepare) -> bool:
+        """Whether a run that goes on from this one finds here what it would build."""
+        return (self.run_id, self.cells, self.spec) == (message.after, message.cells, message.spec)
 
 
 class Preparation:
@@ -111,7 +120,8 @@ class Preparation:
             return self._resolve(name, module)
 
         replica = self._replica(spec, resolve)
-        return PreparedRun(message.run_id, spec, module, resolve, replica, Evaluator(replica, resolve, spec.metrics))
+        evaluator, facts = Evaluator(replica, resolve, spec.metrics), self._facts_of(spec, resolve, module)
+        return PreparedRun(message.run_id, spec, module, resolve, replica, evaluator, message.cells, facts)
 
     def _replica(self, spec: RunSpec, resolve: Resolve) -> BaseReplica:
         if spec.parallel is None:
@@ -138,22 +148,30 @@ class Preparation:
             )
         return self._own.find(name)
 
-    def built(self, message: Prepare, run: PreparedRun) -> Prepared:
-        """Return the answer for a run that was built; a model that the orchestrator cannot build is described."""
+    def built(self, message: Prepare, run: PreparedRun, holds: bool = False) -> Prepared:
+        """Return the answer for a run that was built; a model that the orchestrator cannot build is described.
+
+        Args:
+            holds: it was not: what the run before it left is here.
+        """
         described: tuple[TensorInfo, ...] = ()
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
             assert isinstance(run.replica, Replica)
             described = describe_model(run.replica.model)  # not the user's own object: that may be wrapped
         layout = run.replica.layout.digest()
+        digest = ""
+        if message.want_digest and self._own is None and isinstance(run.replica, Replica):
+            digest = weights_digest(run.replica.model)
         return Prepared(
-            run_id=run.run_id, ok=True, layout=layout, model=described, facts=self._facts_of(run), generation=message.generation
+            run_id=run.run_id, ok=True, layout=layout, model=described, facts=dict(run.facts), generation=message.generation,
+            holds=holds, digest=digest,
         )  # fmt: skip
 
-    def _facts_of(self, run: PreparedRun) -> dict[str, str]:
+    def _facts_of(self, spec: RunSpec, resolve: Resolve, module: ModuleType | None) -> dict[str, str]:
         """What the user's code reads of its modules; of imported ones as they were at first: counters move since then."""
-        roots = roots_of(run.spec, run.resolve)
+        roots = roots_of(spec, resolve)
         found = facts_of(roots)
-        shared = "" if run.module is None else run.module.__name__
+        shared = "" if module is None else module.__name__
         for place, text in found.items():
             # What a role names is another object from run to run.
             if place not in roots and (not shared or place.partition(".")[0] in sys.modules):
@@ -210,9 +228,12 @@ class Preparation:
             resolve = class_resolver(run.module)
             example = None if message.example is None else unpack(message.example, payload, resolve)
             seat.form(message)
+            replica.wants_digest = message.want_digest
             replica.spread(len(message.members), example, message.machines)
             seat.complete()
-            return GroupFormed(run_id=run_id, generation=generation, ok=True, layout=replica.layout_text)
+            return GroupFormed(
+                run_id=run_id, generation=generation, ok=True, layout=replica.layout_text, digest=replica.digest
+            )
         except USER_ERRORS as error:
             return GroupFormed(
                 run_id=run_id, generation=generation, ok=False, problem=problem_text(error), traceback=trace_text(error),

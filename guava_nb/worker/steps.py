@@ -115,9 +115,13 @@ class StepRunner:
         Args:
             generation: of the order to build it; messages of older ones are of an earlier attempt.
         """
-        self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
+        self.go_on(run)
         self._pending.reset(-1, generation)
         self._kept_first = None
+
+    def go_on(self, run: PreparedRun) -> None:
+        """Work on this run from its first step on, with the state that the last one left here."""
+        self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
@@ -209,9 +213,14 @@ class StepRunner:
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState) -> None:
-        """Send the state of the last commit; where that cannot be made, tell why: the replica is as it was."""
+        """Send the state of the last commit; where that cannot be made, tell why: the replica is as it was.
+
+        Without model and optimizer the schedule is sent, and the settings of the groups of parameters.
+        """
         try:
-            tree, buffers = pack(replica.state(model=message.model, optimizer=message.optimizer))
+            is_whole = message.model or message.optimizer
+            state = replica.state(message.model, message.optimizer) if is_whole else replica.schedule_state()
+            tree, buffers = pack(state)
         except USER_ERRORS as error:  # memory for the copies, or what the user's optimizer keeps
             self.fail(error, message.run_id, request=message.request_id, at=(_COPYING, self.committed))
             return

@@ -634,3 +634,47 @@ def test_dropout_repeats_from_the_seed(session: Session, mode: str) -> None:
         run = train(session, mode, DataLoader(data(), 25), epochs=1, seed=seed, model_args={"dropout": 0.5})
         losses.append([record["loss"] for record in run.history])
     assert losses[0] == losses[1] != losses[2]
+
+
+#: The deep net without anything that a run changes outside of the state.
+STILL = """
+import torch
+from torch import nn
+
+def Still():
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4))
+"""
+ROWS_IN_A_ROW = [
+    ("data", {"path": "direct"}),
+    ("zero", {"zero_stage": 1}),
+    ("zero", {"zero_stage": 3}),
+    ("tensor", {"tensor_plan": {"0": "colwise", "2": "rowwise"}}),
+    ("pipeline", {"micro_batches": 2}),
+]
+
+
+def test_runs_in_a_row_go_on_with_the_group_that_stands_in_one_mode_after_another(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mode goes on from the one before it, and then once more from what its own ranks hold."""
+    session.ensure(2)
+    monkeypatch.setattr("guava_nb.training.job.MOST_FETCHED_BYTES", -1)
+    monkeypatch.setattr("guava_nb.orchestrator.left_state.COPY_AFTER_S", 1e5)
+    exec(STILL, namespace := {})
+    torch.manual_seed(0)
+    model = namespace["Still"]().double()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for mode, settings in ROWS_IN_A_ROW:
+        session.orch.set_mode(mode, **{"path": "relay", **settings})
+        for again in (False, True):
+            fresh = mode == "data" and not again
+            run = session.train(loader(), 1, STILL, model="Still", criterion="CrossEntropyLoss", fresh=fresh)
+            for x, y in loader():
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            wire = run.report()["wire"]
+            replicas = session.orch._replica_sets.trained
+            assert replicas is not None and (replicas.after is not None) == again
+            assert not again or wire["parameter_bytes"] < 4000, "no state moved"
+        assert difference(run.model(), model) <= 1e-9, mode

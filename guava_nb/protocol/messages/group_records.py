@@ -25,6 +25,7 @@ class FormGroup(Message, frozen=True, kw_only=True):
         addresses: of all members, in order of rank: those that were proved to be reachable.
         example: inputs of some samples, for the member that measures how long the model's modules take.
         machines: number of every member's machine, where GPUs of one machine use NCCL among themselves.
+        want_digest: of the weights that the model was built with, before it was spread.
     """
 
     NUMBER: ClassVar[int] = 36
@@ -40,6 +41,7 @@ class FormGroup(Message, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     example: Tree | None = None
     machines: tuple[int, ...] = ()
+    want_digest: bool = False
 
 
 class GroupFormed(Message, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ class GroupFormed(Message, frozen=True, kw_only=True):
     Attributes:
         broken: the group, not the model, was in the way: a member did not come or was lost.
         layout: how the model is spread, in words for people.
+        digest: as in `Prepared`.
     """
 
     NUMBER: ClassVar[int] = 37
@@ -59,6 +62,7 @@ class GroupFormed(Message, frozen=True, kw_only=True):
     traceback: str = ""
     broken: bool = False
     layout: str = ""
+    digest: str = ""
 
 
 class ProbeListen(Message, frozen=True):

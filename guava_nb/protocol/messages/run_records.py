@@ -220,6 +220,9 @@ class Prepare(Message, frozen=True):
     cells: tuple[Cell, ...]
     spec: RunSpec
     generation: int = -1  # of this order: what is older and still comes is of an earlier attempt
+    after: str = ""  # id of the run that this one goes on from with the same code and options: keep what you hold of it
+    after_step: int = -1  # its last step
+    want_digest: bool = False  # of the weights that were built
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -238,6 +241,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
     `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
     model that lives at the worker, which the orchestrator cannot build. `facts` are those of `guava_nb.spec.own_facts`.
+    `holds`: nothing was built, the state after the last step of the run before is here. `digest` is that of
+    `guava_nb.replica.state_dict.weights_digest`, where it was asked for.
     """
 
     NUMBER: ClassVar[int] = 19
@@ -251,6 +256,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     model: tuple[TensorInfo, ...] = ()
     generation: int = -1  # of the `Prepare` that this answers
     facts: dict[str, str] = {}
+    holds: bool = False
+    digest: str = ""
 
 
 class EndRun(Message, frozen=True):

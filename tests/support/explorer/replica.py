@@ -76,6 +76,7 @@ class CountingReplica(Replica):
     # It keeps nothing of a user's beside the number.
     module = None
     user_code: dict[str, object] = {}
+    weights_bytes = 0
 
     layout: Any
 

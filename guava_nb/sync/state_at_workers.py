@@ -1,0 +1,271 @@
+"""The state of a run that lies at its workers: who has it, how it is fetched, left there, and copied in the background."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.job import Job
+from guava_nb.data.codec import Resolve, unpack
+from guava_nb.errors import WorkerLost
+from guava_nb.protocol.messages import FetchState, State
+from guava_nb.replica.replica import Replica
+from guava_nb.sync.beginning import Beginning
+from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes
+from guava_nb.sync.steps_held import StepsHeld
+
+__all__ = ["NOT_HERE", "WAYS_ON", "StateAtWorkers", "StateLate"]
+
+#: A step that is never committed: the master does not hold the run's state yet.
+NOT_HERE = -2
+WAYS_ON = "Train anew with fresh=True (--fresh), or go on from a checkpoint (--resume)"
+
+
+class StateLate(WorkerLost):
+    """A worker has the state and did not hand it over in time."""
+
+
+class StateAtWorkers(StepsHeld, ABC):
+    """What the workers of one run hold, and what of it is here.
+
+    Attributes:
+        run_id: of the run.
+        master: the orchestrator's replica. With optimizer_site="orchestrator" it is the authority; otherwise it is where
+            fetched state lands, and what a run's model() gives.
+        master_step: the step at which the master's state was taken.
+        elastic: every replica is whole, so any number of workers can go on.
+        kept: what the user's code changed in this run outside of the state, as `State` tells it.
+        beginning: the state with which the run begins.
+        copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
+        schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
+    """
+
+    #: Finds the classes that may come in a worker's state.
+    _resolve: Resolve | None = None
+
+    def __init__(self, run_id: str, master: Replica, elastic: bool) -> None:
+        """No worker holds anything."""
+        super().__init__()
+        self.run_id, self.master, self.elastic = run_id, master, elastic
+        self.master_step = -1
+        self.kept: tuple[str, ...] = ()
+        self.beginning = Beginning(f"the state that {run_id} began with", master)
+        self.copy: StateCopy | None = None
+        self.schedule: dict[str, Any] | None = None
+        self._requests = itertools.count(1)
+        self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
+        self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+
+    @abstractmethod
+    def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
+        """Have workers give up what is not committed, and say how far they are."""
+
+    def retire(self) -> None:  # noqa: B027 - whole replicas need nothing
+        """Note that the members were told to give up: they keep the state, and their group is over."""
+
+    def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
+        asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
+        if asked and self._may_hold(rank, message.step):
+            self.kept = message.kept
+            self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
+
+    def in_step(self, job: Job) -> list[int]:
+        """Return the connected ranks that stand at the last committed step."""
+        return sorted(r for r, step in self.at.items() if step == self.step and r in job.ready)
+
+    def next_request(self) -> int:
+        """Return a number that no request of this run had before, so that a late answer is never taken for another's."""
+        return next(self._requests)
+
+    def _adopt_highest(self, job: Job) -> None:
+        """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
+        self.step = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+
+    def fetch(self, job: Job, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Return the state as of the last committed step and keep it in the master.
+
+        Raises:
+            StateLate: the workers that have it are at work on something longer than `timeout_s`; ask again later.
+            WorkerLost: no worker with this state is left.
+        """
+        if self.master_step == self.step:
+            return self.master.state()
+        if (state := self._come(job, timeout_s)) is not None:
+            return state
+        late: set[int] = set()
+        if not job.trains and not self.in_step(job):  # reports that came while no job listened are lost
+            self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
+            self.retire()
+        while True:
+            self._adopt_highest(job)
+            job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
+            holders = self.in_step(job)
+            if not holders:
+                raise WorkerLost(
+                    f"no worker that holds the state of step {self.step + 1} is left or answers; {self.rest()}. {WAYS_ON}"
+                )
+            prompt = [rank for rank in holders if rank not in late]
+            if not prompt:
+                names = " and ".join(job.cluster.name(rank) for rank in holders)
+                raise self._late(names, timeout_s)
+            try:
+                state = self._fetch_from(job, prompt[0], timeout_s)
+            except StateLate:
+                late.update(prompt[:1] if self.elastic else prompt)
+                continue
+            if state is not None:
+                return state
+
+    def _late(self, names: str, timeout_s: float | None) -> StateLate:
+        return StateLate(
+            f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still in work "
+            "there. Nothing is lost: ask again when it is over"
+        )
+
+    def _come(self, job: Job, timeout_s: float | None) -> dict[str, Any] | None:
+        """Wait for the copy that is on its way; None: there is none, or it cannot come any more."""
+        copy = self.copy
+        if copy is None or copy.step != self.step:
+            return None
+
+        def is_over() -> bool:
+            return copy.is_over(lambda rank: rank not in job.ready | job.suspects)
+
+        if not pump_while_coming(job, copy.ranks, is_over, timeout_s):
+            raise self._late(" and ".join(map(job.cluster.name, copy.ranks)), timeout_s)
+        self.copy = None
+        return self._take(copy.parts()) if copy.is_whole else None
+
+    def _take(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        self.beginning.preserve()
+        state = self._take_in(parts)
+        self.master_step = self.step
+        return state
+
+    def leave(self, job: Job) -> bool:
+        """Leave the state of the last committed step with the workers, and take only its schedule, and what else they changed.
+
+        Returns:
+            Whether they have it; if not, `fetch` says what is left.
+        """
+        holders = self.in_step(job)
+        asked = self._holders_with(holders[0]) if holders else []
+        answers = self._answers(job, asked, None, whole=False)
+        if not answers or any(step != self.step for step, _ in answers):
+            return False
+        self.schedule = next((found for _, found in answers if found["groups"]), None)
+        return True
+
+    def holders(self, cluster: Cluster) -> list[int]:
+        """Return the workers, connected or expected back, that hold the state of the last committed step between two runs."""
+        return sorted(rank for rank in cluster.roster.alive() if self.at.get(rank) == self.step)
+
+    def begin_copy(self, cluster: Cluster) -> None:
+        """Have the state of the last committed step come here, whatever job is at work meanwhile."""
+        holders = self.holders(cluster)
+        asked = self._holders_with(holders[0]) if holders else []
+        if self.copy is None and asked and set(asked) <= set(cluster.roster.ready()) & set(holders):
+            self.copy = StateCopy(self.run_id, self.step, {self.next_request(): r for r in asked}, self._resolve)
+            self.copy.ask(cluster)
+
+    def fall_back(self) -> str:
+        """The workers that held the state are lost: be what is left; returns which state that is."""
+        left = self.fallback()
+        name, state = left.name, left.state()
+        self.go_back(max(self.master_step, -1))
+        self.master.load_state(state)
+        self.master_step = self.step
+        return name
+
+    def rest(self) -> str:
+        """Say which state the orchestrator has."""
+        if self.master_step == NOT_HERE:
+            return f"the orchestrator has {self.beginning.name}"
+        return f"the orchestrator has that of step {self.master_step + 1}"
+
+    def fallback(self) -> Beginning:
+        """Return what is left where the workers that hold the state of the last step are lost."""
+        if self.master_step == NOT_HERE:
+            return self.beginning
+        if self.master_step < 0:
+            return Beginning(self.beginning.name, self.master)
+        return Beginning(f"the state after step {self.master_step + 1} of {self.run_id}", self.master)
+
+    def join(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Make one state of the parts that workers hold."""
+        return parts[0]
+
+    def _may_have(self, job: Job) -> bool:
+        """Whether workers that are here, or expected back, may still hold the state."""
+        return any(r in self.at for r in job.ready | job.suspects)
+
+    def _fetch_from(self, job: Job, rank: int, timeout_s: float | None) -> dict[str, Any] | None:
+        """Take the state from a worker, or from all that have a part of it; None: it is of another step, or lost."""
+        asked = self._holders_with(rank)
+        answers = self._answers(job, asked, timeout_s)
+        for member, (step, _) in zip(asked, answers, strict=True):
+            if step is not None:  # its report may have been lost with a connection between two runs
+                self.at[member] = step
+        self._adopt_highest(job)
+        parts = [part for step, part in answers if part is not None and step == self.step]
+        if len(parts) < len(answers):
+            self._on_no_state([part for _, part in answers])
+            return None
+        return self._take(parts)
+
+    def _holders_with(self, rank: int) -> Sequence[int]:
+        """Return the workers whose parts make the whole state, this one among them."""
+        return [rank]
+
+    def _on_no_state(self, parts: Sequence[Mapping[str, Any] | None]) -> None:  # noqa: B027 - whole replicas need nothing
+        """React to answers that do not make the whole state."""
+
+    @abstractmethod
+    def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Put the state into the master, and return it."""
+
+    def _answers(
+        self, job: Job, ranks: Sequence[int], timeout_s: float | None, whole: bool = True
+    ) -> list[tuple[int | None, Any]]:
+        """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
+
+        Args:
+            whole: the whole state, not its schedule alone.
+
+        Raises:
+            StateLate: one is there and gave no answer in time.
+        """
+        # What was asked for earlier and comes now would be kept for nothing.
+        self._awaited = requests = {self.next_request(): rank for rank in ranks}
+        self._states.clear()
+        for request, rank in requests.items():
+            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole))
+        about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
+        try:
+            in_time = pump_while_coming(
+                job,
+                ranks,
+                lambda: all(
+                    request in self._states or rank not in job.ready or rank not in self.at
+                    for request, rank in requests.items()
+                ),
+                timeout_s,
+            )
+        finally:
+            self._awaited, job.about_request = {}, about
+        if not in_time:
+            raise StateLate("no answer in time")
+        return [self._states.pop(request, (None, None)) for request in requests]
+
+
+def pump_while_coming(job: Job, ranks: Collection[int], until: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Handle events until the condition holds; as long as much comes from these workers, the time begins anew."""
+    seen = received_bytes(job.cluster, ranks) if timeout_s is not None else 0
+    while not job.pump(until, timeout_s):
+        if (now := received_bytes(job.cluster, ranks)) < seen + COMING_BYTES:
+            return False
+        seen = now
+    return True

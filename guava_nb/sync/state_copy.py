@@ -1,0 +1,96 @@
+"""A state on its way to the orchestrator while jobs come and go: asked for once, taken whenever it comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.data.codec import Resolve, unpack
+from guava_nb.protocol.messages import Failure, FetchState, Message, State
+
+__all__ = ["COMING_BYTES", "StateCopy", "received_bytes"]
+
+#: What must have come in the time that is waited, so that it is waited once more: heartbeats alone are less.
+COMING_BYTES = 1 << 18
+
+
+def received_bytes(cluster: Cluster, ranks: Iterable[int]) -> int:
+    """Return the bytes that came from these members so far."""
+    return sum(cluster.total_bytes(rank)[1] for rank in ranks)
+
+
+class StateCopy:
+    """The state after one step, which workers were asked for outside of any job. Thread-safe.
+
+    Args:
+        run_id: of the run whose state it is.
+        step: after which it is taken; a worker that has gone on has it no more.
+        requests: numbers of the questions, and who is asked for which.
+        resolve: finds the classes that may come in it.
+
+    Attributes:
+        step: as above.
+        ranks: workers that hold it, or the parts of it.
+    """
+
+    def __init__(self, run_id: str, step: int, requests: Mapping[int, int], resolve: Resolve | None) -> None:
+        """Ask for nothing yet."""
+        self.step = step
+        self.ranks: Sequence[int] = list(requests.values())
+        self._run_id, self._requests, self._resolve = run_id, dict(requests), resolve
+        self._came: dict[int, tuple[State, memoryview]] = {}
+        self._over, self._failed = threading.Event(), False
+
+    def ask(self, cluster: Cluster) -> None:
+        """Ask the workers; the answers are taken whatever job is at work then."""
+        cluster.takes = self.take
+        for request, rank in self._requests.items():
+            cluster.send(rank, FetchState(request, self._run_id))
+
+    def take(self, rank: int, message: Message, payload: memoryview) -> bool:
+        """Take an answer; returns whether it was one to this question. Called from reader threads."""
+        if not isinstance(message, State | Failure) or message.run_id != self._run_id:
+            return False
+        if self._requests.get(message.request_id) != rank or message.request_id in self._came:
+            return False
+        if isinstance(message, Failure) or message.step != self.step:
+            self._failed = True
+        else:
+            self._came[message.request_id] = message, payload
+        if self._failed or len(self._came) == len(self._requests):
+            self._over.set()
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is here."""
+        return self._over.is_set() and not self._failed
+
+    def is_over(self, lost: Callable[[int], bool]) -> bool:
+        """Whether it is here, or cannot come any more: `lost` says of a worker that it is gone."""
+        missing = [rank for request, rank in self._requests.items() if request not in self._came]
+        return self._over.is_set() or any(map(lost, missing))
+
+    def wait(self, cluster: Cluster, timeout_s: float) -> bool:
+        """Wait until it is here; as long as it comes, the time begins anew.
+
+        Returns:
+            Whether it is here.
+        """
+        alive, seen, since = cluster.roster.alive, received_bytes(cluster, self.ranks), time.monotonic()
+        while not self._over.wait(0.1):
+            if self.is_over(lambda rank: rank not in alive()):
+                break
+            if received_bytes(cluster, self.ranks) > seen + COMING_BYTES:
+                seen, since = received_bytes(cluster, self.ranks), time.monotonic()
+            elif time.monotonic() > since + timeout_s:
+                break
+        return self.is_whole
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Return what came, in the order of `ranks`: views of the bytes that came, not to be changed."""
+        came = [self._came[request] for request in self._requests]
+        return [unpack(message.state, payload, self._resolve) for message, payload in came]

@@ -1,0 +1,95 @@
+"""Which step each worker of a run has applied, as far as its reports can be true; pure."""
+
+from __future__ import annotations
+
+from guava_nb.protocol.messages import StepApplied
+from guava_nb.sync.parameter_hashes import ParameterHashes
+
+__all__ = ["StepsHeld"]
+
+
+class StepsHeld:
+    """What the workers of one run hold, by what they report.
+
+    Attributes:
+        at: last committed step of each worker that holds a replica in step with the run.
+        step: last committed step of the run, -1 before the first.
+        generation_of: generation of each worker's last report of a commit.
+    """
+
+    def __init__(self) -> None:
+        """No worker holds anything."""
+        self.step = -1
+        self.at: dict[int, int] = {}
+        self.generation_of: dict[int, int] = {}
+        self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
+        self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
+        self._learning_rates: dict[int, float] = {}
+        self._hashes = ParameterHashes()
+        self._device_kind: dict[int, str] = {}
+
+    def note_commit(self, rank: int, message: StepApplied) -> str | None:
+        """Note that a worker applied a step; one that it cannot have applied is no news.
+
+        Returns:
+            A sentence without the worker's name when its parameters differ from others', else None.
+        """
+        if rank not in self.at or not (self._has_undone(rank, message) or self._goes_on(rank, message.step)):
+            return None
+        self.at[rank] = message.step
+        # The report of a step that was committed before an abort comes after the answer to the abort.
+        self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
+        if message.learning_rate is not None:
+            self._learning_rates[message.step] = message.learning_rate
+            self._learning_rates.pop(message.step - 8, None)
+        if not message.parameter_hash:
+            return None
+        kind = self._device_kind.get(rank, "")
+        if not self._hashes.differs(message.step, kind, message.parameter_hash, rank):
+            return None
+        return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
+
+    def sent_alone(self, rank: int, step: int) -> None:
+        """Note that a lone worker was sent a step, which it may commit by itself."""
+        self._lone = rank, step
+
+    def _may_hold(self, rank: int, step: int) -> bool:
+        """Whether a worker can have applied a step: it was committed, or sent to that worker alone."""
+        return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
+
+    def _goes_on(self, rank: int, step: int) -> bool:
+        return self.at[rank] <= step and self._may_hold(rank, step)
+
+    def _has_undone(self, rank: int, message: StepApplied) -> bool:
+        """Whether this is a worker's first answer to an abort, and it took back the one step that it should."""
+        generation, last = self._aborted.get(rank, (-1, -1))
+        is_answer = message.generation == generation > self.generation_of.get(rank, -1)
+        return is_answer and message.step == last == self.at[rank] - 1
+
+    def has_settled(self, rank: int, has_failed: bool = False) -> bool:
+        """Whether a worker has answered the last abort and holds the step to end at, or does not hold the run any more.
+
+        Args:
+            has_failed: its code raised, so it may not come so far.
+        """
+        generation, last = self._aborted.get(rank, (-1, -1))
+        if rank not in self.at:
+            return True
+        return self.generation_of.get(rank, -1) >= generation and (has_failed or self.at[rank] >= last)
+
+    def take_back(self, step: int) -> None:
+        """Note that the steps after this one count no more: they were undone where they were applied, or are lost there."""
+        self.step = step
+        self.at = {rank: at for rank, at in self.at.items() if at <= step}
+        self._hashes.clear()
+        self._learning_rates.clear()
+
+    def go_back(self, step: int) -> None:
+        """Forget who holds what, and what was reported of the steps after this one: they will be done again, by others."""
+        self.take_back(step)
+        self._lone = -1, -1
+        self.at.clear()
+
+    def learning_rate(self, step: int) -> float | None:
+        """Return the learning rate that a worker reported for a step."""
+        return self._learning_rates.get(step)
