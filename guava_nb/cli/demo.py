@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -154,7 +155,6 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
     expect_workers(THREADS)
     with loading_without_collections():
         import torch
-        import torch._dynamo  # the first optimizer of a process loads it; so it is loaded while the workers start
 
         from guava_nb.orchestrator import Orchestrator
 
@@ -169,6 +169,9 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
         orchestrator.set_mode(options.mode, **axes)
         orchestrator.launch_workers(options.workers, threads=THREADS)
         print(*orchestrator.status().notes, sep="\n", flush=True)
+        # The first optimizer needs it, and it sets a variable of the environment: load it while the launched workers come.
+        with loading_without_collections():
+            importlib.import_module("torch._dynamo")
         orchestrator.wait_for_workers(options.workers, timeout=JOIN_TIMEOUT_S)
         orchestrator.register_model(MODEL)
         training = orchestrator.start_training(

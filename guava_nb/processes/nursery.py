@@ -63,8 +63,7 @@ class ForkedProcess:
         finally:
             for fd in (its_input, its_output, its_status):
                 os.close(fd)
-        self._leave = weakref.finalize(self, nursery.leave)
-        self._leave.atexit = False
+        self._nursery: Nursery | None = nursery
 
     @property
     def pid(self) -> int:
@@ -85,7 +84,10 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait for its end; returns its exit status."""
         status = self._exit_status(None)
-        self._leave()
+        with self._lock:
+            nursery, self._nursery = self._nursery, None
+        if nursery is not None:
+            nursery.leave()
         return -signal.SIGKILL if status is None else status
 
     def kill(self) -> None:
@@ -134,8 +136,8 @@ class Nursery:
         Raises:
             OSError: the nursery has ended.
         """
-        socket.send_fds(self._socket, [b"fork"], descriptors)
         with _lock:
+            socket.send_fds(self._socket, [b"fork"], descriptors)
             self._num_running += 1
 
     def leave(self) -> None:

@@ -209,8 +209,13 @@ def _owners(model: nn.Module, others: Mapping[str, object]) -> Iterator[_Owner]:
 
 def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner]:
     for name, part in module.named_modules():
-        yield _Owner(f"{label}.{name}" if name else label, vars(part), lambda key, value: key not in _TORCHS)
+        yield _Owner(f"{label}.{name}" if name else label, vars(part), _is_of_user)
         yield from _of_globals(getattr(type(part).forward, "__globals__", {}), seen)
+
+
+def _is_of_user(key: str, value: Any) -> bool:
+    """Whether an attribute of a module is neither torch's nor what our layers that are shared out keep there."""
+    return key not in _TORCHS and not type(value).__module__.startswith("guava_nb.")
 
 
 def _of_object(label: str, found: object, seen: set[int]) -> Iterator[_Owner]:
