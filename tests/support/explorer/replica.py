@@ -112,7 +112,7 @@ class CountingReplica(Replica):
         rows = float(work.rows)
         return ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
 
-    def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit) -> None:
+    def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit, step: int = 0) -> None:
         if sums is None:
             counts = self.pending if self.pending is not None else [-1.0]
         else:
