@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import importlib
+import itertools
+import os
 import ssl
 import threading
 import time
@@ -30,6 +32,10 @@ _FIRST_BYTES = 16
 _RECORD_BYTES = 16 << 10  # the largest TLS record
 _SEAL_BYTES = 8 * _RECORD_BYTES  # encrypted, then sent: few calls, and still in the processor's cache
 _FETCH_BYTES = 16 * _RECORD_BYTES  # ciphertext taken from the stream at once
+# Each record that is decrypted gives the interpreter's lock away and takes it again. With more readers at it than cores
+# they mostly wake each other: streams share half as many turns as there are cores, and who waits for one does not compete.
+_TURNS = [threading.Lock() for _ in range(max(1, (os.cpu_count() or 2) // 2))]
+_numbers = itertools.count()
 
 
 class TlsStream(Stream):
@@ -42,7 +48,9 @@ class TlsStream(Stream):
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side, server_hostname=name)
         self._crypto = threading.Lock()
         self._sending = threading.Lock()
+        self._turn = _TURNS[next(_numbers) % len(_TURNS)]
         self._fetched = memoryview(bytearray(_RECORD_BYTES))
+        self._is_full = False  # the last view was filled: more of its record may wait in OpenSSL
         self._first = b""  # bytes of the other side: they tell who it is when it is no TLS
 
     @classmethod
@@ -179,10 +187,14 @@ class TlsStream(Stream):
     def recv_into(self, view: memoryview) -> int:
         """Decrypt into `view` all that is at hand, or wait for the first bytes."""
         while True:
-            # Asking OpenSSL in vain costs an exception: more than decrypting a small message.
-            if self._incoming.pending or self._tls.pending():
-                with self._crypto:
+            # Asking OpenSSL in vain costs an exception: more than decrypting a small message. Asking what is pending there
+            # gives the interpreter's lock away, and whoever takes it may keep it while the next message waits here.
+            if self._incoming.pending or (self._is_full and self._tls.pending()):
+                if self._incoming.pending < _RECORD_BYTES:  # little, and perhaps urgent
                     count = self._open(view)
+                else:
+                    with self._turn:
+                        count = self._open(view)
                 if self._outgoing.pending:
                     self._send_owed()
                 if count is not None:
@@ -192,6 +204,12 @@ class TlsStream(Stream):
 
     def _open(self, view: memoryview) -> int | None:
         """Decrypt record after record; None when the next one is not here yet, 0 when the peer ended TLS."""
+        with self._crypto:
+            count = self._open_records(view)
+        self._is_full = count == len(view)
+        return count
+
+    def _open_records(self, view: memoryview) -> int | None:
         read = cast(Callable[[int, memoryview], int], self._tls.read)  # with a buffer it gives a count
         size, done = len(view), 0
         try:

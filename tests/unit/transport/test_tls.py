@@ -134,3 +134,26 @@ def test_authorities_of_the_system_or_of_certifi(tmp_path: Path, monkeypatch: py
     context = tls._gateway_context()
     assert context.get_ca_certs() == []
     assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
+
+
+def test_a_small_message_waits_for_no_turn(certificate: Certificate) -> None:
+    client, server = memory_pair(4 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(TlsStream.over_server, server, certificate.server_context(), 5)
+        ours = TlsStream.over_client(client, certificate.fingerprint16, 5)
+        theirs = serving.result()
+        with theirs._turn:  # others decrypt much
+            ours.send_all([b"urgent"])
+            view = memoryview(bytearray(64))
+            assert bytes(view[: theirs.recv_into(view)]) == b"urgent"
+            much = bytes(range(256)) * 2048
+            ours.send_all([much])
+            reading = pool.submit(_read, theirs, len(much))
+        assert reading.result() == much
+
+
+def _read(stream: TlsStream, nbytes: int) -> bytes:
+    view, done = memoryview(bytearray(nbytes)), 0
+    while done < nbytes:
+        done += stream.recv_into(view[done:])
+    return bytes(view)
