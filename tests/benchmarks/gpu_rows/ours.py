@@ -70,9 +70,8 @@ class Side:
         started = time.perf_counter()
         make(args.size)
         self.build_s = time.perf_counter() - started
-        precision = "bf16" if args.device == "cuda" else "fp32"
         self.orchestrator = Orchestrator(
-            num_workers=args.world, precision=precision, snapshot_every_steps=0, master_port=0
+            num_workers=args.world, precision="bf16", snapshot_every_steps=0, master_port=0
         )
         self.orchestrator.__enter__()
         for number in range(args.world):

@@ -82,7 +82,7 @@ class Reference:
             torch.cuda.synchronize()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16) if self.on_cuda else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     # ------------------------------------------------------------------------------------------------ one way for each row
 
@@ -177,18 +177,24 @@ class Reference:
         half = len(blocks) // 2
         model = (_FirstHalf(whole, blocks[:half]) if first else _SecondHalf(whole, blocks[half:])).to(self.device)
         tied = model.tied
+
+        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+            with self._autocast():
+                return flat_loss(outputs, targets)
+
+        # Within the stage: the schedule's first step runs it without gradients, and autocast would keep weights cast so.
+        model.forward = self._autocast()(model.forward)
         stage = PipelineStage(model, self.args.rank, 2, self.device)
-        schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=flat_loss)
+        schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             losses: list[Tensor] = []
-            with self._autocast():
-                if first:
-                    schedule.step(x)
-                else:
-                    schedule.step(target=y, losses=losses)
+            if first:
+                schedule.step(x)
+            else:
+                schedule.step(target=y, losses=losses)
             dist.all_reduce(tied.grad)  # one parameter that stands in both stages
             optimizer.step()
             return torch.stack(losses).mean() if losses else torch.zeros(())
