@@ -118,6 +118,7 @@ def contestants(row: str, args: argparse.Namespace) -> dict[str, Contestant]:
     rows = args.rows_per_gpu * (1 if row == "tensor" else world)
     size = "tiny" if args.check_cpu else "gpt2"
     words = ["--row", row, "--size", size, "--device", device, "--rows", str(rows), "--world", str(world)]
+    words += ["--fused"] * args.fused
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -222,7 +223,7 @@ def versions(args: argparse.Namespace) -> dict[str, Any]:
         line["card"] = torch.cuda.get_device_name(0)
         line["cuda"], line["gpus_here"] = torch.version.cuda, torch.cuda.device_count()
         line["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {**line, "cores": os.cpu_count(), "pairs": args.pairs, "steps": args.steps}
+    return {**line, "cores": os.cpu_count(), "pairs": args.pairs, "steps": args.steps, "fused": args.fused}
 
 
 def main() -> None:
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("--rows", help=f"with commas, of {', '.join(ROWS)}; by default all that fit the GPUs")
     parser.add_argument("--profile", type=Path, help="folder for tables of torch.profiler")
     parser.add_argument("--beside", type=Path, help="another tree of guava_nb that takes part")
+    parser.add_argument("--fused", action="store_true", help="every contestant's AdamW in its fused form")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="of a block")
     parser.add_argument("--rows-per-gpu", type=int, default=16)

@@ -5,8 +5,6 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from guava_nb.errors import TrainingError
@@ -22,7 +20,8 @@ class ParameterWatch:
         """Take the present parameters as the right ones."""
         self._model = model
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
-        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
+        self._modules = list(model.modules())
+        self._parts = self._present_parts()
         self._versions: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -40,7 +39,7 @@ class ParameterWatch:
         Raises:
             TrainingError: a parameter came, went, was replaced or began to take a gradient, or was changed since `begin`.
         """
-        if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
+        if self._present_parts() != self._parts:
             self._compare()
         if exchanged:
             refuse_late_gradients(self._named)
@@ -61,7 +60,15 @@ class ParameterWatch:
                     f"parameter {name!r} {what} during the run, and neither the optimizer nor other workers know of that: make "
                     "all parameters in the factory, and change the values of those that are there"
                 )
-        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
+        self._modules = list(self._model.modules())
+        self._parts = self._present_parts()
+
+    def _present_parts(self) -> list[tuple[object, ...]]:
+        """Return names and identities of all parts of each module; the parts live, so no identity is another one's."""
+        return [
+            (*m._parameters, *map(id, m._parameters.values()), *m._modules, *map(id, m._modules.values()))
+            for m in self._modules
+        ]
 
 
 def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
@@ -76,7 +83,3 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
     for name, (parameter, was_trained) in named.items():
         if parameter.requires_grad and not was_trained:
             raise late_gradient(name)
-
-
-def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    return len(now) == len(before) and all(now.get(name) is value for name, value in before.items())

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpu_rows.model import batches, make
+from gpu_rows.model import batches, make, optimizer_args
 from gpu_rows.watch import FOLDER, REQUEST
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,8 +89,8 @@ class Side:
     def train(self, loader: Any, **options: Any) -> Any:
         """Start a run."""
         return self.orchestrator.start_training(
-            loader, num_epochs=1, optimizer="AdamW", optimizer_args={"lr": 1e-4}, criterion="CrossEntropyLoss",
-            progress=False, check="off", **options,
+            loader, num_epochs=1, optimizer="AdamW", optimizer_args=optimizer_args(self.args.fused),
+            criterion="CrossEntropyLoss", progress=False, check="off", **options,
         )  # fmt: skip
 
     def block(self, steps: int) -> dict[str, Any]:
@@ -172,10 +172,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in (("row", str), ("size", str), ("device", str), ("rows", int), ("world", int)):
         parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--fused", action="store_true")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what anybody prints is not an answer
-    torch.set_num_threads(1)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER] = folder
         side = Side(args, Path(folder))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_rows.model import GPT, batches, flat_loss, make
+from gpu_rows.model import GPT, batches, flat_loss, make, optimizer_args
 from gpu_rows.watch import Watch
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +42,7 @@ class Reference:
         if args.world > 1:
             dist.init_process_group("nccl" if self.on_cuda else "gloo")
         torch.manual_seed(0)
+        self.optimizer_args = optimizer_args(args.fused)
         self.step: Step = getattr(self, f"_{args.row}")()
         # Replicas share the rows out; stages and halves of layers see all of them.
         self.share = args.world if args.row in ("data", "zero1", "zero3") else 1
@@ -99,11 +100,11 @@ class Reference:
 
     def _lone(self) -> Step:
         model = make(self.args.size).to(self.device)
-        return self._plain(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        return self._plain(model, torch.optim.AdamW(model.parameters(), **self.optimizer_args))
 
     def _compiled(self) -> Step:
         model = make(self.args.size, compiled=True).to(self.device)
-        return self._plain(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        return self._plain(model, torch.optim.AdamW(model.parameters(), **self.optimizer_args))
 
     def _replicated(self) -> nn.Module:
         model = make(self.args.size).to(self.device)
@@ -111,13 +112,13 @@ class Reference:
 
     def _data(self) -> Step:
         model = self._replicated()
-        return self._plain(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        return self._plain(model, torch.optim.AdamW(model.parameters(), **self.optimizer_args))
 
     def _zero1(self) -> Step:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         model = self._replicated()
-        return self._plain(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4))
+        return self._plain(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **self.optimizer_args))
 
     def _zero3(self) -> Step:
         from torch.distributed.fsdp import fully_shard
@@ -127,7 +128,7 @@ class Reference:
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return self._plain(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        return self._plain(model, torch.optim.AdamW(model.parameters(), **self.optimizer_args))
 
     def _tensor(self) -> Step:
         from torch.distributed.tensor import Replicate, Shard
@@ -153,7 +154,7 @@ class Reference:
         # Fused and foreach optimizers do not mix DTensors with plain parameters: two groups do not help, two optimizers do.
         cut = [p for p in model.parameters() if hasattr(p, "placements")]
         whole = [p for p in model.parameters() if not hasattr(p, "placements")]
-        optimizers = [torch.optim.AdamW(part, lr=1e-4) for part in (cut, whole)]
+        optimizers = [torch.optim.AdamW(part, **self.optimizer_args) for part in (cut, whole)]
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             for optimizer in optimizers:
@@ -186,7 +187,7 @@ class Reference:
         model.forward = self._autocast()(model.forward)
         stage = PipelineStage(model, self.args.rank, 2, self.device)
         schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_fn)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.parameters(), **self.optimizer_args)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -231,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in (("row", str), ("size", str), ("device", str), ("rows", int), ("world", int), ("rank", int)):
         parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--fused", action="store_true")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what anybody prints is not an answer
