@@ -6,6 +6,7 @@ reads after giving it the next step's work waits for nothing that the device wou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -72,6 +73,7 @@ def norms(tensors: Iterable[Tensor]) -> Tensor | None:
     found = [zero] * len(given)  # what whole numbers have, and what is empty
     # The largest value never overflows; the sum of squares may, and is many times faster on a processor.
     of_places = torch._foreach_norm([given[i] for i in places], torch.inf if is_cuda else 2) if places else ()
-    for i, one in zip(places, of_places, strict=True):
-        found[i] = one if is_cuda or bool(one.isfinite()) else torch.linalg.vector_norm(given[i], torch.inf)
-    return torch.stack([one.to(of_places[0].dtype) for one in found] if places else found)
+    sizes = [0.0] * len(of_places) if is_cuda else [float(one) for one in of_places]
+    for i, one, size in zip(places, of_places, sizes, strict=True):
+        found[i] = one if math.isfinite(size) else torch.linalg.vector_norm(given[i], torch.inf)
+    return torch.stack(found)
