@@ -5,6 +5,8 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from guava_nb.errors import TrainingError
@@ -20,8 +22,7 @@ class ParameterWatch:
         """Take the present parameters as the right ones."""
         self._model = model
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
-        self._modules = list(model.modules())
-        self._parts = self._present_parts()
+        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
         self._versions: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -39,7 +40,7 @@ class ParameterWatch:
         Raises:
             TrainingError: a parameter came, went, was replaced or began to take a gradient, or was changed since `begin`.
         """
-        if self._present_parts() != self._parts:
+        if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
             self._compare()
         if exchanged:
             refuse_late_gradients(self._named)
@@ -60,15 +61,7 @@ class ParameterWatch:
                     f"parameter {name!r} {what} during the run, and neither the optimizer nor other workers know of that: make "
                     "all parameters in the factory, and change the values of those that are there"
                 )
-        self._modules = list(self._model.modules())
-        self._parts = self._present_parts()
-
-    def _present_parts(self) -> list[tuple[object, ...]]:
-        """Return names and identities of all parts of each module; the parts live, so no identity is another one's."""
-        return [
-            (*m._parameters, *map(id, m._parameters.values()), *m._modules, *map(id, m._modules.values()))
-            for m in self._modules
-        ]
+        self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
 
 
 def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
@@ -83,3 +76,8 @@ def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
     for name, (parameter, was_trained) in named.items():
         if parameter.requires_grad and not was_trained:
             raise late_gradient(name)
+
+
+def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    # At each module in each step: no Python per part. Tensors are not compared by value.
+    return [*now, *map(id, now.values())] == [*before, *map(id, before.values())]
