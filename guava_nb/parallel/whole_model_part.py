@@ -136,6 +136,8 @@ class WholeModelPart:
     def finish_gradients(self) -> Collection[str]:
         """Complete the step's sums."""
         unlike = self._data.finish(self.named, self._rows)
+        if self._tensor.is_active and self._data.apart is not None and bool(self._data.apart > 0):
+            self._data.settle()
         self._tensor.finish(self.named)
         self._rows = 0
         return unlike
@@ -164,9 +166,16 @@ class WholeModelPart:
     # ------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_square(self) -> float:
-        """Return this rank's share of the squared norm of the full gradient."""
-        axes = self._holding.axes
-        return float(gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
+        """Return this rank's share of the squared norm of the full gradient. Here a step waits for the device, once."""
+        axes, apart = self._holding.axes, self._data.apart
+        square = gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp)
+        if apart is None:
+            return float(square)
+        told, is_apart = torch.stack([square.to(apart.device), apart]).tolist()
+        if is_apart > 0:
+            self._data.settle()
+            told = float(gradient_square(self.named, self._holding.layouts, axes.dp, axes.tp))
+        return float(told)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""

@@ -28,7 +28,7 @@ from guava_nb.replica.objective import build_objective
 from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler, is_of_the_user
 from guava_nb.replica.preprocess import Preprocessing
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import EvalSums, ShardResult, ShardWork
+from guava_nb.replica.shard import EvalSums, LaunchedShard, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
@@ -132,8 +132,12 @@ class BaseReplica(ABC):
     # ---------------------------------------------------------------------------------------------------------- a step
 
     @abstractmethod
+    def launch_shard(self, work: ShardWork, on_bucket: OnBucket | None = None, gates: bool = False) -> LaunchedShard:
+        """Do forward and backward of one shard, without waiting for a GPU to have done them; see `Replica`."""
+
     def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
-        """Do forward and backward of one shard."""
+        """Do forward and backward of one shard, wait for the device, and return what it came to; see `launch_shard`."""
+        return self.launch_shard(work, on_bucket).read()
 
     def notes_on_error(self, is_shared: bool) -> list[str]:
         """Say what may have led to an error of the user's own code in a step; `is_shared`: other workers have samples of it."""
@@ -193,13 +197,17 @@ class BaseReplica(ABC):
             self._step_or_undo(sums, commit.scale * commit.clip / self.loss_scale, step)
         if self._scaler:
             self._scaler.update(skipped=commit.skip)
-        if self._schedule and not commit.skip:
+        if not commit.skip:
+            self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        if self._schedule:
             try:
                 self._schedule.on_step()
             except (Exception, SystemExit) as error:
                 raise ApplyFailed(applied=True) from error
 
-    def _step_or_undo(self, sums: Buckets | None, factor: float, step: int) -> None:
+    def _step_or_undo(self, sums: Buckets | None, factor: float | Tensor, step: int = 0) -> None:
         self._buffers.begin_step()
         if self._undo is not None:
             self._undo.begin(self._buffers.committed().values())
@@ -224,7 +232,7 @@ class BaseReplica(ABC):
         return True
 
     @abstractmethod
-    def _step(self, sums: Buckets | None, factor: float) -> None:
+    def _step(self, sums: Buckets | None, factor: float | Tensor) -> None:
         """Multiply the gradients with `factor`, step the optimizer, and drop the gradients."""
 
     @abstractmethod

@@ -111,11 +111,8 @@ class BufferBook:
         if self._touched:
             moved = self._moved()
             for i in moved:
-                live = self._live(i).detach()
-                if live.shape == self._saved[i].shape and live.dtype == self._saved[i].dtype:
-                    self._saved[i].copy_(live)
-                else:
-                    self._saved[i] = live.clone()
+                self._previous[i] = self._saved[i]  # kept, not written over: the step may be taken back
+                self._saved[i] = self._live(i).detach().clone()
             self._remember(moved)
             self._touched = False
 
@@ -223,15 +220,16 @@ class BufferBook:
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         return pack_present([i in self._previous for i in range(len(self._owners))]), flat
 
+    def moved_numbers(self) -> dict[str, Tensor]:
+        """Return the buffers that moved since the last commit and could have become NaN or Inf, by name."""
+        if self._bucket is None or not self._touched:
+            return {}
+        live = {self._names[i]: self._live(i) for i in self._moved()}
+        return {name: one for name, one in live.items() if one.is_floating_point() or one.is_complex()}
+
     def first_not_finite(self) -> str:
         """Return the name of the first moved buffer with NaN or Inf, "" when there is none."""
-        if self._bucket is None or not self._touched:
-            return ""
-        for i in self._moved():
-            live = self._live(i)
-            if (live.is_floating_point() or live.is_complex()) and not bool(torch.isfinite(live).all()):
-                return self._names[i]
-        return ""
+        return next((name for name, one in self.moved_numbers().items() if not bool(torch.isfinite(one).all())), "")
 
     def counted(self, policies: str) -> dict[str, Tensor]:
         """Return the buffers of few whole numbers that have changed since the run was built, with no policy for them."""

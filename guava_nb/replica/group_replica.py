@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.batch_reading import BatchReading
@@ -41,7 +41,7 @@ from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import ShardResult, ShardWork
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 from guava_nb.replica.state_dict import copied, parameter_hash, weights_digest
 from guava_nb.spec.factories import Resolve
 
@@ -165,12 +165,12 @@ class GroupReplica(BaseReplica):
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
+    def launch_shard(self, work: ShardWork, on_bucket: OnBucket | None = None, gates: bool = False) -> LaunchedShard:
         """Do forward and backward of this rank's share, the group's sums included.
 
         Args:
             work: its parts; `part_rows` is 0 for a stand-in.
-            on_bucket: not used: nothing goes to the hub.
+            on_bucket, gates: not used: nothing goes to the hub, and the hub's vote is waited for.
 
         Raises:
             GroupBroken: a member was lost, or the step was given up.
@@ -196,7 +196,7 @@ class GroupReplica(BaseReplica):
         refuse_late_gradients(self._took_gradients)
         self._buffers.refuse_resized(shared=True)
         unlike = tuple(sorted(part.finish_gradients()))
-        return replace(self._result(part, work, sums, counts, started), unlike=unlike)
+        return LaunchedShard(lambda: replace(self._result(part, work, sums, counts, started), unlike=unlike))
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():
@@ -236,8 +236,9 @@ class GroupReplica(BaseReplica):
     def _result(
         self, part: ModelPart, work: ShardWork, sums: list[Measured], counts: list[Any], started: float
     ) -> ShardResult:
-        loss_sum, count, finite = self._sums(work, sums) if part.reports else (0.0, 0.0, True)
+        # First: this waits for all that the device was given, and then the loss is there too.
         square = part.gradient_square() / self.loss_scale**2
+        loss_sum, count, finite = self._sums(work, sums) if part.reports else (0.0, 0.0, True)
         finite = finite and math.isfinite(square)
         nonfinite = self._full_name(self._buffers.first_not_finite()) if finite else part.nonfinite()
         return ShardResult(
@@ -251,10 +252,10 @@ class GroupReplica(BaseReplica):
         name = buffer.replace("_checkpoint_wrapped_module.", "")
         return max((full for full in known if f".{name}".endswith(f".{full}")), key=len, default=name)
 
-    def _step(self, sums: Buckets | None, factor: float) -> None:
+    def _step(self, sums: Buckets | None, factor: float | Tensor) -> None:
         part = self._standing
         if factor != 1.0:
-            part.scale_gradients(factor)
+            part.scale_gradients(float(factor))
         self._hooks.run()
         part.apply()
         part.drop_gradients()

@@ -36,6 +36,7 @@ __all__ = [
     "build_optimizer",
     "build_scheduler",
     "follows_metric",
+    "is_gated",
     "is_of_the_user",
     "warm_up",
 ]
@@ -389,6 +390,19 @@ class StepUndo:
     def _versions(self) -> list[tuple[int, int]]:
         state = (value for values in self._optimizer.state.values() for value in values.values())
         return [(id(one), one._version) for one in (*self._parameters(), *state) if isinstance(one, Tensor)]
+
+
+def is_gated(optimizer: Optimizer) -> bool:
+    """Whether torch's own kernels leave a step out where `found_inf` says so, and nothing of the user's runs in it.
+
+    Not SGD with momentum: a first step that is left out leaves its momentum as the memory was.
+    """
+    if not isinstance(optimizer, optim.Adam | optim.AdamW) and not (
+        isinstance(optimizer, optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    ):
+        return False
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and not is_of_the_user(optimizer)
 
 
 def is_of_the_user(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,16 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
+from guava_nb.replica.device_figures import DeviceFigures, norms
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
-from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
-from guava_nb.replica.shard import ShardResult, ShardWork, rows_of_batch, rows_of_parts
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
 from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
 from guava_nb.replica.timer import StepTimer
 from guava_nb.spec.factories import Resolve
@@ -101,14 +102,15 @@ class Replica(BaseReplica):
 
     # -------------------------------------------------------------------------------------------------------- a shard
 
-    def run_shard(self, work: ShardWork, on_bucket: OnBucket | None = None) -> ShardResult:
-        """Do forward and backward of one shard.
+    def launch_shard(self, work: ShardWork, on_bucket: OnBucket | None = None, gates: bool = False) -> LaunchedShard:
+        """Do forward and backward of one shard, without waiting for a GPU to have done them.
 
         Args:
             work: the shard. One without rows hands over empty buckets.
             on_bucket: takes every bucket of `layout.numbers` once, the gradients as soon as backward has filled them. Its
                 tensor, `[numel]` in the wire dtype, is lent: it is not touched again before `apply`, `take_parameters` or
                 `restore`. None: a lone worker, the gradients stay in the parameters.
+            gates: for `apply_ahead`.
 
         Raises:
             TrainingError: the loss depends on no trainable parameter, a gradient came too late, or the model has not the
@@ -125,14 +127,14 @@ class Replica(BaseReplica):
                 self._watch.begin()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
             with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
-                losses = self._run_parts(work, on_bucket, clock, counts)
+                losses = self._run_parts(work, on_bucket, clock, counts, gates)
             self._watch.check(exchanged=on_bucket is not None)
             self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
-            return self._result(work, losses, clock, counts, solo=on_bucket is None)
+            return self._launched(work, losses, clock, counts, on_bucket is None, gates)
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
             self._exchange.cancel()
@@ -146,7 +148,7 @@ class Replica(BaseReplica):
         return refusing(_CUT if work.is_cut else _NO_GROUP)
 
     def _run_parts(
-        self, work: ShardWork, on_bucket: OnBucket | None, clock: StepTimer, counts: list[Any]
+        self, work: ShardWork, on_bucket: OnBucket | None, clock: StepTimer, counts: list[Any], gates: bool
     ) -> list[tuple[Loss, int]]:
         parts = [(part, rows) for part, rows in zip(work.parts, rows_of_parts(work), strict=True) if rows]
         if not work.is_cut:
@@ -167,7 +169,10 @@ class Replica(BaseReplica):
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
                     self._exchange.begin(on_bucket)
-                _backward(loss.value, loss.weight * self.loss_scale / work.global_rows, self._keeps_graphs)
+                factor: Tensor | float = loss.weight * self.loss_scale / work.global_rows
+                if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
+                    factor = factor * _true_mean(work, [(loss, rows)])
+                _backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
                     self._exchange.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))
@@ -176,37 +181,51 @@ class Replica(BaseReplica):
             self._exchange.finish()
         return losses
 
-    def _result(
-        self, work: ShardWork, losses: list[tuple[Loss, int]], clock: StepTimer, counts: list[Any], solo: bool
-    ) -> ShardResult:
-        # Read only now: on a GPU every value waits for the device.
-        measured = [Measured(float(loss.value) * loss.weight, loss.count, None, rows) for loss, rows in losses]
-        loss_sum, count, finite = self._sums(work, measured)
-        nonfinite = self._nonfinite() if solo and finite else ""
-        forward_s, backward_s = clock.read()
-        tokens = self._preprocessing.total(counts)
-        return ShardResult(
-            loss_sum, count, work.rows, finite and not nonfinite, forward_s, backward_s, nonfinite, tokens=tokens
-        )
+    def _launched(
+        self,
+        work: ShardWork,
+        losses: list[tuple[Loss, int]],
+        clock: StepTimer,
+        counts: list[Any],
+        solo: bool,
+        gates: bool,
+    ) -> LaunchedShard:
+        checked, sizes = self._checked() if solo else ([], None)
+        values, denominators = [loss.value for loss, _ in losses], _denominators(work, losses)
+        factor = _true_mean(work, losses) if gates and len(losses) > 1 else 1.0
+        figures = DeviceFigures([*values, *denominators, factor, *([] if sizes is None else [sizes])], gates)
 
-    def _nonfinite(self) -> str:
-        gradients = [p.grad for p in self._named.values() if p.grad is not None]
-        if any(gradient.layout is not torch.strided for gradient in gradients):
-            gradients = [_values(gradient) for gradient in gradients]
-        # One pass without temporaries; only when the norms overflow is every element looked at.
-        if gradients and not math.isfinite(sum(torch.stack(torch._foreach_norm(gradients)).tolist())):
-            for name, parameter in self._named.items():
-                if parameter.grad is not None and not bool(torch.isfinite(_values(parameter.grad)).all()):
-                    return name
-        return self._buffers.first_not_finite()
+        def read() -> ShardResult:
+            told = figures.read()
+            loss_values, found = told[: len(values)], told[len(values) : 2 * len(values)]
+            measured = [
+                Measured(value * loss.weight, count, None, rows)
+                for (value,), (count,), (loss, rows) in zip(loss_values, found, losses, strict=True)
+            ]
+            loss_sum, count, finite = self._sums(work, measured)
+            bad = (name for name, size in zip(checked, told[-1], strict=True) if not math.isfinite(size))
+            nonfinite = next(bad, "") if finite and checked else ""
+            forward_s, backward_s = clock.read()
+            return ShardResult(
+                loss_sum, count, work.rows, finite and not nonfinite, forward_s, backward_s, nonfinite,
+                tokens=self._preprocessing.total(counts),
+            )  # fmt: skip
+
+        return LaunchedShard(read, factor, figures.bad)
+
+    def _checked(self) -> tuple[list[str], Tensor | None]:
+        """Return the names of all that must be finite for a lone worker's step, and a norm of each, `[names]`."""
+        gradients = {name: _values(p.grad) for name, p in self._named.items() if p.grad is not None}
+        found = {**gradients, **self._buffers.moved_numbers()}
+        return list(found), norms(found.values())
 
     # -------------------------------------------------------------------------------------------------- commit or abort
 
-    def _step(self, sums: Buckets | None, factor: float) -> None:
+    def _step(self, sums: Buckets | None, factor: float | Tensor) -> None:
         if sums is None:
             self._scale_own(factor)
         else:
-            self._take_sums(sums, factor)
+            self._take_sums(sums, float(factor))
             self._adopt_buffers(
                 sums
             )  # before the optimizer: its hooks may read what the forward changed, and change it further
@@ -215,6 +234,50 @@ class Replica(BaseReplica):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
         self.optimizer.step()
         self._finish_step(sums)
+
+    @property
+    def can_apply_ahead(self) -> bool:
+        """Whether a lone worker's step may be given to the device before anybody has seen that it is finite.
+
+        The optimizer must be able to leave a step out by itself, and nothing of the user's may run on it meanwhile.
+        """
+        return (
+            self._scaler is None and self._spec.tokens is None and not self._hooks and is_gated(self.optimizer)
+            and self.device.type != "mps"
+        )  # fmt: skip
+
+    def apply_ahead(self, launched: LaunchedShard) -> None:
+        """Give the device a lone worker's step, to be left out there where a figure is not finite; then call `confirm`.
+
+        Raises:
+            ApplyFailed: as `apply`.
+        """
+        assert launched.bad is not None
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = launched.bad
+        try:
+            self._step_or_undo(None, launched.factor)
+        finally:
+            del optimizer.found_inf
+
+    def confirm(self, launched: LaunchedShard) -> ShardResult:
+        """Return what the step that was applied ahead came to; what it is not applied for is taken back here as well.
+
+        Call it before the next step is applied. Shards that were run since are forgotten where it was left out.
+
+        Raises:
+            ApplyFailed: the user's schedule raised.
+        """
+        result = None
+        try:
+            result = launched.read()
+        finally:
+            if result is None or not result.finite:
+                self.restore()
+                self._buffers.take_back()
+        if result.finite:
+            self._advance_schedule()
+        return result
 
     def take_parameters(self, buckets: Buckets) -> None:
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
@@ -265,9 +328,9 @@ class Replica(BaseReplica):
         if self.layout.buffers is not None:
             self._buffers.adopt(*_pick(sums, BUFFERS))
 
-    def _scale_own(self, factor: float) -> None:
+    def _scale_own(self, factor: float | Tensor) -> None:
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
-        if gradients and factor != 1.0:
+        if gradients and (isinstance(factor, Tensor) or factor != 1.0):
             torch._foreach_mul_(gradients, factor)
 
     def _take_sums(self, sums: Buckets, factor: float) -> None:
@@ -354,11 +417,28 @@ class Replica(BaseReplica):
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-def _backward(value: Tensor, factor: float, keep_graph: bool) -> None:
+def _backward(value: Tensor, factor: Tensor | float, keep_graph: bool) -> None:
     """Run backward of `value * factor` without an operation more than a plain loop has."""
     if value.dtype in (torch.float16, torch.bfloat16):
         value = value.float()  # the factor would be rounded
-    torch.autograd.backward(value, torch.full_like(value, factor), retain_graph=keep_graph)
+    seed = torch.full_like(value, factor) if isinstance(factor, float) else factor.to(value.dtype).reshape(value.shape)
+    torch.autograd.backward(value, seed, retain_graph=keep_graph)
+
+
+def _denominators(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> list[float | Tensor]:
+    return [rows / work.global_rows if loss.count is None else loss.count for loss, rows in losses]
+
+
+def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | float:
+    """Return `Commit.scale` of a lone worker's step, on the device where only that knows it.
+
+    0 where nothing counts; NaN, so that the step is left out, where the denominator is negative.
+    """
+    count = sum(_denominators(work, losses))
+    if not isinstance(count, Tensor):
+        return work.global_rows / count if count > 0 else 0.0 if count == 0 else math.nan
+    count = count.detach().reshape(()).double()
+    return torch.where(count == 0, 0.0, work.global_rows / torch.where(count < 0, math.nan, count))
 
 
 def _values(gradient: Tensor) -> Tensor:

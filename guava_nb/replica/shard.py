@@ -5,14 +5,16 @@ Plain records; knows nothing of how it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
 
-__all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
+__all__ = ["EvalSums", "LaunchedShard", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,21 @@ class ShardResult:
     gradient_square: float | None = None
     tokens: float | None = None
     unlike: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedShard:
+    """A shard that the device was given, of which nobody has waited for the figures.
+
+    Attributes:
+        read: waits for the device and returns what the shard came to; errors as those of `Replica.run_shard`.
+        factor: a lone worker's: to the true mean of the loss, a scalar on the device where only that knows it.
+        bad: a lone worker's: a float32 scalar on the device, 1 where the step must not be applied, else 0.
+    """
+
+    read: Callable[[], ShardResult]
+    factor: Tensor | float = 1.0
+    bad: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from guava_nb.errors import CheckpointError
 
 __all__ = ["copied", "like", "load_model", "parameter_hash", "plain", "weights_digest"]
 
+_HASH_COLUMNS = 4096
 _Memo = dict[tuple[Any, ...], Tensor]
 
 
@@ -104,12 +105,27 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def parameter_hash(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return SHA-256 over names, dtypes, shapes and raw bytes, in order."""
-    hasher = hashlib.sha256()
+    """Return SHA-256 over names, dtypes, shapes, and sums of all bits, in order; alike on every kind of device.
+
+    Each tensor is summed by rows and by columns of a table where it lies, as whole numbers, so that some kilobytes come to
+    the host instead of the model, and no value changes without changing a row and a column.
+    """
+    hasher, sums = hashlib.sha256(), list[Tensor]()
     for name, tensor in named:
         hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        hasher.update(_raw(tensor))
+        sums += _bit_sums(tensor.detach())
+    for device in dict.fromkeys(one.device for one in sums):
+        hasher.update(torch.cat([one for one in sums if one.device == device]).cpu().numpy().data)
     return hasher.hexdigest()
+
+
+def _bit_sums(tensor: Tensor) -> list[Tensor]:
+    """Return int64 sums over rows and columns of a tensor's bits as a table, and what does not fill its last row."""
+    whole = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous().reshape(-1)
+    bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
+    rows = bits.numel() // _HASH_COLUMNS
+    table, rest = bits[: rows * _HASH_COLUMNS].view(rows, _HASH_COLUMNS), bits[rows * _HASH_COLUMNS :].long()
+    return [table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest] if rows else [rest]
 
 
 def weights_digest(model: nn.Module) -> str:

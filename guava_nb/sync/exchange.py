@@ -114,8 +114,9 @@ class StepExchange(ABC, Generic[_Replicas]):
 
     def _head(self, generation: int, solo: bool = False) -> StepHead:
         every = self._replicas.spec.hash_every_steps
-        # After the first step too: a forward that changes weights by the rows it sees leaves them unlike.
-        want_hash = bool(every) and ((self.next_step == 0 and not solo) or (self.next_step + 1) % every == 0)
+        # After the first step too: a forward that changes weights by the rows it sees leaves them unlike. A lone worker has
+        # none to be compared with.
+        want_hash = bool(every) and not solo and (self.next_step == 0 or (self.next_step + 1) % every == 0)
         return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo)
 
     def _send_shard(self, in_flight: StepInFlight, shard: int, rank: int) -> None:

@@ -192,6 +192,8 @@ class WorkerLoop:
         error = self._steps.advance(leaving=self._leave_deadline is not None)
         if error is not None:
             self._give_up_run(error)
+        if self._leaving and self._leave_deadline is None:
+            self._steps.settle()
         if self._leaving and self._leave_deadline is None and not self._steps.mid_step:
             # From here on it begins nothing: what it holds stays that of its last committed step.
             self._leave_deadline = time.monotonic() + (HANDOVER_S if self._run is not None else 0)
@@ -224,6 +226,8 @@ class WorkerLoop:
 
     def _handle_of_run(self, run: PreparedRun, message: Message, payload: memoryview) -> None:
         steps = self._steps
+        if not isinstance(message, Shard | StepWithoutShard):
+            steps.settle()  # what is asked from here on is asked of a state that is known
         match message:
             case Shard():
                 self._refuse_training()

@@ -103,6 +103,11 @@ class PendingSteps(Generic[T]):
         abandoned, self.abandoned = self.abandoned, False
         return abandoned
 
+    def take_back(self, step: LocalStep[T]) -> None:
+        """The step that was applied last, as `advance` returned it, turned out not to be applied."""
+        self._steps[self.committed] = step
+        self.committed -= 1
+
     def advance(self) -> LocalStep[T]:
         """The current step has been applied; returns its record."""
         self.committed += 1

@@ -9,14 +9,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from guava_nb.data.batch_reading import BatchReading
 from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
-from guava_nb.errors import GuavaError, TrainingError
-from guava_nb.nested import marks_of
+from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import (
     Abort,
     Commit,
@@ -37,13 +36,12 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.base_replica import BaseReplica
-from guava_nb.replica.batch import cut, cut_at
+from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
-from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.shard import ShardResult, ShardWork
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
@@ -52,6 +50,7 @@ from guava_nb.worker.error_text import error_text, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
+from guava_nb.worker.smaller_pieces import axes_for, memory_advice, refuse_coupled
 
 __all__ = ["StepRunner"]
 
@@ -63,11 +62,21 @@ _MEMORY_ADVICE = {
     _APPLYING: "The optimizer's own step did not fit here: use an optimizer that keeps less, zero mode, or another device",
     _COPYING: "The copy of the state did not fit here; the state itself is as it was: free some memory there and ask again",
 }
-#: Names of changed state that are sent.
-_MOST_KEPT = 8
+_MOST_KEPT = 8  # names of changed state that are sent
 
 #: Presence bits and flat tensor of a bucket.
 _Sum = tuple[bytes, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A lone worker's step that the device was given and nobody has seen the figures of."""
+
+    step: LocalStep[_Sum]
+    message: Shard
+    launched: LaunchedShard
+    started: float
+    wait_s: float
 
 
 def _key(message: Shard) -> tuple[str, int, int, int]:
@@ -107,6 +116,7 @@ class StepRunner:
         self._is_halted = False  # a step could not be applied: the orchestrator says how it goes on
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
+        self._ahead: _Ahead | None = None  # applied on the device, and not yet known to be
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
@@ -127,6 +137,7 @@ class StepRunner:
 
     def end(self) -> None:
         """The run is over: forget what has come of it."""
+        self.settle()
         self._run = None
         self._forget_pending(self.committed)
         self.close()
@@ -142,7 +153,7 @@ class StepRunner:
     @property
     def committed(self) -> int:
         """The last step that was applied in this run or, between two, in the last one; -1 before the first."""
-        return self._pending.committed
+        return self._pending.committed - (self._ahead is not None)
 
     @property
     def mid_step(self) -> bool:
@@ -153,6 +164,8 @@ class StepRunner:
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do."""
+        if self._ahead is not None:
+            return True
         step = self._pending.current()
         return not self._is_halted and step is not None and (bool(step.todo) or self._can_apply(step))
 
@@ -238,17 +251,20 @@ class StepRunner:
         run, step = self._run, self._pending.current()
         if run is not None and self._pending.take_abandoned():
             run.replica.restore()
+        if self._ahead is not None and (leaving or step is None or not step.todo):
+            self.settle()
+            return None
         if run is None or step is None or leaving or self._is_halted:
             return None
-        if self._can_apply(step):
-            try:
+        try:
+            if self._can_apply(step):
                 self._apply(run, step)
-            except USER_ERRORS as error:
-                return error
-        elif step.todo:
-            message, load = step.todo.pop(0)
-            if message.shard not in step.done:
-                self._work(run, step, message, load)
+            elif step.todo:
+                message, load = step.todo.pop(0)
+                if message.shard not in step.done:
+                    self._work(run, step, message, load)
+        except USER_ERRORS as error:
+            return error
         return None
 
     def _can_apply(self, step: LocalStep[_Sum]) -> bool:
@@ -261,31 +277,91 @@ class StepRunner:
         wait_s = started - self._idle_since
         self._phases.add(WAITING, self._idle_since, started)
         self._on_work()
+        is_alone = message.solo and not run.spec.lockstep
+        goes_ahead = is_alone and isinstance(run.replica, Replica) and run.replica.can_apply_ahead
+        if not goes_ahead:
+            self.settle()
+        if self._ahead is None and self._pending.current() is not step:
+            return  # the one before it does not count: it comes again
         try:
             parts = self._prefetch.take(_key(message), load)
             self._look_ahead()
-            result = self._run_shard(run, message, parts)
+            launched = self._run_shard(run, message, parts, goes_ahead)
+            result = None if goes_ahead else launched.read()
         except USER_ERRORS as error:  # the user's model or loss; shown in the orchestrator's cell
+            self.settle()
             run.replica.restore()
-            notes = list[str]()
-            if isinstance(error, RuntimeError | IndexError) and not isinstance(
-                error, GuavaError | torch.OutOfMemoryError
-            ):
-                notes = run.replica.notes_on_error(message.rows < message.global_rows)
-            self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
+            self._fail_in(run, message, error)
             return
-        step.done.add(message.shard)
-        forward_ended = started + result.forward_s
-        self._phases.add(FORWARD, started, forward_ended)
-        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
+        if result is None:
+            self._apply_ahead(run, _Ahead(step, message, launched, started, wait_s))
+            return
+        self._computed(step, message, result, started)
         ready = _ready(message, result, wait_s)
-        if message.solo and not run.spec.lockstep and (result.finite or run.spec.precision == "fp16"):
+        if is_alone and (result.finite or run.spec.precision == "fp16"):
             # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
             step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
         else:
             self._send(ready, ())
         self.restart_wait_clock()
+
+    def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
+        notes = list[str]()
+        if isinstance(error, RuntimeError | IndexError) and not isinstance(error, GuavaError | torch.OutOfMemoryError):
+            notes = run.replica.notes_on_error(message.rows < message.global_rows)
+        self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
+
+    def _computed(self, step: LocalStep[_Sum], message: Shard, result: ShardResult, started: float) -> None:
+        step.done.add(message.shard)
+        forward_ended = started + result.forward_s
+        self._phases.add(FORWARD, started, forward_ended)
+        self._phases.add(BACKWARD, forward_ended, forward_ended + result.backward_s)
+
+    # -------------------------------------------------------------------------------------------------- a lone worker ahead
+
+    def _apply_ahead(self, run: PreparedRun, ahead: _Ahead) -> None:
+        """Give the device the step, once it is known that the one before it counts; its figures are read one step later.
+
+        So the device always has work, and what is not finite is still applied nowhere: the optimizer leaves it out there.
+        """
+        replica = run.replica
+        assert isinstance(replica, Replica)
+        self.settle()
+        if self._is_halted or self._pending.current() is not ahead.step:
+            replica.restore()  # the step before it does not count, or its schedule failed: this one is not asked for any more
+            return
+        try:
+            replica.apply_ahead(ahead.launched)
+        except ApplyFailed as failed:
+            self._halt(run, failed.__cause__, self.committed + 1)
+            return
+        self._pending.advance()
+        self._generation, self._ahead = ahead.step.generation, ahead
+        self.restart_wait_clock()
+
+    def settle(self) -> None:
+        """Wait for the step that the device was given last, and report it; does nothing where there is none."""
+        ahead, run = self._ahead, self._run
+        if ahead is None or run is None:
+            return
+        self._ahead, replica, failure, result = None, run.replica, None, None
+        assert isinstance(replica, Replica)
+        try:
+            result = replica.confirm(ahead.launched)
+        except ApplyFailed as failed:
+            failure, result = failed.__cause__, ahead.launched.read()
+        except USER_ERRORS as error:
+            self._pending.take_back(ahead.step)
+            self._fail_in(run, ahead.message, error)
+            return
+        self._computed(ahead.step, ahead.message, result, ahead.started)
+        ready = _ready(ahead.message, result, ahead.wait_s)
+        if result.finite:
+            self._applied(run, ahead.step, ready, failure)
+            return
+        self._pending.take_back(ahead.step)
+        self._send(ready, ())
 
     def _look_ahead(self) -> None:
         """Let the next shard, if it is here, come to the device while this one computes."""
@@ -294,7 +370,7 @@ class StepRunner:
             message, load = following
             self._prefetch.begin(_key(message), load)
 
-    def _run_shard(self, run: PreparedRun, message: Shard, parts: list[Any]) -> ShardResult:
+    def _run_shard(self, run: PreparedRun, message: Shard, parts: list[Any], goes_ahead: bool = False) -> LaunchedShard:
         """Run the shard; on lack of memory cut it into smaller pieces, whose gradients add up to the same.
 
         Raises:
@@ -313,7 +389,7 @@ class StepRunner:
         rows = message.part_rows or (message.rows,)
         while True:
             pieces = list(zip(parts, rows, strict=True))
-            if self._pieces > 1 and (axes := _axes(message, parts, rows)):
+            if self._pieces > 1 and (axes := axes_for(message, parts, rows)):
                 each = list(zip(pieces, axes, strict=True))
                 pieces = [piece for (part, count), marks in each for piece in cut(part, marks, count, self._pieces)]
             work = ShardWork(
@@ -322,13 +398,13 @@ class StepRunner:
             )  # fmt: skip
             try:
                 with self._flops.around(message.rows):
-                    result = replica.run_shard(work, None if message.solo else on_bucket)
+                    launched = replica.launch_shard(work, None if message.solo else on_bucket, goes_ahead)
                 if self._energy is not None:
                     self._energy.flops = self._flops.per_sample
-                return result
+                return launched
             except torch.OutOfMemoryError:
                 # A group's members must do the same operations.
-                axes = _axes(message, parts, rows)
+                axes = axes_for(message, parts, rows)
                 if self._pieces >= message.rows or not isinstance(replica, Replica) or not axes:
                     raise
                 self._pieces *= 2
@@ -337,7 +413,7 @@ class StepRunner:
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
                 if message.solo and self._pieces == 2:  # with several workers this was looked at before the first step
-                    _refuse_coupled(run, parts[0], rows[0], axes[0])
+                    refuse_coupled(run, parts[0], rows[0], axes[0])
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
@@ -359,17 +435,28 @@ class StepRunner:
                     return
         self._pending.advance()
         self._generation = step.generation
+        self._applied(run, step, step.ready, failure, skipped=commit.skip)
+        self.restart_wait_clock()
+        self._phases.add(UPDATE, started, self._idle_since)
+
+    def _applied(
+        self,
+        run: PreparedRun,
+        step: LocalStep[_Sum],
+        ready: Ready | None,
+        failure: BaseException | None,
+        skipped: bool = False,
+    ) -> None:
+        """Tell of a step that counts here; `failure` is what its schedule raised."""
+        replica = run.replica
         self._send(
             StepApplied(
                 run_id=run.run_id, generation=step.generation, step=self.committed,
                 parameter_hash=replica.parameter_hash() if step.want_hash else "",
-                learning_rate=replica.learning_rate, skipped=commit.skip,
-                ready=step.ready,
+                learning_rate=replica.learning_rate, skipped=skipped, ready=ready,
             ),
             (),
         )  # fmt: skip
-        self.restart_wait_clock()
-        self._phases.add(UPDATE, started, self._idle_since)
         self._on_commit(self._generation, self.committed)
         if failure is not None:
             self._halt(run, failure, self.committed)
@@ -395,72 +482,21 @@ class StepRunner:
             notes: what may have led to it.
         """
         doing, step = at
-        text, trace = ". ".join([error_text(error), *notes]), trace_text(error)
+        text = ". ".join([error_text(error), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
         elif doing:
             text += f" ({doing.format(step + 1)})"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
-            text += f". {_MEMORY_ADVICE.get(doing) or self._memory_advice(request, rows)}"
-        failure = Failure(
-            run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace, request_id=request,
-        )  # fmt: skip
-        self._send(failure, ())
-
-    def _memory_advice(self, request: int, rows: int) -> str:
-        """What helps where memory ran out: only whole replicas cut a step's part into smaller pieces."""
-        if request:
-            return "Here a batch of a validation or prediction does not fit: give a loader with smaller batches"
-        run = self._run
-        if run is not None and run.spec.parallel is not None:
-            pipeline = ", more micro-batches" if run.spec.parallel.pp > 1 else ""
-            return (
-                "This worker's part of the step does not fit here, and all workers of this mode compute theirs at one time, so "
-                f"it cannot be cut: use smaller batches with accumulation_steps{pipeline}, activation checkpointing, a lower "
-                "precision or more workers"
-            )
-        if self._pieces < rows:
-            return (
-                f"This worker's part of the batch, {rows} samples, does not fit here and cannot be cut further: use smaller "
-                "batches, more workers, a lower precision or another device"
-            )
-        return "One sample alone does not fit here: use a smaller model, lower precision or another device"
+            text += f". {_MEMORY_ADVICE.get(doing) or memory_advice(self._run, request, rows, self._pieces)}"
+        name, trace = type(error).__name__, trace_text(error)
+        message = Failure(run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request)
+        self._send(message, ())
 
 
 def _kept(replica: BaseReplica) -> dict[str, bytes]:
     return digests(replica.module, replica.user_code, replica.optimizer)
-
-
-def _refuse_coupled(run: PreparedRun, batch: Any, rows: int, marks: bytes) -> None:
-    """See on a few samples whether a batch may be cut.
-
-    Raises:
-        TrainingError: pieces come to another loss than the whole.
-    """
-    few = min(rows, 8)
-    if few < 2:
-        return
-    pieces = cut_at(batch, marks, [(0, few), (0, few // 2), (few // 2, few)])
-    found = compare(run.replica, run.spec, run.resolve, pieces, (few, few // 2, few - few // 2))
-    if found.outcome == "piece failed" or {COUPLED, WEIGHTS} & set(found.causes):
-        raise TrainingError(
-            f"a batch of {rows} samples does not fit the memory here, and in pieces it comes to another loss, because its "
-            f"samples depend on each other ({found.loss[0]:.6g} whole and {found.loss[1]:.6g} in two pieces, of {few} samples"
-            f"{found.problem and ', ' + found.problem}): give smaller batches, or more workers with gather_batch in the loss"
-        )
-
-
-def _axes(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Sequence[bytes]:
-    """Return how the parts of a shard may be cut further; empty where they must not. What was loaded here is read here."""
-    if not message.source:
-        return message.axes
-    readings = [BatchReading() for _ in parts]
-    for reading, part, count in zip(readings, parts, rows, strict=True):
-        reading.read(part, count)
-    if any(reading.problem for reading in readings):
-        return ()
-    return [marks_of(part, one.axes(count)) for one, part, count in zip(readings, parts, rows, strict=True)]
 
 
 def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:

@@ -408,21 +408,28 @@ def test_all_workers_lost_for_good_is_said(cluster: Cluster) -> None:
         job.run.result()
 
 
+#: A lone worker gives the device these steps before it has seen the figures of the one before.
+AHEAD = Factory("AdamW", {"lr": 0.01, "fused": True})
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_nan_stops_everyone_before_it_is_applied(cluster: Cluster, workers: int, precision: str) -> None:
-    data = dataset(64, torch.float64 if precision == "fp64" else torch.float32)
+@pytest.mark.parametrize(("workers", "optimizer"), [(1, spec().optimizer), (2, spec().optimizer), (1, AHEAD)])
+def test_nan_stops_everyone_before_it_is_applied(
+    cluster: Cluster, workers: int, optimizer: Factory, precision: str
+) -> None:
+    data = dataset(96, torch.float64 if precision == "fp64" else torch.float32)
     data.tensors[0][50] = float("nan")
     batches = torch.utils.data.DataLoader(data, batch_size=16)
     start(cluster, [None] * workers)
-    job = job_for(cluster, spec(precision=precision), plan_for(batches, 1))
+    run_spec = spec(precision=precision, optimizer=optimizer, scheduler=Factory("StepLR", {"step_size": 2}))
+    job = job_for(cluster, run_spec, plan_for(batches, 1))
     job.start()
     assert job.run.wait(30)
     with pytest.raises(NotFinite, match=rf"on w{workers - 1 if workers == 1 else 0} at step 4 \(samples 48 to"):
         job.run.result()
     assert len(job.run.history) == 3
     clean = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(48)), batch_size=16)
-    model, _ = plain(spec(precision=precision), clean, 1)
+    model, _ = plain(run_spec, clean, 1)
     assert difference(job.run.model(), model) <= (1e-9 if precision == "fp64" else 1e-4)
 
 
@@ -552,9 +559,9 @@ def test_what_a_run_s_code_does_to_torch_s_defaults_ends_with_the_run(
     assert_undisturbed(again.run)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "optimizer"), [(1, spec().optimizer), (2, spec().optimizer), (1, AHEAD)])
 def test_a_buffer_that_is_not_finite_is_called_a_buffer(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, workers: int
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, workers: int, optimizer: Factory
 ) -> None:
     start(cluster, [None] * workers)
     forward = SmallNet.forward
@@ -564,7 +571,7 @@ def test_a_buffer_that_is_not_finite_is_called_a_buffer(
         self.norm.running_mean = self.norm.running_mean * float("nan")
         return outputs
 
-    run_spec = spec(model=Factory("tests.support.training:SmallNet", {"norm": True}))
+    run_spec = spec(model=Factory("tests.support.training:SmallNet", {"norm": True}), optimizer=optimizer)
     job = job_for(cluster, run_spec, plan_for(loader()))
     monkeypatch.setattr(SmallNet, "forward", spoiling)
     job.start()

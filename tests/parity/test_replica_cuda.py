@@ -138,3 +138,57 @@ def test_evaluation_on_the_device() -> None:
     assert sums.correct == int((outputs.argmax(1).cpu() == y).sum()) and sums.rows == 48
     expected = float(nn.functional.cross_entropy(outputs, y.to(cuda()), reduction="sum").detach())
     assert sums.loss_sum == pytest.approx(expected, rel=1e-5)
+
+
+class Plain(nn.Module):
+    """Without buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_a_lone_workers_step_waits_for_the_device_nowhere() -> None:
+    run = spec(
+        model=Factory("Plain"), precision="fp64", optimizer=Factory("AdamW", {"lr": 0.01, "fused": True}), seed=2
+    )
+    data = [(x.to(cuda()).double(), y.to(cuda())) for x, y in batches(20)]
+    torch.manual_seed(2)
+    model = Plain().double().to(cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    mine = replica(Plain, run, cuda())
+    assert mine.can_apply_ahead
+    found, ahead = [], None
+    for i, batch in enumerate(data):
+        try:
+            # The first step makes what later ones have: libraries' handles, the optimizer's state.
+            torch.cuda.set_sync_debug_mode("error" if i else "default")
+            launched = mine.launch_shard(ShardWork(i, 0, [batch], 48, 48), gates=True)
+            torch.cuda.set_sync_debug_mode("default")
+            found += [] if ahead is None else [mine.confirm(ahead)]
+            torch.cuda.set_sync_debug_mode("error" if i else "default")
+            mine.apply_ahead(launched)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ahead = launched
+    assert ahead is not None
+    found.append(mine.confirm(ahead))
+    assert [one.loss_sum / one.count for one in found] == pytest.approx(losses, abs=1e-12)
+    assert all(
+        float((a - b).abs().max()) <= 1e-9 for a, b in zip(mine.model.parameters(), model.parameters(), strict=True)
+    )
+    before = [p.clone() for p in mine.model.parameters()]
+    bad = mine.launch_shard(ShardWork(20, 0, [(data[0][0] * float("nan"), data[0][1])], 48, 48), gates=True)
+    mine.apply_ahead(bad)
+    result = mine.confirm(bad)
+    assert not result.finite and all(map(torch.equal, before, mine.model.parameters()))

@@ -86,6 +86,23 @@ def test_clipping_optimizers_and_schedules(cluster: Cluster, changes: dict[str, 
     assert difference(run.model(), model) <= 1e-9
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("ignore", [-100, 2])
+def test_a_lone_worker_whose_steps_are_applied_ahead(cluster: Cluster, accumulate: int, ignore: int) -> None:
+    run_spec = spec(
+        model=Factory("tests.support.training:SmallNet", {"norm": accumulate == 1}),
+        optimizer=Factory("AdamW", {"lr": 0.01, "fused": True}),
+        criterion=Factory("CrossEntropyLoss", {"ignore_index": ignore}),
+        scheduler=Factory("StepLR", {"step_size": 2, "gamma": 0.5}),
+        max_grad_norm=0.3,
+    )
+    _, run = train(cluster, 1, run_spec, loader(101, 16), accumulation_steps=accumulate)
+    model, losses = plain(run_spec, loader(101, 16), accumulate=accumulate)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    assert [record["learning_rate"] for record in run.history[:3]] == [0.01, 0.005, 0.005]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_accumulation_with_a_tail_that_does_not_divide(cluster: Cluster, workers: int) -> None:
     _, run = train(cluster, workers, spec(), loader(101, 16), accumulation_steps=3)

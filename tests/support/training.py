@@ -90,7 +90,8 @@ def plain(
     schedule = None
     if run_spec.scheduler is not None:
         schedule = getattr(torch.optim.lr_scheduler, run_spec.scheduler.name)(optimizer, **run_spec.scheduler.args)
-    criterion = torch.nn.CrossEntropyLoss(reduction="sum")
+    assert run_spec.criterion is not None
+    criterion = torch.nn.CrossEntropyLoss(reduction="sum", **run_spec.criterion.args)
     losses: list[float] = []
     model.train()
     for _ in range(epochs):
@@ -100,7 +101,7 @@ def plain(
             group.append(batch)
             if len(group) < accumulate and index < len(batches) - 1:
                 continue
-            count = sum(len(y) for _, y in group)
+            count = sum(int((y != criterion.ignore_index).sum()) for _, y in group)
             optimizer.zero_grad()
             total = sum(criterion(model(x), y) for x, y in group) / count
             total.backward()

@@ -38,6 +38,7 @@ class DataAxis:
         norms: batch norms that share their statistics.
         group: the replicas; None where there is one.
         gathers: the loss gathers over them.
+        apart: as `GradientSum.finish` returned it in the step.
     """
 
     summing: GradientSum | None = None
@@ -46,6 +47,7 @@ class DataAxis:
     norms: SyncedNorms | None = None
     group: dist.ProcessGroup | None = None
     gathers: bool = False
+    apart: Tensor | None = None
 
     @property
     def runs_stand_ins(self) -> bool:
@@ -96,15 +98,23 @@ class DataAxis:
             self.summing.end()
 
     def finish(self, named: Mapping[str, nn.Parameter], rows: int) -> Collection[str]:
-        """Complete all sums of the step, of which this replica had `rows` samples; returns `BufferSync.unlike`."""
-        if self.summing:
-            self.summing.finish()
+        """Complete all sums of the step, of which this replica had `rows` samples; returns `BufferSync.unlike`.
+
+        Then `apart` tells on the device whether `settle` has something to do.
+        """
+        self.apart = self.summing.finish() if self.summing else None
         if self.sharded:
             self.sharded.drop_unused(named)
         if self.buffers is None:
             return ()
         self.buffers.finish(rows)
         return self.buffers.unlike
+
+    def settle(self) -> None:
+        """Complete gradients that this replica had none of; waits for the device."""
+        if self.summing:
+            self.summing.settle()
+        self.apart = None
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -119,6 +129,7 @@ class DataAxis:
 
     def drop(self) -> None:
         """Forget what the step gathered so far."""
+        self.apart = None
         if self.summing:
             self.summing.drop()
         if self.sharded:

@@ -4,12 +4,13 @@ Knows parameters and a process group; knows nothing of losses or optimizers. All
 parameters and send bucket 0, 1, 2, ... in this order, whatever order their backward takes.
 
 A parameter may get a gradient on one replica and none on another. So each bucket ends with one number per parameter,
-1 where it got a gradient: added up, it tells who has one, and no message of its own is needed for that.
+1 where it got a gradient: added up, it tells who has one. Nobody waits for these numbers during the step: each rank goes on
+as if all had gradients where it has, the device compares, and `settle` corrects what was otherwise once that is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,16 @@ from guava_nb.parallel.replicas.bucketing import CompletionCounter, NamedParamet
 
 __all__ = ["GradientSum", "sum_gradients"]
 
-#: Aimed size of a bucket on the wire, where halves are float32.
-_BUCKET_BYTES = 4 << 20
+#: Aimed size of a bucket on the wire, where halves are float32: small ones overlap sooner, large ones cost fewer calls.
+_BUCKET_BYTES = {"nccl": 25 << 20}
+_BUCKET_BYTES_ELSEWHERE = 4 << 20
 
 
 class GradientSum:
     """Sums the gradients of some parameters over one group, once per optimizer step.
 
     A bucket is summed in a new flat tensor on the parameters' device, `[elements + parameters]` in the wire dtype: the
-    gradients one after another, then one number per parameter. It lives until `finish` or `drop`.
+    gradients one after another, then one number per parameter. Afterwards gradients of its dtype are views of it.
 
     Args:
         named: parameters, in the same order on every rank; frozen ones are left out.
@@ -36,9 +38,12 @@ class GradientSum:
 
     def __init__(self, named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         """Cut the parameters into buckets; they get their hooks with the first `begin`."""
-        self._group = group
-        self._buckets = plan_buckets(named.items(), _BUCKET_BYTES)
+        self._group, self._ranks = group, dist.get_world_size(group)
+        size = _BUCKET_BYTES.get(dist.get_backend(group), _BUCKET_BYTES_ELSEWHERE)
+        self._buckets = plan_buckets(named.items(), size)
         self._under_way: list[tuple[Tensor, dist.Work]] = []  # of the first buckets, in order
+        self._summed: list[tuple[int, Tensor]] = []  # what `settle` looks at: a bucket's number and its flat tensor
+        self._marks: dict[tuple[int, tuple[bool, ...]], Tensor] = {}
         self._counter = CompletionCounter(self._buckets, self._send_complete)
 
     # ------------------------------------------------------------------------------------------------------- backward
@@ -73,38 +78,74 @@ class GradientSum:
             else parameter.grad.reshape(-1).to(dtype)
             for parameter in parameters
         ]
-        present = [float(parameter.grad is not None) for parameter in parameters]
-        flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        flat = torch.cat([*parts, self._mark(number, parts[0])])
         self._under_way.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
+    def _mark(self, number: int, like: Tensor) -> Tensor:
+        """Return who has a gradient here, `[parameters]`: on the device already where that is as in an earlier step."""
+        present = tuple(parameter.grad is not None for _, parameter in self._buckets[number])
+        if (number, present) not in self._marks:
+            if len(self._marks) > 4 * len(self._buckets):  # it changes all the time
+                self._marks.clear()
+            self._marks[number, present] = like.new_tensor([float(one) for one in present])
+        return self._marks[number, present]
+
     @torch.no_grad()
-    def finish(self) -> None:
-        """Send what is left and wait; then every gradient is the sum, None where no replica had one."""
+    def finish(self) -> Tensor | None:
+        """Send what is left; then gradients are the sums, and `settle` completes those that this rank had none of.
+
+        Returns:
+            A float64 scalar on the device: above 0 where another rank has a gradient that this one lacks, or lacks one that
+            this one has. None where there are no buckets.
+        """
         while len(self._under_way) < len(self._buckets):
             self._send_next()
-        for bucket, (flat, work) in zip(self._buckets, self._under_way, strict=True):
+        told, here = [], []
+        for number, (flat, work) in enumerate(self._under_way):
             work.wait()
-            _take(bucket, flat)
-        self.drop()
+            bucket = self._buckets[number]
+            told.append(flat[-len(bucket) :])
+            here.append(self._mark(number, flat))
+            _take(bucket, flat, [parameter.grad is not None for _, parameter in bucket])
+            self._summed.append((number, flat))
+        self._counter.cancel()
+        self._under_way.clear()
+        return (torch.cat(told) - torch.cat(here) * self._ranks).abs().sum().double() if told else None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Give a parameter its sum wherever any rank had a gradient; waits for the device. Call it where `finish` says so."""
+        for number, flat in self._summed:
+            bucket = self._buckets[number]
+            counts = flat[-len(bucket) :]
+            seen = (counts.real if counts.is_complex() else counts).tolist()
+            lacking = [parameter.grad is None and count > 0 for (_, parameter), count in zip(bucket, seen, strict=True)]
+            _take(bucket, flat, lacking)
+        self._summed.clear()
 
     def drop(self) -> None:
         """Forget what is under way; sums that peers still wait for fail there with the group."""
         self._counter.cancel()
         self._under_way.clear()
+        self._summed.clear()
 
 
-def _take(bucket: NamedParameters, flat: Tensor) -> None:
-    """Copy a bucket's sums, `[elements + parameters]`, into the gradients; the flat tensor is not kept."""
-    *views, present = flat.split([*(parameter.numel() for _, parameter in bucket), len(bucket)])  # type: ignore[no-untyped-call]
-    seen = (present.real if present.is_complex() else present).tolist()
-    for (_, parameter), view, count in zip(bucket, views, seen, strict=True):
-        if count == 0:
+def _take(bucket: NamedParameters, flat: Tensor, chosen: Sequence[bool]) -> None:
+    """Make the chosen gradients of a bucket what its sums, `[elements + parameters]`, say: views where dtype and strides fit."""
+    views = flat[: -len(bucket)].split([parameter.numel() for _, parameter in bucket])  # type: ignore[no-untyped-call]
+    for (_, parameter), view, is_chosen in zip(bucket, views, chosen, strict=True):
+        if not is_chosen:
             continue
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(view.view(parameter.shape))
+        view = view.view(parameter.shape)
+        if view.dtype == parameter.dtype and view.stride() == parameter.stride():
+            parameter.grad = view
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(view)
 
 
 def sum_gradients(named: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum gradients over a group, all at once and in one go: where nothing can overlap."""
-    GradientSum(named, group).finish()
+    summing = GradientSum(named, group)
+    apart = summing.finish()
+    if apart is not None and bool(apart > 0):
+        summing.settle()

@@ -24,23 +24,24 @@ def gradient_square(
     Returns:
         A float64 scalar on the parameters' device.
     """
-    shares = [
-        local_part(parameter.grad).double().square().sum()
-        if not parameter.grad.is_complex()
-        else torch.view_as_real(local_part(parameter.grad)).double().square().sum()
+    counted = [
+        local_part(parameter.grad)
         for name, parameter in named.items()
         if parameter.grad is not None and layouts[name].counted(dp, tp)
     ]
-    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+    found = [torch.view_as_real(one) if one.is_complex() else one for one in counted if one.numel()]
+    if not found:
+        return torch.zeros((), dtype=torch.float64)
+    # In float64, as a sum of squares of large gradients overflows in less.
+    return torch.stack(torch._foreach_norm(found, 2, dtype=torch.float64)).square().sum()
 
 
 @torch.no_grad()
 def scale_gradients(named: Mapping[str, nn.Parameter], factor: float) -> None:
     """Multiply every gradient in place."""
-    if factor != 1.0:
-        for parameter in named.values():
-            if parameter.grad is not None:
-                local_part(parameter.grad).mul_(factor)
+    gradients = [local_part(parameter.grad) for parameter in named.values() if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def nonfinite(named: Mapping[str, nn.Parameter]) -> str:

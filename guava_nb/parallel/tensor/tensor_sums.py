@@ -44,6 +44,11 @@ class TensorSums:
         self._layouts = layouts or {}
         self._checked = group is None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether `finish` looks at gradients."""
+        return self._group is not None and (bool(self._partial) or not self._checked)
+
     @torch.no_grad()
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
         """Complete the gradients of a step whose sums over the replicas are there.
@@ -67,6 +72,10 @@ class TensorSums:
             if parameter.grad is not None:
                 stand_ins[name].grad = local_part(parameter.grad)
         sum_gradients(stand_ins, self._group)
+        for name, parameter in chosen.items():
+            total = stand_ins[name].grad
+            if parameter.grad is not None and total is not None:
+                local_part(parameter.grad).copy_(total)
 
     def _check(self, named: Mapping[str, nn.Parameter]) -> None:
         whole = [(n, p) for n, p in named.items() if self._layouts[n].tensor_copies and p.requires_grad]

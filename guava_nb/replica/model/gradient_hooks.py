@@ -69,6 +69,10 @@ class GradientHooks:
                 self._hooked[name] = _Hooked(parameter, *(table or OrderedDict() for table in tables))
                 _give(parameter, OrderedDict(), OrderedDict())
 
+    def __len__(self) -> int:
+        """How many parameters have hooks."""
+        return len(self._hooked)
+
     @torch.no_grad()
     def run(self) -> None:
         """Call the hooks of each parameter that has a gradient, the last parameter first, as backward would."""

@@ -1,0 +1,79 @@
+"""Numbers of a step on their way from the device: one copy, begun at once, read when somebody needs them.
+
+Knows tensors of numbers; knows nothing of what they mean. Reading waits for what the device was given before the copy; who
+reads after giving it the next step's work waits for nothing that the device would not do anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceFigures", "norms"]
+
+
+class DeviceFigures:
+    """Some real numbers, tensors of any shape or plain ones.
+
+    Attributes:
+        bad: a float32 scalar on the device: 1 where one of the tensors has NaN or Inf, else 0; None without tensors.
+    """
+
+    def __init__(self, figures: Sequence[Tensor | float], gates: bool = False) -> None:
+        """Begin the copy.
+
+        Args:
+            figures: to be read.
+            gates: make `bad`, for what shall happen on the device before anybody has read them.
+        """
+        self._plain = [None if isinstance(one, Tensor) else float(one) for one in figures]
+        self._tensors = [one.detach().reshape(-1) for one in figures if isinstance(one, Tensor)]
+        self.bad: Tensor | None = None
+        self._host, self._arrived = list[Tensor](), None
+        if not self._tensors:
+            return
+        if gates or self._tensors[0].device.type == "cuda":
+            flat = torch.cat([one.double() for one in self._tensors])
+            if gates:
+                self.bad = (~flat.isfinite().all()).float()
+            # To the CPU without waiting: torch makes pinned memory for it, and the event tells when it is filled.
+            self._host = list(flat.to("cpu", non_blocking=True).split([one.numel() for one in self._tensors]))  # type: ignore[no-untyped-call]
+            if flat.device.type == "cuda":
+                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrived.record(torch.cuda.current_stream(flat.device))
+        else:
+            self._host = self._tensors
+        self._tensors = []
+
+    def read(self) -> list[list[float]]:
+        """Return the numbers of each figure; on CUDA waits until they have come."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        come = iter(self._host)
+        return [next(come).tolist() if one is None else [one] for one in self._plain]
+
+
+def norms(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return a norm of each tensor, `[tensors]`, which is NaN or Inf just where the tensor has one; None of no tensors.
+
+    One pass without temporaries, and on CUDA without waiting.
+    """
+    given = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    if not given:
+        return None
+    places = [i for i, one in enumerate(given) if one.is_floating_point() and one.numel()]
+    is_cuda = given[0].is_cuda
+    if is_cuda and len(places) == len(given):
+        return torch.stack(torch._foreach_norm(given, torch.inf))
+    zero = torch.zeros((), device=given[0].device)
+    found = [zero] * len(given)  # what whole numbers have, and what is empty
+    # The largest value never overflows; the sum of squares may, and is many times faster on a processor.
+    of_places = torch._foreach_norm([given[i] for i in places], torch.inf if is_cuda else 2) if places else ()
+    sizes = [0.0] * len(of_places) if is_cuda else [float(one) for one in of_places]
+    for i, one, size in zip(places, of_places, sizes, strict=True):
+        found[i] = one if math.isfinite(size) else torch.linalg.vector_norm(given[i], torch.inf)
+    return torch.stack(found)

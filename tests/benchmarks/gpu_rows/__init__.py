@@ -1,0 +1,1 @@
+"""The contestants of tests/benchmarks/gpu.py, each in processes of its own."""
