@@ -298,9 +298,10 @@ class StepRunner:
         self.restart_wait_clock()
 
     def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
-        notes = list[str]()
-        if isinstance(error, RuntimeError | IndexError) and not isinstance(error, GuavaError | torch.OutOfMemoryError):
-            notes = run.replica.notes_on_error(message.rows < message.global_rows)
+        ours = not isinstance(error, RuntimeError | IndexError) or isinstance(
+            error, GuavaError | torch.OutOfMemoryError
+        )
+        notes = [] if ours else run.replica.notes_on_error(message.rows < message.global_rows)
         self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
 
     def _computed(self, step: LocalStep[_Sum], message: Shard, result: ShardResult, started: float) -> None:
