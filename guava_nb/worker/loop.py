@@ -217,6 +217,8 @@ class WorkerLoop:
                 advice = f"; {next_step}" if next_step else ""
                 raise PreparationError(f"the orchestrator refused this worker: {reason}{advice}")
             case _ if self._run is not None and getattr(message, "run_id", None) == self._run.run_id:
+                if not isinstance(message, Shard | StepWithoutShard):
+                    self._steps.settle()  # what else is asked is asked of a state that is known
                 try:
                     self._handle_of_run(self._run, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
@@ -226,8 +228,6 @@ class WorkerLoop:
 
     def _handle_of_run(self, run: PreparedRun, message: Message, payload: memoryview) -> None:
         steps = self._steps
-        if not isinstance(message, Shard | StepWithoutShard):
-            steps.settle()  # what is asked from here on is asked of a state that is known
         match message:
             case Shard():
                 self._refuse_training()

@@ -307,9 +307,9 @@ class StepRunner:
         self.restart_wait_clock()
 
     def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
-        notes = list[str]()
-        if isinstance(error, RuntimeError | IndexError) and not isinstance(error, GuavaError | torch.OutOfMemoryError):
-            notes = run.replica.notes_on_error(message.rows < message.global_rows)
+        is_known = isinstance(error, GuavaError | torch.OutOfMemoryError)
+        is_odd = isinstance(error, RuntimeError | IndexError) and not is_known
+        notes = run.replica.notes_on_error(message.rows < message.global_rows) if is_odd else []
         self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
 
     def _computed(self, step: LocalStep[_Sum], message: Shard, result: ShardResult, started: float) -> None:
@@ -321,10 +321,7 @@ class StepRunner:
     # -------------------------------------------------------------------------------------------------- a lone worker ahead
 
     def _apply_ahead(self, run: PreparedRun, ahead: _Ahead) -> None:
-        """Give the device the step, once it is known that the one before it counts; its figures are read one step later.
-
-        So the device always has work, and what is not finite is still applied nowhere: the optimizer leaves it out there.
-        """
+        """Give the device the step, once it is known that the one before it counts; its figures are read one step later."""
         replica = run.replica
         assert isinstance(replica, Replica)
         self.settle()
