@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,6 +37,8 @@ class Replicas(Protocol):
     master_step: int
     writer: RowWriter
 
+    count_ahead: Callable[[int], None]
+
     def sent_alone(self, rank: int, step: int) -> None:
         """Note that a lone worker was sent a step, which it may commit by itself."""
 
@@ -69,6 +72,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._unlike: set[str] = set()  # buffers of which a person was told
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
+        replicas.count_ahead = self._count_ahead
         job.on(Ready, self._on_ready)
         job.on(StepApplied, self._on_committed)
 
@@ -211,6 +215,12 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._replicas.step = machine.step
         self._credit.committed(time.monotonic())
         self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)
+
+    def _count_ahead(self, step: int) -> None:
+        """Count the steps up to this one that a lone worker committed by itself and whose reports are lost: no loss is known."""
+        for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.solo):
+            in_flight = self.in_flight[number]
+            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows))
 
     def _not_finite(self, in_flight: StepInFlight, halt: Halt, nonfinite: str) -> NotFinite:
         """Return the error on a NaN or Inf from a worker; `nonfinite` is a parameter or a buffer, "" for the loss."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -68,6 +69,7 @@ class ReplicaSet(ABC):
         layout_text: how one model is spread over the workers, in words; "" for whole replicas.
         checks: findings of the one-step check by a digest of what they depend on; handed on from run to run.
         kept: what the user's code changed in this run outside of the state, as `State` tells it.
+        count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
     """
@@ -95,6 +97,7 @@ class ReplicaSet(ABC):
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
         self.kept: tuple[str, ...] = ()
+        self.count_ahead: Callable[[int], None] = lambda step: None
         self.registered: nn.Module | None = None
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
@@ -352,7 +355,10 @@ class ReplicaSet(ABC):
 
     def _adopt_highest(self, job: Job) -> None:
         """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
-        self.step = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+        highest = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+        if highest > self.step:
+            self.count_ahead(highest)
+        self.step = highest
 
     def fetch(self, job: Job, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state as of the last committed step and keep it in the master.
@@ -368,8 +374,7 @@ class ReplicaSet(ABC):
             self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
             self.retire()
         while True:
-            self._adopt_highest(job)
-            job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
+            job.pump(partial(self._is_known_who_has_it, job), timeout_s)
             holders = self.in_step(job)
             if not holders:
                 raise WorkerLost(
@@ -390,6 +395,10 @@ class ReplicaSet(ABC):
                 continue
             if state is not None:
                 return state
+
+    def _is_known_who_has_it(self, job: Job) -> bool:
+        self._adopt_highest(job)
+        return bool(self.in_step(job)) or not self._may_have(job)
 
     def _may_have(self, job: Job) -> bool:
         """Whether workers that are here, or expected back, may still hold the state."""

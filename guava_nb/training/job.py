@@ -302,8 +302,8 @@ class TrainingJob(Job):
             self._boundary.due.add("snapshot")
 
     def _call(self, hook: str, record: dict[str, Any]) -> None:
-        """Call all callbacks that have this hook; one that returns True stops the run."""
-        for callback in self.plan.callbacks:
+        """Call all callbacks that have this hook; one that returns True stops the run. After the end none is called."""
+        for callback in () if self.run.done else self.plan.callbacks:
             method = getattr(callback, hook, None)
             if method is None:
                 continue

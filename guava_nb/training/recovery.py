@@ -101,6 +101,7 @@ class Recovery:
         self.accounting.go_back()
         self.boundary.due.clear()
         self.membership.go_back(snapshot)
+        self.window.exchange.give_up()
 
     def keep_whole_state(self) -> None:
         """After an error: let the last step count of which a whole state is left, with the members or here."""
@@ -112,11 +113,21 @@ class Recovery:
         if at_workers and self._held_before():
             self.accounting.take_back()
             return
+        if at_workers and replica_set.elastic and replica_set.spec.parallel is not None and self._rescued():
+            return
         self.go_back()
         self.membership.cluster.notice(
             f"the error left no whole state of step {lost} anywhere: the session holds that of step "
             f"{self.accounting.snapshot.step + 1}, the last snapshot (snapshot_every_steps takes more of them)"
         )
+
+    def _rescued(self) -> bool:
+        """Take the last step's state from a member that could apply it, where each has all of it; returns whether it is here."""
+        self.job.interrupts = 0
+        try:
+            return self._replica_set.rescue(self.job)
+        except (StopRequested, NobodyLeft, GroupLost):
+            return False
 
     def _held_before(self) -> bool:
         """Whether the members have the state before the last committed step, or can go back to it."""
