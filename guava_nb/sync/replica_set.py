@@ -19,7 +19,7 @@ from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import Resolve, pack, unpack
 from guava_nb.data.loader_feed import LoaderFeed
-from guava_nb.errors import PreparationError, WorkerLost
+from guava_nb.errors import PreparationError, RemoteProtocolError, TrainingError, WorkerLost
 from guava_nb.protocol.messages import (
     Abort,
     Cell,
@@ -105,10 +105,11 @@ class ReplicaSet(ABC):
         self._loaded: dict[int, StateLoaded] = {}
         self._requests = itertools.count(1)
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
-        # By rank the generation of the last order to build the run, and of the state that was sent and is waited for.
+        # By rank the generation of the last order to build the run; generation and step of the state that is waited for.
         self._building: dict[int, int] = {}
-        self._loading: dict[int, int] = {}
+        self._loading: dict[int, tuple[int, int]] = {}
         self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
+        self._sent: dict[int, int] = {}  # the last step that each was sent, or whose state
         self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._learning_rates: dict[int, float] = {}
@@ -132,17 +133,20 @@ class ReplicaSet(ABC):
             self._prepared[rank] = message
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
-        if message.run_id == self.run_id and self._loading.get(rank) == message.generation:
+        if message.run_id == self.run_id and self._loading.get(rank) == (message.generation, message.step):
             del self._loading[rank]
             self._loaded[rank] = message
             self._device_kind[rank] = message.device_kind
-            self.at[rank] = message.step
+            self.at[rank] = self._sent[rank] = message.step
 
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
+            state = unpack(message.state, payload, self._resolve)
+            if not isinstance(state, dict):
+                raise RemoteProtocolError(f"it is a {type(state).__name__} and no state")
             self.kept = message.kept
-            self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
+            self._states[message.request_id] = (message.step, state)
 
     def _on_applied(self, rank: int, message: StepApplied, payload: memoryview) -> None:
         if message.run_id == self.run_id:
@@ -169,12 +173,16 @@ class ReplicaSet(ABC):
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
-    def sent_alone(self, rank: int, step: int) -> None:
-        """Note that a lone worker was sent a step, which it may commit by itself."""
-        self._lone = rank, step
+    def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
+        """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
+        self._sent.update(dict.fromkeys(ranks, step))
+        if alone:
+            self._lone = next(iter(ranks)), step
 
     def _may_hold(self, rank: int, step: int) -> bool:
-        """Whether a worker can have applied a step: it was committed, or sent to that worker alone."""
+        """Whether a worker can have applied a step: it was sent it, and the step was committed or sent to that worker alone."""
+        if step > max(self.at.get(rank, -1), self._sent.get(rank, -1)):
+            return False
         return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
 
     def _goes_on(self, rank: int, step: int) -> bool:
@@ -334,7 +342,7 @@ class ReplicaSet(ABC):
         for rank in ranks:
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
-        self._loading = dict.fromkeys(ranks, generation)
+        self._loading = dict.fromkeys(ranks, (generation, step))
         tree, buffers = pack(dict(state))
         job.cluster.send_all(ranks, LoadState(self.run_id, generation, step, tree), buffers)
         try:
@@ -402,7 +410,8 @@ class ReplicaSet(ABC):
 
     def _may_have(self, job: Job) -> bool:
         """Whether workers that are here, or expected back, may still hold the state."""
-        return any(r in self.at for r in job.ready | job.suspects)
+        here = (job.ready | job.suspects) & self.at.keys()
+        return any(r not in job.leaving or self.at[r] == self.step for r in here)
 
     def _fetch_from(self, job: Job, rank: int, timeout_s: float | None) -> dict[str, Any] | None:
         """Take the state from a worker, or from all that have a part of it; None: it is of another step, or lost."""
@@ -416,7 +425,13 @@ class ReplicaSet(ABC):
         if len(parts) < len(answers):
             self._on_no_state([part for _, part in answers])
             return None
-        state = self._take_in(parts)
+        try:
+            state = self._take_in(parts)
+        except Exception as error:  # what came has the form of a state, and is none of this model
+            who = " and ".join(job.cluster.name(member) for member in asked)
+            raise TrainingError(
+                f"the state of step {self.step + 1} from {who} cannot be taken ({type(error).__name__}: {error}). {WAYS_ON}"
+            ) from error
         self.master_step = self.step
         return state
 

@@ -408,7 +408,8 @@ class TrainingJob(Job):
         self.replica_set.at.pop(rank, None)
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
-        if self.cluster.roster.members[rank].state == "lost" and (blamed := poison.lost(rank)):
+        died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled
+        if died and (blamed := poison.lost(rank)):
             raise blamed.error([self.cluster.members()[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:

@@ -41,7 +41,6 @@ class Recovery:
     boundary: Boundary
     budget_gate: BudgetGate
     held: set[int] = field(default_factory=set)
-    _leaving: set[int] = field(default_factory=set)  # members that want to go, or have gone
 
     def __post_init__(self) -> None:
         """No member leaves."""
@@ -49,9 +48,8 @@ class Recovery:
 
     def on_leaving(self, rank: int) -> None:
         """Let a member go, unless the others do not hold what it holds: then its state is brought here first."""
-        self._leaving.add(rank)
         # A released member is available until it is gone, and one whose code raised may hold less.
-        others = set(self.membership.available()) - self._leaving - self.job.failed
+        others = set(self.membership.available()) - self.job.leaving - self.job.failed
         holds = self.membership.formed and rank in self.membership.current()
         if not holds or (others and self._replica_set.elastic):
             self.membership.cluster.release(rank)
@@ -160,7 +158,7 @@ class Recovery:
 
     def _let_go(self) -> None:
         """Release those that were held: what they had is here now, or lost."""
-        self.membership.leave_out(sorted(self._leaving))
+        self.membership.leave_out(sorted(self.job.leaving))
         while self.held:
             self.membership.cluster.release(self.held.pop())
 
