@@ -416,7 +416,7 @@ class ReplicaSet(ABC):
     def _fetch_from(self, job: Job, rank: int, timeout_s: float | None) -> dict[str, Any] | None:
         """Take the state from a worker, or from all that have a part of it; None: it is of another step, or lost."""
         asked = self._holders_with(rank)
-        answers = self._answers(job, asked, timeout_s)
+        answers = _answers_of(self, job, asked, timeout_s)
         for member, (step, _) in zip(asked, answers, strict=True):
             if step is not None:  # its report may have been lost with a connection between two runs
                 self.at[member] = step
@@ -446,32 +446,6 @@ class ReplicaSet(ABC):
     def _take_in(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Put the state into the master, and return it."""
 
-    def _answers(self, job: Job, ranks: Sequence[int], timeout_s: float | None) -> list[tuple[int | None, Any]]:
-        """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
-
-        Raises:
-            StateLate: one is there and gave no answer in time.
-        """
-        # What was asked for earlier and comes now would be kept for nothing.
-        self._awaited = requests = {self.next_request(): rank for rank in ranks}
-        self._states.clear()
-        for request, rank in requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id))
-        about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
-        try:
-            in_time = job.pump(
-                lambda: all(
-                    request in self._states or rank not in job.ready or rank not in self.at
-                    for request, rank in requests.items()
-                ),
-                timeout_s,
-            )
-        finally:
-            self._awaited, job.about_request = {}, about
-        if not in_time:
-            raise StateLate("no answer in time")
-        return [self._states.pop(request, (None, None)) for request in requests]
-
 
 def preparation_text(name: str, answer: Prepared) -> str:
     """Say why a worker could not build its replica, and what to do."""
@@ -483,3 +457,32 @@ def preparation_text(name: str, answer: Prepared) -> str:
             "torch on both sides"
         )
     return f"{name} cannot build the run: {answer.problem}"
+
+
+def _answers_of(
+    replicas: ReplicaSet, job: Job, ranks: Sequence[int], timeout_s: float | None
+) -> list[tuple[int | None, Any]]:
+    """Ask members for what they hold: for each the step and the state, None where it is lost or forgot the run.
+
+    Raises:
+        StateLate: one is there and gave no answer in time.
+    """
+    # What was asked for earlier and comes now would be kept for nothing.
+    replicas._awaited = requests = {replicas.next_request(): rank for rank in ranks}
+    replicas._states.clear()
+    for request, rank in requests.items():
+        job.cluster.send(rank, FetchState(request, replicas.run_id))
+    about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
+    try:
+        in_time = job.pump(
+            lambda: all(
+                request in replicas._states or rank not in job.ready or rank not in replicas.at
+                for request, rank in requests.items()
+            ),
+            timeout_s,
+        )
+    finally:
+        replicas._awaited, job.about_request = {}, about
+    if not in_time:
+        raise StateLate("no answer in time")
+    return [replicas._states.pop(request, (None, None)) for request in requests]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -164,8 +165,8 @@ def test_what_is_no_state_is_a_violation_of_its_sender(replicas: ReplicaSet, tre
 
 def test_a_state_of_another_model_is_told_with_the_name_of_its_sender(replicas: ReplicaSet, job: Any) -> None:
     replicas.step, replicas.at, job.cluster.name = 2, {0: 2}, "w{}".format
-    replicas._answers = lambda job, ranks, timeout_s: [(2, {"no": "value"})]  # type: ignore[method-assign]
-    with pytest.raises(TrainingError, match=r"state of step 3 from w0 cannot be taken \(KeyError: 'value'\)"):
+    answers = mock.patch("guava_nb.sync.replica_set._answers_of", lambda *asked: [(2, {"no": "value"})])
+    with answers, pytest.raises(TrainingError, match=r"state of step 3 from w0 cannot be taken \(KeyError: 'value'\)"):
         replicas._fetch_from(job, 0, None)
 
 
