@@ -106,7 +106,7 @@ class GroupExchange(StepExchange[Group]):
             return f"on {alike}{earlier}"
         if halt.others:
             return (
-                f"on {alike} alike (their gradients were summed before, so which of them had it first cannot be told)"
+                f"on {alike} alike (what they computed was summed before, so which of them had it first cannot be told)"
             )
         return f"on {alike}"
 
