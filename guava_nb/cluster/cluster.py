@@ -33,15 +33,14 @@ from guava_nb.link.session_events import (
 )
 from guava_nb.processes.pipe import ending_text
 from guava_nb.protocol.messages import (
+    FROM_WORKERS,
     Accept,
     CrashReport,
     Energy,
-    Goodbye,
     Hello,
     Leave,
     Log,
     Message,
-    Refused,
     channel_of,
 )
 from guava_nb.row_cache.policy import WorkerCaches
@@ -55,7 +54,7 @@ log = logging.getLogger(__name__)
 
 Buffers = Sequence[memoryview]
 
-_NOT_FOR_JOBS = (Hello, Log, Leave, Goodbye, Refused, Energy)
+_NOT_FOR_JOBS = (Hello, Log, Leave, Energy)
 
 
 class Mailbox(Protocol):
@@ -77,6 +76,7 @@ class Cluster:
     Attributes:
         tell: tells a person what concerns the session.
         notice: tells a person what a run has to say.
+        expelled: members whose sessions were ended because they broke the protocol.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
         takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
             asked for outside of any job.
@@ -99,6 +99,7 @@ class Cluster:
         self.tell = on_notice
         self._programs = Programs(on_notice)
         self._told_invalid: set[tuple[int, str]] = set()
+        self.expelled: set[int] = set()
         self._sessions: dict[int, SessionHandle] = {}
         self._all_sessions: list[SessionHandle] = []
         self._ranks: dict[bytes, int] = {}
@@ -115,6 +116,9 @@ class Cluster:
 
     def on_event(self, event: Event) -> None:
         """Take a session's event; called from reader threads."""
+        if isinstance(event, MessageArrived) and type(event.message) not in FROM_WORKERS:
+            self._events.put(event)
+            return
         if isinstance(event, MessageArrived) and event.session.session_id not in self._ranks:
             self._programs.on_message(event.session, event.message)
         if self.relay.on_event(event):
@@ -158,7 +162,9 @@ class Cluster:
 
     def _on_message(self, event: MessageArrived) -> None:
         message, rank = event.message, self._ranks.get(event.session.session_id)
-        if isinstance(message, Hello):
+        if type(message) not in FROM_WORKERS:
+            self._end_session(event.session, rank, f"a {type(message).__name__}, which no worker sends")
+        elif isinstance(message, Hello):
             self._seat(event.session, message)
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
@@ -169,6 +175,16 @@ class Cluster:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
             self._on_leave(rank, message.reason)
+
+    def _end_session(self, session: SessionHandle, rank: int | None, violation: str) -> None:
+        if rank is not None:
+            self.expel(rank, violation)
+        else:
+            self._close_aside(session, f"it sent {violation}")
+
+    def _close_aside(self, session: SessionHandle, reason: str) -> None:
+        """Closing waits for a peer that may be gone; the others' events must not wait with it."""
+        threading.Thread(target=session.close, args=(reason,), name="guava-close", daemon=True).start()
 
     def _on_leave(self, rank: int, reason: str) -> None:
         """Release it, or let the job do so, which may need what only this member holds."""
@@ -225,8 +241,7 @@ class Cluster:
         session = self._sessions.pop(rank, None)
         self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
         if session is not None:
-            # Closing waits for a peer that may be gone; the others' events must not wait with it.
-            threading.Thread(target=session.close, args=(detail,), name="guava-close", daemon=True).start()
+            self._close_aside(session, detail)
 
     def _announce(self, event: JobEvent, sentence: str) -> None:
         self.tell(sentence)
@@ -282,6 +297,15 @@ class Cluster:
         session = self._sessions.get(rank)
         if session is not None:
             self._events.put(SessionClosed(session, LinkClosed(reason), False))
+
+    def expel(self, rank: int, violation: str) -> None:
+        """End the session of a member that broke the protocol; a run goes on without it, and its `Lost` event is on the way.
+
+        Args:
+            violation: what it sent, such as "a Shard, which no worker sends".
+        """
+        self.expelled.add(rank)
+        self.let_go(rank, f"its session was ended, because it sent {violation}")
 
     def release(self, rank: int) -> None:
         """Let a member go that asked for it; its `Lost` event is on the way."""

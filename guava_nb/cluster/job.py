@@ -17,7 +17,7 @@ from guava_nb import errors
 from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job_events import JobEvent
-from guava_nb.errors import GuavaError, RemoteError
+from guava_nb.errors import GuavaError, RemoteError, RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FailureKind, Message
 
 __all__ = ["Job", "NobodyLeft", "StopRequested"]
@@ -47,6 +47,7 @@ class Job:
         forget: a member does not hold the run any more.
         was_asked: says whether a member was told to build the run.
         on_group_failure: a member reports that the group broke.
+        leaving: members that said they leave: they begin nothing more, so what they hold stays as it is.
         failed: members whose code of the user's raised; they hold the last state that is whole there.
         about_request: says what a request was about, None where it is of an earlier one; set by what asks.
         trains: a worker that lost its replica fails the job; a job that only asks turns to another.
@@ -60,6 +61,7 @@ class Job:
         self.ready: set[int] = set()
         self.suspects: set[int] = set()
         self.interrupts = 0
+        self.leaving: set[int] = set()
         self.failed: set[int] = set()
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
@@ -76,7 +78,10 @@ class Job:
         self._mailbox.put(event)
 
     def on(self, record: type[_Record], handler: Callable[[int, _Record, memoryview], None]) -> None:
-        """Handle messages of this type with `handler(rank, message, payload)`."""
+        """Handle messages of this type with `handler(rank, message, payload)`.
+
+        What the handler raises ends the job, but a `RemoteProtocolError` ends the session of the worker that sent it.
+        """
         self._handlers[record] = cast(Handler, handler)
 
     def collect(self, record: type[_Record], ours: Callable[[_Record], bool]) -> dict[int, _Record]:
@@ -163,8 +168,10 @@ class Job:
             case events.FromWorker(rank, message, payload, done):
                 try:
                     handler = self._handlers.get(type(message))
-                    if handler is not None:
+                    if handler is not None and rank not in self.cluster.expelled:
                         handler(rank, message, payload)
+                except RemoteProtocolError as error:  # it was asked, and this is no answer: the others go on without it
+                    self.cluster.expel(rank, f"a {type(message).__name__} that cannot be used: {error}")
                 finally:
                     done()
             case events.Joined(rank):
@@ -182,6 +189,7 @@ class Job:
                 self.suspects.discard(rank)
                 self.on_lost(rank)
             case events.Leaving(rank):
+                self.leaving.add(rank)
                 self.on_leaving(rank)
             case events.Interrupted():
                 self.interrupts += 1

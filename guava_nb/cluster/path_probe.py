@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import secrets
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Finding, Route, decide, on_one_host, unlike_devices
 from guava_nb.cluster.job import Job
-from guava_nb.errors import ClusterError
+from guava_nb.errors import ClusterError, RemoteProtocolError
 from guava_nb.protocol.messages import ProbeDial, ProbeEnd, ProbeListen, ProbeListening, ProbeReport, ProbeTarget
 
 __all__ = ["choose", "cuda_reach"]
@@ -68,7 +69,7 @@ def _probe(job: Job, ranks: Sequence[int]) -> Finding:
     cluster, number, deadline = job.cluster, next(_ids), time.monotonic() + PROBE_S
     secret_of = {rank: secrets.token_bytes(16) for rank in ranks}
     one_host = on_one_host([cluster.roster.members[rank].hello for rank in ranks])
-    listening = job.collect(ProbeListening, lambda message: message.probe_id == number)
+    listening = job.collect(ProbeListening, lambda message: message.probe_id == number and _has_addresses(message))
     reports = job.collect(ProbeReport, lambda message: message.probe_id == number)
 
     def wait_for(answers: Mapping[int, object]) -> None:
@@ -89,6 +90,20 @@ def _probe(job: Job, ranks: Sequence[int]) -> Finding:
     finally:
         cluster.send_all(ranks, ProbeEnd(number))
     return decide({rank: cluster.name(rank) for rank in ranks}, listening, reports, one_host)
+
+
+def _has_addresses(message: ProbeListening) -> bool:
+    """Check where a worker says it listens.
+
+    Raises:
+        RemoteProtocolError: at no address.
+    """
+    for where in message.addresses:
+        try:
+            ipaddress.ip_address(where.address)
+        except ValueError as error:
+            raise RemoteProtocolError(f"it listens at {where.address[:80]!r}") from error
+    return True
 
 
 def cuda_reach(cluster: Cluster) -> Callable[[], bool]:

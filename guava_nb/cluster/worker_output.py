@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 #: Lines kept in memory per worker; the file has all that arrived.
 KEPT_LINES = 2000
+#: Characters of a line that are kept: a worker may print megabytes without an end of line.
+MAX_LINE = 4000
 #: A worker's file stops growing here, so that a loop of prints cannot fill the disk.
 MAX_FILE_BYTES = 64 << 20
 
@@ -47,6 +49,7 @@ class OutputLog:
         self._store(worker, [line for line in tail if line not in known and f"[stderr] {line}" not in known])
 
     def _store(self, worker: str, lines: list[str]) -> None:
+        lines = list(map(_cut, lines))
         with self._lock:
             kept = self._lines.setdefault(worker, deque(maxlen=KEPT_LINES))
             kept.extend(lines)
@@ -78,3 +81,8 @@ class OutputLog:
             if worker is not None:
                 return list(self._lines.get(worker, ()))[-n:]
             return [f"{name} | {line}" for name, lines in self._lines.items() for line in list(lines)[-n:]]
+
+
+def _cut(line: str) -> str:
+    more = len(line) - MAX_LINE
+    return line if more <= 0 else f"{line[:MAX_LINE]} [{more} characters more]"

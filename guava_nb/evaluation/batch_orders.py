@@ -38,6 +38,13 @@ class Question(Protocol):
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate | Predict:
         """Return the record that asks."""
 
+    def check(self, answer: Message, payload: memoryview, rows: int) -> None:
+        """Check an answer on a batch of so many rows as it arrives.
+
+        Raises:
+            RemoteProtocolError: it is none to this question.
+        """
+
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Take the answers on a batch, one per share, in the order of its rows; batches come in the loader's order."""
 

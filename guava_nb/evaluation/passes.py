@@ -50,6 +50,7 @@ class Asked:
         batch: kept while it may have to be asked again.
         request: number of the question.
         orders: what workers were sent and have not answered, by rank.
+        ranks: all that were sent it.
         came: answers of some of the workers that share the batch, by rank.
         answers: all of them, in the order of rows; empty until they are here.
     """
@@ -57,6 +58,7 @@ class Asked:
     batch: LoadedBatch
     request: int
     orders: dict[int, Order]
+    ranks: set[int] = field(default_factory=set)
     came: dict[int, Answer] = field(default_factory=dict)
     answers: Sequence[Answer] = ()
 
@@ -163,6 +165,7 @@ class Pass(ABC):
 
     def _send(self, asked: Asked, ranks: Iterable[int]) -> None:
         for rank in ranks:
+            asked.ranks.add(rank)
             self._job.cluster.send(rank, *self._replica_set.writer.write(rank, *asked.orders[rank]))
 
     def _on_wanted(self, rank: int, request: int) -> None:
@@ -173,7 +176,10 @@ class Pass(ABC):
 
     def _on_answer(self, rank: int, message: Evaluated | Predicted, payload: memoryview) -> None:
         asked = self._find(message.request_id)
-        if message.run_id == self._replica_set.run_id and asked is not None and not asked.answers:
+        if message.run_id != self._replica_set.run_id or asked is None or asked.answers:
+            return
+        if rank in asked.ranks:
+            self._question.check(message, payload, asked.batch.rows)
             self._take(asked, rank, (message, payload))
 
     @abstractmethod
@@ -339,7 +345,7 @@ class GroupPass(Pass):
 
     def _ask(self, asked: Asked) -> None:
         """Ask the group that stands about a batch; answers of one that is gone are for another request."""
-        asked.request, asked.came = self._group.next_request(), {}
+        asked.request, asked.ranks, asked.came = self._group.next_request(), set(), {}
         orders = self._orders.shared(asked.request, asked.batch, self._group.mesh)
         asked.orders = dict(zip(self._group.team, orders, strict=True))
         self._send(asked, self._group.team)

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import psutil
+from torch import Tensor
 
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.errors import ConfigError, TrainingError
+from guava_nb.errors import ConfigError, RemoteProtocolError, TrainingError
 from guava_nb.evaluation.batch_orders import Answer, span_text
 from guava_nb.evaluation.result_files import DiskResults, MemoryResults
-from guava_nb.protocol.messages import Predict, Predicted, Tree, Wanted
+from guava_nb.protocol.messages import Message, Predict, Predicted, Tree, Wanted
 from guava_nb.replica.outputs import inputs_of, unpacked, without_targets
 
 __all__ = ["Prediction", "Predictions", "in_id_order", "least_row_bytes", "wanted_of"]
@@ -150,6 +151,15 @@ class Prediction:
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Predict:
         """Return the record that asks for the outputs on a batch."""
         return Predict(run_id=run_id, request_id=request, rows=rows, batch=tree, wanted=self._wanted, grouped=grouped)
+
+    def check(self, answer: Message, payload: memoryview, rows: int) -> None:
+        """Check an answer on a batch of so many rows; errors as in `Question.check`."""
+        if not isinstance(answer, Predicted) or not 0 <= answer.rows <= rows:
+            raise RemoteProtocolError(f"it is no prediction of {rows} rows")
+        if answer.columns.structure:
+            columns = unpack(answer.columns, payload)
+            if not isinstance(columns, dict) or not all(isinstance(column, Tensor) for column in columns.values()):
+                raise RemoteProtocolError("its columns are no tensors by name")
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Keep the rows of one batch."""

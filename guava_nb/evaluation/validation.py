@@ -10,8 +10,9 @@ from typing import Any
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.errors import RemoteProtocolError
 from guava_nb.evaluation.batch_orders import Answer
-from guava_nb.protocol.messages import Evaluate, Evaluated, MetricSpec, Tree
+from guava_nb.protocol.messages import Evaluate, Evaluated, Message, MetricSpec, Tree
 from guava_nb.replica.metrics import Merge
 from guava_nb.sync.group_exchange import parts_for
 
@@ -71,6 +72,15 @@ class Validation:
     def message(self, run_id: str, request: int, rows: int, tree: Tree, grouped: bool) -> Evaluate:
         """Return the record that asks for the sums over a batch."""
         return Evaluate(run_id=run_id, request_id=request, rows=rows, batch=tree, grouped=grouped, metrics=self._specs)
+
+    def check(self, answer: Message, payload: memoryview, rows: int) -> None:
+        """Check an answer on a batch of so many rows; errors as in `Question.check`."""
+        if not isinstance(answer, Evaluated) or not 0 <= answer.rows <= rows:
+            raise RemoteProtocolError(f"it is no validation of {rows} rows")
+        if answer.metrics.structure:
+            states = unpack(answer.metrics, payload)
+            if not isinstance(states, list) or len(states) != len(self._merges):
+                raise RemoteProtocolError(f"it has no state for each of the {len(self._merges)} metrics")
 
     def take(self, batch: LoadedBatch, answers: Sequence[Answer]) -> None:
         """Add the sums of one batch."""

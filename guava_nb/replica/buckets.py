@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from guava_nb.errors import ConfigError, LocalProtocolError
+from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
+from guava_nb.protocol.messages import FlatTensor
 
 __all__ = [
     "BUFFERS",
@@ -90,6 +91,24 @@ class Bucket:
     def present_bytes(self) -> int:
         """Length of the presence bits, in bytes."""
         return (len(self.names) + 7) // 8
+
+    def check_form(self, tensor: FlatTensor, present: bytes) -> None:
+        """Check that this is a flat tensor of this bucket.
+
+        Raises:
+            RemoteProtocolError: it is of another type or size, or has too few presence bits or too many.
+        """
+        dtype = str(self.dtype).removeprefix("torch.")
+        if len(present) != self.present_bytes:
+            raise RemoteProtocolError(
+                f"bucket {self.index} has {len(present)} bytes of presence bits, not {self.present_bytes}"
+            )
+        bits = present_at(present, len(self.names)) if self.index == BUFFERS else [True] * len(self.names)
+        numel = sum(size for size, bit in zip(self.sizes, bits, strict=True) if bit)
+        if (tensor.dtype, tensor.numel) != (dtype, numel):
+            raise RemoteProtocolError(
+                f"bucket {self.index} has {tensor.numel} elements of {tensor.dtype[:40]}, not {numel} of {dtype}"
+            )
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut a flat tensor, `[numel]`, into its parameters' shapes; the views share its memory.

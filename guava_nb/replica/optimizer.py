@@ -135,11 +135,17 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _may_be_fused(cls: Any, args: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether torch's optimizer may step all parameters by one kernel of the GPU, and the user chose no other way."""
+    """Whether torch's optimizer may step all parameters by one kernel of the GPU, and the user chose no other way.
+
+    Not in double precision, which is there to compare: the kernel rounds otherwise than torch's default, and Adam makes
+    steps of it where a gradient is next to nothing.
+    """
     if not issubclass(cls, _FUSED) or {"fused", "foreach", "capturable", "differentiable"} & set(args):
         return False
     kinds = {isinstance(one, DTensor) for one in parameters}  # one kernel cannot take both
-    return len(kinds) == 1 and all(one.is_cuda and one.is_floating_point() for one in parameters)
+    return len(kinds) == 1 and all(
+        one.is_cuda and one.is_floating_point() and one.dtype != torch.float64 for one in parameters
+    )
 
 
 def _keep_to_itself(optimizer: Optimizer) -> None:

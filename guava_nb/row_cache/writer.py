@@ -19,7 +19,7 @@ from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.loader_wrappers import Unread
 from guava_nb.data.rows import KEY_BYTES, NotSeparable, Rows, split_keys
 from guava_nb.data.split import RowSplitter
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, RemoteProtocolError
 from guava_nb.protocol.messages import (
     CachedRows,
     CacheHeld,
@@ -80,6 +80,10 @@ class Waiting(Protocol):
         """Handle events until the condition holds."""
 
 
+#: Bytes of a row in a `RowList`: its key and its size.
+_ROW_BYTES = KEY_BYTES + 4
+#: Different reasons for which rows were wanted again that a person is told.
+_MOST_TOLD = 32
 #: Samples seen again after which it is judged whether they change between epochs.
 _JUDGED = 32
 
@@ -218,9 +222,10 @@ class RowWriter:
             job.pump(lambda: all(r in self._listed for r in asked & (job.ready | job.suspects)))
 
     def _on_held(self, rank: int, message: CacheHeld, payload: memoryview) -> None:
-        assert self._spec.cache is not None
-        if message.run_id != self._run_id:
-            return
+        if message.run_id != self._run_id or self._spec.cache is None or rank in self._listed:
+            return  # it was not asked, or has answered
+        if message.count < 0 or len(message.digest) != KEY_BYTES:
+            raise RemoteProtocolError(f"it tells of {message.count} rows with a digest of {len(message.digest)} bytes")
         known = self._caches.get(rank)
         if message.problem:
             self._caches.pop(rank, None)
@@ -236,8 +241,10 @@ class RowWriter:
         self._listed.add(rank)
 
     def _on_list(self, rank: int, message: RowList, payload: memoryview) -> None:
-        if message.run_id != self._run_id or rank not in self._caches:
+        if message.run_id != self._run_id or rank not in self._caches or rank in self._listed:
             return
+        if len(payload) % _ROW_BYTES or len(payload) > MAX_ROWS * _ROW_BYTES:
+            raise RemoteProtocolError(f"it has {len(payload)} bytes, which are no list of at most {MAX_ROWS} rows")
         listed = np.frombuffer(payload, np.dtype([("key", f"V{KEY_BYTES}"), ("size", "<u4")]))
         sizes = {bytes(key): int(size) for key, size in zip(listed["key"], listed["size"], strict=True)}
         self._caches[rank].replace(sizes)
@@ -246,11 +253,13 @@ class RowWriter:
     def _on_wanted(self, rank: int, message: RowsWanted, payload: memoryview) -> None:
         if (held := self._caches.get(rank)) is not None:
             held.forget(split_keys(message.keys))
-        if message.reason:
+        if message.run_id != self._run_id:
+            return
+        if message.reason and len(self._told) < _MOST_TOLD:
             self._tell(message.reason, f"{self._workers.name(rank)}: ")
-        if message.run_id == self._run_id and message.shard >= 0:
+        if message.shard >= 0:
             self.on_shard_wanted(rank, message.step, message.shard)
-        elif message.run_id == self._run_id and message.request_id:
+        elif message.request_id:
             self.on_batch_wanted(rank, message.request_id)
 
     def next_pass(self) -> None:

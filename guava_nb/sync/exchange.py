@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.report_checks import without_invalid
+from guava_nb.cluster.report_checks import is_valid, without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import RowSplitter
-from guava_nb.errors import NotFinite
-from guava_nb.protocol.messages import Commit, CommitStep, Ready, RunSpec, StepApplied, StepWithoutShard
+from guava_nb.errors import NotFinite, RemoteProtocolError
+from guava_nb.protocol.messages import Commit, CommitStep, GradientBucket, Ready, RunSpec, StepApplied, StepWithoutShard
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
-from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine
+from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine, has_finite_loss
 
 __all__ = ["OnApplied", "OnCommit", "Replicas", "StepExchange"]
 
@@ -36,8 +37,10 @@ class Replicas(Protocol):
     master_step: int
     writer: RowWriter
 
-    def sent_alone(self, rank: int, step: int) -> None:
-        """Note that a lone worker was sent a step, which it may commit by itself."""
+    count_ahead: Callable[[int], None]
+
+    def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
+        """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
 
 
 _Replicas = TypeVar("_Replicas", bound=Replicas)
@@ -69,6 +72,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._unlike: set[str] = set()  # buffers of which a person was told
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
+        replicas.count_ahead = self._count_ahead
         job.on(Ready, self._on_ready)
         job.on(StepApplied, self._on_committed)
 
@@ -85,6 +89,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Share the batches of an optimizer step among the team, by these weights, and send the shards."""
         machine, shards = self._plan(batches, team, weights, splitter)
         in_flight = self.in_flight[machine.step] = StepInFlight(machine, epoch, team, shards, len(batches))
+        self._replicas.sent(team, machine.step, machine.solo)
         self.next_step += 1
         for task in machine.tasks:
             self._send_shard(in_flight, task.index, task.owner)
@@ -134,12 +139,24 @@ class StepExchange(ABC, Generic[_Replicas]):
 
     # ------------------------------------------------------------------------------------------------------ reports in
 
-    def _in_flight(self, message: Any) -> StepInFlight | None:
-        return self.in_flight.get(message.step) if message.run_id == self._replicas.run_id else None
+    def _asked(self, rank: int, message: Ready | GradientBucket) -> StepInFlight | None:
+        """Return the step that a report is about, where its sender was sent that shard of it.
+
+        Raises:
+            RemoteProtocolError: the step before it is not committed, so it cannot have been done.
+        """
+        in_flight = self.in_flight.get(message.step) if message.run_id == self._replicas.run_id else None
+        if in_flight is None or not in_flight.machine.was_asked(rank, message.shard, message.generation):
+            return None
+        if message.step != self._replicas.step + 1:
+            raise RemoteProtocolError(
+                f"it is of step {message.step + 1}, and step {self._replicas.step + 2} is not committed"
+            )
+        return in_flight
 
     def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
-        in_flight = self._in_flight(message)
-        if in_flight is None or not in_flight.machine.was_asked(rank, message.shard, message.generation):
+        in_flight = self._asked(rank, message)
+        if in_flight is None:
             return  # of a step that is over, or of a shard that it was not sent
         message = self._sound(rank, message)
         member = self._job.cluster.roster.members[rank]
@@ -154,7 +171,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:
             if isinstance(instruction, Halt):
-                raise self._not_finite(in_flight, instruction, message.nonfinite)
+                report = in_flight.machine.report(instruction.shard) if instruction.shard != message.shard else message
+                raise self._not_finite(in_flight, instruction, report.nonfinite if has_finite_loss(report) else "")
         self._carry_out(in_flight, instructions)
 
     def _tell_unlike(self, step: int, names: Sequence[str]) -> None:
@@ -173,7 +191,13 @@ class StepExchange(ABC, Generic[_Replicas]):
             )
 
     def _sound(self, rank: int, message: Ready) -> Ready:
-        """Return the report without invalid figures; a person is told of them once."""
+        """Return the report without invalid figures; a person is told of them once.
+
+        Raises:
+            RemoteProtocolError: its share of the squared norm of the gradient is invalid: no step could be made of it.
+        """
+        if not is_valid(message.gradient_square) and message.finite:
+            raise RemoteProtocolError(f"gradient_square is {message.gradient_square:g}")
         message, odd = without_invalid(message)
         if odd:
             self._job.cluster.tell_invalid(rank, "step", odd)
@@ -188,7 +212,7 @@ class StepExchange(ABC, Generic[_Replicas]):
             return
         if message.ready is not None:
             self._on_ready(rank, message.ready, payload)
-        in_flight = self._in_flight(message)
+        in_flight = self.in_flight.get(message.step)
         if in_flight is None:
             self._on_applied(rank, message)
         elif instructions := in_flight.machine.on_solo_commit(rank, message.generation, message.skipped):
@@ -213,18 +237,28 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._credit.committed(time.monotonic())
         self._on_commit(in_flight, decided.commit, decided.loss_sum, decided.count)
 
+    def _count_ahead(self, step: int) -> None:
+        """Count the steps up to this one that a lone worker committed by itself and whose reports are lost: no loss is known."""
+        for number in sorted(n for n, f in self.in_flight.items() if n <= step and f.machine.solo):
+            in_flight = self.in_flight[number]
+            self._commit(in_flight, Decided(Commit(1.0, False), math.nan, in_flight.machine.rows))
+
     def _not_finite(self, in_flight: StepInFlight, halt: Halt, nonfinite: str) -> NotFinite:
         """Return the error on a NaN or Inf from a worker; `nonfinite` is a parameter or a buffer, "" for the loss."""
         ids, rows = self._samples_of(in_flight, halt.shard)
         buffers = self._replicas.master.layout.buffers
         kind = "buffer" if buffers is not None and nonfinite in buffers.names else "the gradient of"
         where = f"{kind} {nonfinite}" if nonfinite else "the loss"
-        who = self._job.cluster.name(halt.rank)
         return NotFinite(
-            f"NaN or Inf in {where} on {who} at step {in_flight.machine.step + 1} ({sample_text(ids)}, {rows} rows). The step "
+            f"NaN or Inf in {where} {self._origin(in_flight, halt)} at step {in_flight.machine.step + 1} "
+            f"({sample_text(ids)}, {rows} rows). The step "
             "was not applied anywhere. Look at these samples, lower the learning rate, or clip "
             "with max_grad_norm"
         )
+
+    def _origin(self, in_flight: StepInFlight, halt: Halt) -> str:
+        """Say on which worker it came to be, or which ones it may have been."""
+        return f"on {self._job.cluster.name(halt.rank)}"
 
     def _samples_of(self, in_flight: StepInFlight, shard: int) -> tuple[Sequence[int], int]:
         """Return the ids and the number of the samples that went into a shard's gradients."""

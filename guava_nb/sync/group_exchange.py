@@ -26,7 +26,7 @@ from guava_nb.sync.step_in_flight import (
     marks_for,
     no_samples,
 )
-from guava_nb.sync.step_machine import ShardTask, StepMachine
+from guava_nb.sync.step_machine import Halt, ShardTask, StepMachine, has_finite_loss
 
 __all__ = ["GroupExchange", "micro_batch_marks", "parts_for", "shares_of", "tasks_of"]
 
@@ -60,7 +60,9 @@ class GroupExchange(StepExchange[Group]):
         head = self._head(self._replicas.generation)
         tasks, shards = tasks_of(head, mesh, members, shares, spec.wants_whole_batches, self._writer, splitter)
         scaled = spec.precision == "fp16"
-        machine = StepMachine(head.step, head.generation, tasks, (), scaled, max_grad_norm=spec.max_grad_norm)
+        machine = StepMachine(
+            head.step, head.generation, tasks, (), scaled, max_grad_norm=spec.max_grad_norm, mesh=mesh
+        )
         return machine, shards
 
     def _tell_few_rows(self, most: int) -> None:
@@ -85,7 +87,28 @@ class GroupExchange(StepExchange[Group]):
         return sum(in_flight.shards[shard][0].part_rows)
 
     def _samples_of(self, in_flight: StepInFlight, shard: int) -> tuple[Sequence[int], int]:
+        if not has_finite_loss(in_flight.machine.report(shard)) and in_flight.machine.tasks[shard].sample_ids:
+            return super()._samples_of(in_flight, shard)
         return in_flight.sample_ids(), in_flight.machine.rows  # the ranks sum among themselves before they report
+
+    def _origin(self, in_flight: StepInFlight, halt: Halt) -> str:
+        name, mesh = self._job.cluster.name, self._replicas.mesh
+        alike = " and ".join(name(rank) for rank in (halt.rank, *halt.others))
+        if not has_finite_loss(in_flight.machine.report(halt.shard)):
+            before = (
+                [task.owner for task in in_flight.machine.tasks[: halt.shard]][1 - mesh.stages :]
+                if mesh.stages > 1
+                else []
+            )
+            earlier = (
+                f", or on a stage before it ({', '.join(map(name, before))})" if before and mesh.tensor == 1 else ""
+            )
+            return f"on {alike}{earlier}"
+        if halt.others:
+            return (
+                f"on {alike} alike (what they computed was summed before, so which of them had it first cannot be told)"
+            )
+        return f"on {alike}"
 
 
 # ----------------------------------------------------------------------------------------------------------- who gets what

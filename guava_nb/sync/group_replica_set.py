@@ -19,7 +19,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.cluster.path_probe import choose
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoaderFeed
-from guava_nb.errors import ClusterError, ConfigError, PreparationError, WorkerLost
+from guava_nb.errors import ClusterError, ConfigError, PreparationError, RemoteProtocolError, WorkerLost
 from guava_nb.hub.relay import Relay
 from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
 from guava_nb.replica.replica import Replica
@@ -42,7 +42,9 @@ def _piece(name: str) -> type:
     from guava_nb.parallel.state.full_state import StatePiece
 
     if name != f"{StatePiece.__module__}:{StatePiece.__qualname__}":
-        raise ConfigError(f"a worker sent a {name} inside its part of the state; only pieces of tensors belong there")
+        raise RemoteProtocolError(
+            f"a {str(name)[:80]} is inside its part of the state; only pieces of tensors belong there"
+        )
     return StatePiece
 
 

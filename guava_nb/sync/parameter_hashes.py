@@ -25,7 +25,8 @@ class ParameterHashes:
         known = self._known.setdefault(step, {}).setdefault(kind, {})
         for earlier in [s for s in self._known if s < step - _LATE_STEPS]:
             del self._known[earlier]
-        known.setdefault(parameter_hash, rank)
+        if len(known) < 2:  # a third one would be no news
+            known.setdefault(parameter_hash, rank)
         return len(known) > 1
 
     def clear(self) -> None:

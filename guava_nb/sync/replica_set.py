@@ -92,9 +92,9 @@ class ReplicaSet(StateAtWorkers):
         self.registered: nn.Module | None = None
         self._prepared: dict[int, Prepared] = {}
         self._loaded: dict[int, StateLoaded] = {}
-        # By rank the generation of the last order to build the run, and of the state that was sent and is waited for.
+        # By rank the generation of the last order to build the run; generation and step of the state that is waited for.
         self._building: dict[int, int] = {}
-        self._loading: dict[int, int] = {}
+        self._loading: dict[int, tuple[int, int]] = {}
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -115,11 +115,11 @@ class ReplicaSet(StateAtWorkers):
                 self.at[rank] = self.step
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
-        if message.run_id == self.run_id and self._loading.get(rank) == message.generation:
+        if message.run_id == self.run_id and self._loading.get(rank) == (message.generation, message.step):
             del self._loading[rank]
             self._loaded[rank] = message
             self._device_kind[rank] = message.device_kind
-            self.at[rank] = message.step
+            self.at[rank] = self._sent[rank] = message.step
 
     def _on_applied(self, rank: int, message: StepApplied, payload: memoryview) -> None:
         if message.run_id == self.run_id:
@@ -283,7 +283,7 @@ class ReplicaSet(StateAtWorkers):
         for rank in ranks:
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
-        self._loading = dict.fromkeys(ranks, generation)
+        self._loading = dict.fromkeys(ranks, (generation, step))
         proved = {rank for rank in ranks if self._has_proved(rank)}
         if sent := set(ranks) - proved:
             tree, buffers = pack(dict(state() if callable(state) else state))

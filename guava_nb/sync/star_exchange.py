@@ -47,8 +47,6 @@ class StarExchange(StepExchange[Replicas]):
         buckets = () if alone else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
         solo = alone and not self._replicas.spec.lockstep
-        if solo:
-            self._replicas.sent_alone(team[0], head.step)
         return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
 
     def parts(self, weights: Sequence[float]) -> list[float]:
@@ -66,9 +64,10 @@ class StarExchange(StepExchange[Replicas]):
     # -------------------------------------------------------------------------------------------------------- messages
 
     def _on_bucket(self, rank: int, message: GradientBucket, payload: memoryview) -> None:
-        in_flight = self._in_flight(message)
-        if in_flight is None:
+        in_flight = self._asked(rank, message)
+        if in_flight is None or message.bucket not in in_flight.machine.buckets:
             return
+        self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
         tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
-from guava_nb.data.codec import Resolve, unpack
-from guava_nb.errors import WorkerLost
+from guava_nb.data.codec import Resolve
+from guava_nb.errors import TrainingError, WorkerLost
 from guava_nb.protocol.messages import FetchState, State
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.beginning import Beginning
-from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes
+from guava_nb.sync.state_copy import COMING_BYTES, StateCopy, received_bytes, state_in
 from guava_nb.sync.steps_held import StepsHeld
 
 __all__ = ["NOT_HERE", "WAYS_ON", "StateAtWorkers", "StateLate"]
@@ -40,6 +41,7 @@ class StateAtWorkers(StepsHeld, ABC):
         kept: what the user's code changed in this run outside of the state, as `State` tells it.
         beginning: the state with which the run begins.
         copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
+        count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
         schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
     """
 
@@ -54,6 +56,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self.kept: tuple[str, ...] = ()
         self.beginning = Beginning(f"the state that {run_id} began with", master)
         self.copy: StateCopy | None = None
+        self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
         self._requests = itertools.count(1)
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
@@ -69,8 +72,9 @@ class StateAtWorkers(StepsHeld, ABC):
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
+            state = state_in(message, payload, self._resolve)
             self.kept = message.kept
-            self._states[message.request_id] = (message.step, unpack(message.state, payload, self._resolve))
+            self._states[message.request_id] = (message.step, state)
 
     def in_step(self, job: Job) -> list[int]:
         """Return the connected ranks that stand at the last committed step."""
@@ -82,7 +86,10 @@ class StateAtWorkers(StepsHeld, ABC):
 
     def _adopt_highest(self, job: Job) -> None:
         """The highest step that any worker applied wins: a lone worker may have committed while it was told to stop."""
-        self.step = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+        highest = max([self.step, *(step for rank, step in self.at.items() if rank in job.ready)])
+        if highest > self.step:
+            self.count_ahead(highest)
+        self.step = highest
 
     def fetch(self, job: Job, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state as of the last committed step and keep it in the master.
@@ -100,8 +107,7 @@ class StateAtWorkers(StepsHeld, ABC):
             self.abort(job, [rank for rank in self.at if rank in job.ready | job.suspects], "the state is asked for")
             self.retire()
         while True:
-            self._adopt_highest(job)
-            job.pump(lambda: bool(self.in_step(job)) or not self._may_have(job), timeout_s)
+            job.pump(partial(self._is_known_who_has_it, job), timeout_s)
             holders = self.in_step(job)
             if not holders:
                 raise WorkerLost(
@@ -118,6 +124,10 @@ class StateAtWorkers(StepsHeld, ABC):
                 continue
             if state is not None:
                 return state
+
+    def _is_known_who_has_it(self, job: Job) -> bool:
+        self._adopt_highest(job)
+        return bool(self.in_step(job)) or not self._may_have(job)
 
     def _late(self, names: str, timeout_s: float | None) -> StateLate:
         return StateLate(
@@ -137,11 +147,17 @@ class StateAtWorkers(StepsHeld, ABC):
         if not pump_while_coming(job, copy.ranks, is_over, timeout_s):
             raise self._late(" and ".join(map(job.cluster.name, copy.ranks)), timeout_s)
         self.copy = None
-        return self._take(copy.parts()) if copy.is_whole else None
+        return self._take(copy.parts(), job, copy.ranks) if copy.is_whole else None
 
-    def _take(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _take(self, parts: Sequence[Mapping[str, Any]], job: Job, ranks: Collection[int]) -> dict[str, Any]:
         self.beginning.preserve()
-        state = self._take_in(parts)
+        try:
+            state = self._take_in(parts)
+        except Exception as error:  # what came has the form of a state, and is none of this model
+            who = " and ".join(map(job.cluster.name, ranks))
+            raise TrainingError(
+                f"the state of step {self.step + 1} from {who} cannot be taken ({type(error).__name__}: {error}). {WAYS_ON}"
+            ) from error
         self.master_step = self.step
         return state
 
@@ -200,7 +216,8 @@ class StateAtWorkers(StepsHeld, ABC):
 
     def _may_have(self, job: Job) -> bool:
         """Whether workers that are here, or expected back, may still hold the state."""
-        return any(r in self.at for r in job.ready | job.suspects)
+        here = (job.ready | job.suspects) & self.at.keys()
+        return any(r not in job.leaving or self.at[r] == self.step for r in here)
 
     def _fetch_from(self, job: Job, rank: int, timeout_s: float | None) -> dict[str, Any] | None:
         """Take the state from a worker, or from all that have a part of it; None: it is of another step, or lost."""
@@ -214,7 +231,7 @@ class StateAtWorkers(StepsHeld, ABC):
         if len(parts) < len(answers):
             self._on_no_state([part for _, part in answers])
             return None
-        return self._take(parts)
+        return self._take(parts, job, asked)
 
     def _holders_with(self, rank: int) -> Sequence[int]:
         """Return the workers whose parts make the whole state, this one among them."""

@@ -9,9 +9,10 @@ from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.codec import Resolve, unpack
+from guava_nb.errors import RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FetchState, Message, State
 
-__all__ = ["COMING_BYTES", "StateCopy", "received_bytes"]
+__all__ = ["COMING_BYTES", "StateCopy", "received_bytes", "state_in"]
 
 #: What must have come in the time that is waited, so that it is waited once more: heartbeats alone are less.
 COMING_BYTES = 1 << 18
@@ -20,6 +21,18 @@ COMING_BYTES = 1 << 18
 def received_bytes(cluster: Cluster, ranks: Iterable[int]) -> int:
     """Return the bytes that came from these members so far."""
     return sum(cluster.total_bytes(rank)[1] for rank in ranks)
+
+
+def state_in(message: State, payload: memoryview, resolve: Resolve | None) -> dict[str, Any]:
+    """Return the state that a worker sent, as views of the bytes that came.
+
+    Raises:
+        RemoteProtocolError: it sent something else.
+    """
+    state = unpack(message.state, payload, resolve)
+    if not isinstance(state, dict):
+        raise RemoteProtocolError(f"it is a {type(state).__name__} and no state")
+    return state
 
 
 class StateCopy:
@@ -93,4 +106,4 @@ class StateCopy:
     def parts(self) -> list[dict[str, Any]]:
         """Return what came, in the order of `ranks`: views of the bytes that came, not to be changed."""
         came = [self._came[request] for request in self._requests]
-        return [unpack(message.state, payload, self._resolve) for message, payload in came]
+        return [state_in(message, payload, self._resolve) for message, payload in came]

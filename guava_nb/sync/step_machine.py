@@ -14,9 +14,25 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from guava_nb.config.mesh import Mesh
 from guava_nb.protocol.messages import Commit, Ready
 
-__all__ = ["Add", "Decided", "Halt", "Instruction", "Reissue", "SendBucket", "ShardTask", "StepMachine"]
+__all__ = [
+    "Add",
+    "Decided",
+    "Halt",
+    "Instruction",
+    "Reissue",
+    "SendBucket",
+    "ShardTask",
+    "StepMachine",
+    "has_finite_loss",
+]
+
+
+def has_finite_loss(ready: Ready) -> bool:
+    """Whether loss and count are finite: a count of NaN would make the scale of the step NaN, and all weights with it."""
+    return math.isfinite(ready.loss_sum) and math.isfinite(ready.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +70,15 @@ class Reissue:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """NaN or Inf came from this worker: abort the step. `bucket` is None when the loss itself was not finite."""
+    """NaN or Inf came from this worker: abort the step. `bucket` is None when it reported it.
+
+    `others` are workers, of this one's group, that have it as well and may have had it first.
+    """
 
     rank: int
     shard: int
     bucket: int | None
+    others: tuple[int, ...] = ()
 
 
 Instruction = Add | SendBucket | Decided | Reissue | Halt
@@ -89,6 +109,8 @@ class StepMachine:
         buckets: numbers of the buckets that each shard sends.
         scaled: fp16 with a loss scaler: a non-finite gradient skips the step instead of halting the run.
         solo: a lone worker commits by itself and sends no buckets.
+        mesh: `group`: of its ranks. All of them are heard before a step halts, since what is not finite on one is so on
+            others after their sums.
         max_grad_norm: `group`: clip to this; the ranks report their shares of the squared norm.
     """
 
@@ -99,6 +121,7 @@ class StepMachine:
     scaled: bool = False
     solo: bool = False
     max_grad_norm: float | None = None
+    mesh: Mesh | None = None
     decided: bool = False
     _arrived: dict[int, set[int]] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
@@ -146,8 +169,8 @@ class StepMachine:
         """A shard's loss came; the first report of a shard counts."""
         if self.decided or not self.was_asked(rank, ready.shard, ready.generation):
             return []
-        if not ready.finite:
-            if not self.scaled:
+        if not (ready.finite and has_finite_loss(ready)):
+            if not self.scaled and self.mesh is None:
                 return [Halt(rank, ready.shard, None)]
             self._skip = True
         self._ready.setdefault(ready.shard, ready)
@@ -192,7 +215,27 @@ class StepMachine:
     def _decide(self) -> list[Instruction]:
         if self.solo or len(self._ready) < len(self.tasks) or self._complete < len(self.buckets):
             return []
+        if self._skip and not self.scaled and self.mesh is not None:
+            return [self._first_not_finite(self.mesh)]
         return self._finish()
+
+    def report(self, shard: int) -> Ready:
+        """Return the report on a shard, which has come."""
+        return self._ready[shard]
+
+    def _first_not_finite(self, mesh: Mesh) -> Halt:
+        """Find where a value that is not finite came to be.
+
+        A loss is its rank's own. Gradients were summed over replicas, and come from later stages to earlier ones.
+        """
+        reports = [self._ready[task.index] for task in self.tasks]
+        found = [ready for ready in reports if not has_finite_loss(ready)]
+        if not found:
+            found = [ready for ready in reports if not ready.finite]
+            last = max(mesh.stage_of(ready.shard) for ready in found)
+            found = [ready for ready in found if mesh.stage_of(ready.shard) == last]
+        first, *others = [self.tasks[ready.shard].owner for ready in found]
+        return Halt(first, found[0].shard, None, tuple(others))
 
     def _clip(self, scale: float) -> float:
         """The factor of torch's clip_grad_norm_, from the norm that all ranks' shares add up to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from guava_nb.protocol.messages import StepApplied
 from guava_nb.sync.parameter_hashes import ParameterHashes
 
@@ -23,6 +25,7 @@ class StepsHeld:
         self.at: dict[int, int] = {}
         self.generation_of: dict[int, int] = {}
         self._aborted: dict[int, tuple[int, int]] = {}  # generation of the last abort of each, and the step to end at
+        self._sent: dict[int, int] = {}  # the last step that each was sent, or whose state
         self._lone = (-1, -1)  # a lone worker and the last step that it was sent: so far it may be ahead of the run
         self._learning_rates: dict[int, float] = {}
         self._hashes = ParameterHashes()
@@ -49,12 +52,16 @@ class StepsHeld:
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
 
-    def sent_alone(self, rank: int, step: int) -> None:
-        """Note that a lone worker was sent a step, which it may commit by itself."""
-        self._lone = rank, step
+    def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
+        """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
+        self._sent.update(dict.fromkeys(ranks, step))
+        if alone:
+            self._lone = next(iter(ranks)), step
 
     def _may_hold(self, rank: int, step: int) -> bool:
-        """Whether a worker can have applied a step: it was committed, or sent to that worker alone."""
+        """Whether a worker can have applied a step: it was sent it, and the step was committed or sent to that worker alone."""
+        if step > max(self.at.get(rank, -1), self._sent.get(rank, -1)):
+            return False
         return step <= self.step or (rank == self._lone[0] and step <= self._lone[1])
 
     def _goes_on(self, rank: int, step: int) -> bool:

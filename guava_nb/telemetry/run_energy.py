@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,13 +25,17 @@ _CURVE_S, _CURVE_POINTS = 0.5, 2000
 
 
 class EnergyBook:
-    """The newest report of each member, and the answers to questions. From any thread."""
+    """The newest report of each member, and the answers to questions. From any thread.
+
+    Attributes:
+        asked: mark of the last question; they count from 1.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: dict[int, Energy] = {}
         self._answers: dict[tuple[int, int], Energy] = {}
-        self._marks = itertools.count(1)
+        self.asked = 0
         self._listeners: list[RunEnergy] = []
 
     def take(self, rank: int, message: Energy) -> None:
@@ -49,7 +52,9 @@ class EnergyBook:
 
     def ask(self, run_id: str, ranks: Iterable[int], tell: Tell) -> tuple[int, list[int]]:
         """Ask members for their figures as of now; returns the mark, and those who were asked."""
-        mark = next(self._marks)
+        with self._changed:
+            self.asked += 1
+            mark = self.asked
         return mark, [rank for rank in ranks if tell(rank, AskEnergy(run_id, mark))]
 
     def follow(self, run: RunEnergy) -> None:
@@ -123,7 +128,7 @@ class RunEnergy:
         _draw(known.curve, known.last, message)
         known.last = message
         known.look(message)
-        if message.mark:
+        if 0 < message.mark <= self._book.asked:
             known.marks[message.mark] = message
 
     def takes_part(self, ranks: Iterable[int]) -> None:

@@ -337,8 +337,8 @@ class TrainingJob(Job):
             self._boundary.due.add("snapshot")
 
     def _call(self, hook: str, record: dict[str, Any]) -> None:
-        """Call all callbacks that have this hook; one that returns True stops the run."""
-        for callback in self.plan.callbacks:
+        """Call all callbacks that have this hook; one that returns True stops the run. After the end none is called."""
+        for callback in () if self.run.done else self.plan.callbacks:
             method = getattr(callback, hook, None)
             if method is None:
                 continue
@@ -443,7 +443,8 @@ class TrainingJob(Job):
         self.replica_set.at.pop(rank, None)
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
-        if self.cluster.roster.members[rank].state == "lost" and (blamed := poison.lost(rank)):
+        died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled
+        if died and (blamed := poison.lost(rank)):
             raise blamed.error([self.cluster.members()[victim] for victim in blamed.victims])
 
     def on_resumed(self, rank: int) -> None:

@@ -41,7 +41,6 @@ class Recovery:
     boundary: Boundary
     budget_gate: BudgetGate
     held: set[int] = field(default_factory=set)
-    _leaving: set[int] = field(default_factory=set)  # members that want to go, or have gone
 
     def __post_init__(self) -> None:
         """No member leaves."""
@@ -49,9 +48,8 @@ class Recovery:
 
     def on_leaving(self, rank: int) -> None:
         """Let a member go, unless the others do not hold what it holds: then its state is brought here first."""
-        self._leaving.add(rank)
         # A released member is available until it is gone, and one whose code raised may hold less.
-        others = set(self.membership.available()) - self._leaving - self.job.failed
+        others = set(self.membership.available()) - self.job.leaving - self.job.failed
         holds = self.membership.formed and rank in self.membership.current()
         if not holds or (others and self._replica_set.elastic):
             self.membership.cluster.release(rank)
@@ -101,6 +99,7 @@ class Recovery:
         self.accounting.go_back()
         self.boundary.due.clear()
         self.membership.go_back(snapshot)
+        self.window.exchange.give_up()
 
     def keep_whole_state(self) -> None:
         """After an error: let the last step count of which a whole state is left, with the members or here."""
@@ -112,11 +111,21 @@ class Recovery:
         if at_workers and self._held_before():
             self.accounting.take_back()
             return
+        if at_workers and replica_set.elastic and replica_set.spec.parallel is not None and self._rescued():
+            return
         self.go_back()
         self.membership.cluster.notice(
             f"the error left no whole state of step {lost} anywhere: the session holds that of step "
             f"{self.accounting.snapshot.step + 1}, the last snapshot (snapshot_every_steps takes more of them)"
         )
+
+    def _rescued(self) -> bool:
+        """Take the last step's state from a member that could apply it, where each has all of it; returns whether it is here."""
+        self.job.interrupts = 0
+        try:
+            return self._replica_set.rescue(self.job)
+        except (StopRequested, NobodyLeft, GroupLost):
+            return False
 
     def _held_before(self) -> bool:
         """Whether the members have the state before the last committed step, or can go back to it."""
@@ -149,7 +158,7 @@ class Recovery:
 
     def _let_go(self) -> None:
         """Release those that were held: what they had is here now, or lost."""
-        self.membership.leave_out(sorted(self._leaving))
+        self.membership.leave_out(sorted(self.job.leaving))
         while self.held:
             self.membership.cluster.release(self.held.pop())
 

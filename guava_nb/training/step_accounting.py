@@ -76,6 +76,8 @@ class StepAccounting:
         self.poison.committed(step)
         if count == 0:
             self._tell_empty(step)
+        if self._run.done:  # then it was withdrawn as not reached
+            self._ledger.draw(step.epoch, ids)
         self._ledger.commit(step.epoch, ids)
         at = self._before = self.position
         self.position = Position(at.epoch, at.batches + step.batches, at.samples + len(ids))

@@ -142,14 +142,15 @@ class StepWindow:
 
         Who is heard: a lone worker, which commits by itself and may be ahead of what is known here; after a failure all,
         since others may have failed in the same way and their reports must not reach a later job. `last` as in
-        `ReplicaSet.abort`.
+        `ReplicaSet.abort`. A lone worker that is away is not waited for: its steps stay in flight, and count as soon as it
+        is heard, or as far as the state goes that is fetched from it.
         """
         replica_set = self._membership.replica_set
         replica_set.abort(self._job, list(replica_set.at), reason, last)
         lone = {t.owner for f in self.exchange.in_flight.values() if f.machine.solo for t in f.machine.tasks}
         self.exchange.give_up(but_solo=True)  # no member would apply one that were committed while others are heard
         self._hear(set(replica_set.at) if hear_all else lone)
-        self.exchange.give_up()
+        self.exchange.give_up(but_solo=not all(map(replica_set.has_settled, lone)))
 
     def _hear(self, ranks: set[int]) -> None:
         deadline, job = time.monotonic() + self._plan.interrupt_grace_s, self._job

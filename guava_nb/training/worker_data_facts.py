@@ -12,7 +12,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job, NobodyLeft
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.data.worker_data import WorkerData
-from guava_nb.errors import ClusterError, ConfigError, PreparationError
+from guava_nb.errors import ClusterError, ConfigError, PreparationError, RemoteProtocolError
 from guava_nb.protocol.messages import AskData, Cell, DataFacts, DataSpec, Factory, RunSpec
 from guava_nb.spec.missing_modules import missing_advice
 from guava_nb.spec.run_spec import factory_name, plain_arguments
@@ -107,7 +107,7 @@ def ask_data(
     """
     request = secrets.randbits(62)
     job = Job(cluster)
-    answers = job.collect(DataFacts, lambda facts: facts.request_id == request)
+    answers = job.collect(DataFacts, lambda facts: facts.request_id == request and _is_complete(facts, len(specs)))
 
     def all_answered() -> bool:
         check_interrupt()
@@ -123,6 +123,17 @@ def ask_data(
     if problems := [_sentence(cluster.name(r), a) for r, a in sorted(answers.items()) if a.problem or a.missing_module]:
         raise PreparationError("\n".join(problems))
     return _agreed({cluster.name(rank): answer.data for rank, answer in sorted(answers.items())})
+
+
+def _is_complete(facts: DataFacts, count: int) -> bool:
+    """Check that an answer is about all data sets, or says why not.
+
+    Raises:
+        RemoteProtocolError: it is about another number of them.
+    """
+    if not (facts.problem or facts.missing_module) and len(facts.data) != count:
+        raise RemoteProtocolError(f"it tells of {len(facts.data)} data sets, and {count} were asked for")
+    return True
 
 
 def _sentence(name: str, answer: DataFacts) -> str:

@@ -152,9 +152,7 @@ class Plain(nn.Module):
 
 
 def test_a_lone_workers_step_waits_for_the_device_nowhere() -> None:
-    run = spec(
-        model=Factory("Plain"), precision="fp64", optimizer=Factory("AdamW", {"lr": 0.01, "fused": True}), seed=2
-    )
+    run = spec(precision="fp64", optimizer=Factory("AdamW", {"lr": 0.01, "fused": True}), seed=2)
     data = [(x.to(cuda()).double(), y.to(cuda())) for x, y in batches(20)]
     torch.manual_seed(2)
     model = Plain().double().to(cuda())
@@ -165,7 +163,7 @@ def test_a_lone_workers_step_waits_for_the_device_nowhere() -> None:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     mine = replica(Plain, run, cuda())
     assert mine.can_apply_ahead
     found, ahead = [], None

@@ -17,7 +17,7 @@ from guava_nb.protocol.messages.pass_records import CheckStep, Evaluate, Predict
 from guava_nb.protocol.messages.step_records import SchedulerStep, Shard, StepWithoutShard
 from guava_nb.protocol.messages.wire_types import Channel, Message
 
-__all__ = ["KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as"]
+__all__ = ["FROM_WORKERS", "KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as"]
 
 _SECTIONS = (
     *(connection_records, run_records, group_records, step_records, pass_records),
@@ -31,6 +31,26 @@ MESSAGE_KINDS: dict[int, type[Message]] = {
     if isinstance(record, type) and issubclass(record, Message) and record is not Message
 }
 KIND_OF: dict[type[Message], int] = {record: kind for kind, record in MESSAGE_KINDS.items()}
+
+#: What a session may bring to an orchestrator: all else is its own to say, or belongs to a connection or a visit.
+FROM_WORKERS: frozenset[type[Message]] = frozenset(
+    {
+        *(run_records.Hello, run_records.Prepared, run_records.Leave),
+        *(step_records.StateLoaded, step_records.State, step_records.GradientBucket, step_records.Ready),
+        step_records.StepApplied,
+        *(group_records.GroupFormed, group_records.ProbeListening, group_records.ProbeReport),
+        *(pass_records.Evaluated, pass_records.Predicted, pass_records.StepChecked),
+        *(row_records.CacheHeld, row_records.RowList, row_records.RowsWanted, row_records.DataFacts),
+        *(report_records.Log, report_records.Failure, report_records.Energy, measure_records.LineMeasured),
+        *(
+            collective_records.StoreAsk,
+            collective_records.OpenGroup,
+            collective_records.LeaveGroup,
+            collective_records.Piece,
+        ),
+        *(collective_records.Parcel, collective_records.Expire),
+    }
+)
 
 
 def channel_of(message: Message) -> Channel:

@@ -34,7 +34,7 @@ from guava_nb.processes.launcher import WorkerHandle, launch
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.sync import group_replica_set
 from guava_nb.training.run import Run
-from tests.faults.matrix.cells import ENDS, LINKS, MODES, RAISES, STEP, STOPS, Cell, expected, known
+from tests.faults.matrix.cells import ENDS, LINKS, MODES, RAISES, STEP, STOPS, Cell, expected
 from tests.faults.matrix.injection import PLAN
 from tests.support.processes import Session, Worker, eventually
 from tests.support.relay import DOWN, UP
@@ -154,7 +154,7 @@ class Outcome:
     """What came of a cell.
 
     Attributes:
-        kind: "goes on", "halts", "known" or "fault".
+        kind: "goes on", "halts" or "fault".
         text: what is wrong, or what the error says.
         seconds: it took.
         is_right: it is what was written down.
@@ -244,7 +244,7 @@ class Bench(Session):
         """Do a run with the fault, and say what came of it; once more where the machine was too busy to keep a link alive."""
         outcome = self._run(cell, limit_s)
         is_busy = cell.fault not in LINKS + STOPS and any(
-            " sent nothing for " in text for text in self.orch.status().notes[-8:]
+            "nothing came from " in text for text in self.orch.status().notes[-8:]
         )
         return outcome if outcome.is_right or not is_busy else self._run(cell, limit_s)
 
@@ -261,8 +261,7 @@ class Bench(Session):
         except Exception as error:
             problem = text = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - started
-        if problem:
-            kind = "known" if known(cell) else "fault"
+        kind = "fault" if problem else kind
         return Outcome(kind, " ".join(text.split()), seconds, kind != "fault")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CELLS", "FAULTS", "MODES", "PHASES", "Cell", "Expected", "covering", "expected", "known", "senseless"]
+__all__ = ["CELLS", "FAULTS", "MODES", "PHASES", "Cell", "Expected", "covering", "expected", "senseless"]
 
 #: A step in the second of two epochs of three steps: the last snapshot of a model in parts lies before it.
 STEP = 4
@@ -191,12 +191,3 @@ def covering() -> list[Cell]:
     """Each phase, each fault and each mode at least once, and the pairs that are met most often."""
     chosen = [(mode, *pairs.split(": ")) for mode, lines in _COVERING.items() for pairs in lines]
     return [Cell(mode, phase, fault) for mode, phase, faults in chosen for fault in faults.split(", ")]
-
-
-def known(cell: Cell) -> str:
-    """Return what is wrong in the product at a cell and not mended yet; "" for nothing."""
-    if (cell.mode, cell.phase, cell.fault) == ("direct", "optimizer", "out of memory"):
-        return (
-            "the others hold the step that one could not apply, and the run goes back to its last snapshot all the same"
-        )
-    return ""

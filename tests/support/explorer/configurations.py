@@ -15,6 +15,7 @@ _ANY = {"cut": 2, "die": 2, "leave": 2, "join": 2, "late": 1}
 _STOPS = {"cut": 2, "join": 2, "hub": 2, "leave": 1, "interrupt": 2}
 _FAILS = dict.fromkeys(FAILURES, 1)
 _MIDWAY = {"undone": 1, "schedule": 1}
+_CUT_OFF = {"cut": 2, "interrupt": 2}
 #: Exchange and site of the optimizer.
 _WAYS = (("star", "workers"), ("star", "orchestrator"), ("group", "workers"), ("parts", "workers"))
 
@@ -43,7 +44,18 @@ def _drawn(name: str, runs: int, **changes: object) -> Case:
 
 
 def _covering() -> list[Case]:
-    out = [_all("lone worker", workers=1, faults={"cut": 1})]
+    out = [
+        _all("lone worker", workers=1, faults={"cut": 1}),
+        _drawn(
+            "lone worker, cut off when the run stops",
+            60,
+            workers=1,
+            batches=STEPS,
+            faults={"cut": 2, "interrupt": 2},
+            together=3,
+        ),
+        _all("group: one step, one worker breaks off in it", batches=_SMALL, exchange="group", faults={"torn": 1}),
+    ]
     for exchange, site in _WAYS:
         way = {"exchange": exchange, "site": site}
         name = f"{exchange}, optimizer at {site}"

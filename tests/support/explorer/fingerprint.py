@@ -17,6 +17,7 @@ import msgspec
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.hub.bucket_sum import BucketSum
 from guava_nb.protocol.messages import Message
+from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.sync.step_in_flight import StepInFlight
 from guava_nb.training.plan import Position
 
@@ -46,8 +47,10 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, BucketSum):
         waiting = tuple((k, tuple(t.tolist())) for k, t in sorted(value._waiting.items()))
         return value._next, value._present, None if value._total is None else tuple(value._total.tolist()), waiting
+    if isinstance(value, BufferMerge):
+        return freeze(value._changes)
     if hasattr(value, "tolist"):
-        return tuple(value.tolist())
+        return freeze(value.tolist())
     if hasattr(value, "__slots__") and not isinstance(value, Message):
         return tuple(freeze(getattr(value, name)) for name in value.__slots__ if hasattr(value, name))
     raise TypeError(f"{type(value).__name__} is no part of a state")
@@ -90,12 +93,12 @@ def job_key(job: ExploredJob) -> Hashable:
         freeze(accounting._ledger._committed), freeze(accounting.poison._at_work), freeze(accounting.poison._lost),
         None if feeder is None else feeder.key(), tuple(_in_flight(f) for f in window.exchange.in_flight.values()),
         window.exchange.next_step, freeze(window._credit._shards), freeze(window._credit._held),
-        replicas.step, replicas.master_step, replicas.master.value, replicas.master.fails,
+        replicas.step, replicas.master_step, getattr(replicas.master, "value", None), getattr(replicas.master, "fails", None),
         freeze(replicas.at), freeze(replicas.generation_of),
         freeze(set(replicas._prepared)), freeze(replicas._loaded), freeze(replicas._states), freeze(replicas._awaited),
         freeze(replicas._building), freeze(replicas._loading), freeze(replicas._aborted),
-        replicas._lone, replicas._requests.__reduce__()[1],
-        freeze(replicas._hashes._known), freeze(recovery.held), freeze(recovery._leaving), freeze(job._boundary.due),
+        replicas._lone, freeze(replicas._sent), replicas._requests.__reduce__()[1],
+        freeze(replicas._hashes._known), freeze(recovery.held), freeze(job.leaving), freeze(job._boundary.due),
         len(job.run.history), job.run.state,
         getattr(group, "team", None), getattr(group, "generation", None), getattr(group, "_broken", None),
         freeze(getattr(group, "_away", {})), getattr(group, "_retired", None), getattr(group, "_breaks", None),

@@ -31,7 +31,9 @@ def _layout(buckets: int) -> Any:
         numbers=tuple(range(buckets)),
         buffers=None,
         digest=lambda: "",
-        bucket=lambda number: SimpleNamespace(present_bytes=1, not_finite=lambda tensor: []),
+        bucket=lambda number: SimpleNamespace(
+            present_bytes=1, not_finite=lambda tensor: [], check_form=lambda tensor, present: None
+        ),
     )
 
 

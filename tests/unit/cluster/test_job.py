@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from guava_nb.cluster.job import Job
-from guava_nb.errors import RemoteError
-from guava_nb.protocol.messages import Failure, FailureKind
+from guava_nb.cluster.job_events import FromWorker
+from guava_nb.errors import RemoteError, RemoteProtocolError
+from guava_nb.protocol.messages import Failure, FailureKind, Leave
 
 NOTHING = memoryview(b"")
 
@@ -36,3 +37,25 @@ def test_an_error_of_what_was_asked_is_raised_and_one_of_an_earlier_request_is_n
     job._on_failure(1, failure(6), NOTHING)
     with pytest.raises(RemoteError, match=r"division by zero \(validation\)"):
         job._on_failure(1, failure(7), NOTHING)
+
+
+def test_what_cannot_be_used_ends_its_senders_session_and_not_the_job(job: Any) -> None:
+    handled, done, told = [], [], []
+
+    def expel(rank: int, violation: str) -> None:
+        job.cluster.expelled.add(rank)
+        told.append((rank, violation))
+
+    def handler(rank: int, message: Leave, payload: memoryview) -> None:
+        handled.append(rank)
+        raise RemoteProtocolError("it has no sense")
+
+    job.cluster.expelled, job.cluster.expel = set(), expel
+    job.on(Leave, handler)
+    for rank in (2, 2, 1):
+        job.handle(FromWorker(rank, Leave(""), NOTHING, lambda: done.append(1)))
+    assert handled == [2, 1] and len(done) == 3
+    assert told == [
+        (2, "a Leave that cannot be used: it has no sense"),
+        (1, "a Leave that cannot be used: it has no sense"),
+    ]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb.cluster.worker_output import KEPT_LINES, OutputLog
+from guava_nb.cluster.worker_output import KEPT_LINES, MAX_LINE, OutputLog
 from guava_nb.processes.pipe import ending_text
 
 
@@ -54,3 +54,9 @@ def test_a_worker_s_name_cannot_leave_the_folder(tmp_path: Path) -> None:
     log.add("../../evil", "stdout", ["x"])
     assert log.path("../../evil").parent == tmp_path
     assert [p.name for p in tmp_path.iterdir()] == [".._.._evil.log"]
+
+
+def test_a_line_without_an_end_is_cut() -> None:
+    log = OutputLog(None)
+    log.add("a", "stdout", ["x" * MAX_LINE, "y" * (MAX_LINE + 7)])
+    assert log.tail("a") == ["x" * MAX_LINE, "y" * MAX_LINE + " [7 characters more]"]

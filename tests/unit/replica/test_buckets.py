@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from guava_nb.errors import ConfigError, LocalProtocolError
+from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from guava_nb.protocol.messages import FlatTensor
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 
 
@@ -89,3 +90,22 @@ def test_lazy_layers_are_refused_and_a_frozen_model_has_no_buckets() -> None:
         build_layout(nn.LazyLinear(3), 1 << 20)
     layout = build_layout(nn.Linear(2, 2).requires_grad_(False), 1 << 20)
     assert layout.numbers == ()
+
+
+def test_a_flat_tensor_of_another_form_is_a_violation_of_its_sender() -> None:
+    layout = build_layout(Tied(), 1 << 20)
+    bucket, buffers = layout.bucket(0), layout.bucket(BUFFERS)
+    present = pack_present([True] * len(bucket.names))
+    bucket.check_form(FlatTensor("float64", bucket.numel), present)
+    some = pack_present([i == 0 for i in range(len(buffers.names))])
+    buffers.check_form(FlatTensor(str(buffers.dtype).removeprefix("torch."), buffers.sizes[0]), some)
+    for tensor, bits in (
+        (FlatTensor("float32", bucket.numel), present),
+        (FlatTensor("float64", bucket.numel - 1), present),
+        (FlatTensor("float64", bucket.numel), b""),
+        (FlatTensor("float64", bucket.numel), present + b"\0"),
+    ):
+        with pytest.raises(RemoteProtocolError, match="bucket 0 has"):
+            bucket.check_form(tensor, bits)
+    with pytest.raises(RemoteProtocolError, match="bucket -1 has"):
+        buffers.check_form(FlatTensor(str(buffers.dtype).removeprefix("torch."), buffers.numel), some)

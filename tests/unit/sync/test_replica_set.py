@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from guava_nb.cluster.roster import Roster
 from guava_nb.data.codec import pack
-from guava_nb.protocol.messages import Prepared, State, StateLoaded, StepApplied
+from guava_nb.errors import RemoteProtocolError, TrainingError
+from guava_nb.protocol.messages import Prepared, State, StateLoaded, StepApplied, Tree
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
 
@@ -26,7 +28,7 @@ def replicas() -> ReplicaSet:
 def job() -> Iterator[Any]:
     sent: list[Any] = []
     cluster = SimpleNamespace(roster=Roster(), send_all=lambda ranks, message, buffers=(): sent.append(message))
-    yield SimpleNamespace(cluster=cluster, ready={0, 1}, suspects=set(), sent=sent)
+    yield SimpleNamespace(cluster=cluster, ready={0, 1}, suspects=set(), leaving=set(), sent=sent)
 
 
 def test_an_answer_to_an_earlier_order_to_build_is_none_to_this_one(replicas: ReplicaSet) -> None:
@@ -64,7 +66,7 @@ def test_a_commit_that_a_worker_cannot_have_made_is_no_news(replicas: ReplicaSet
 
 def test_only_the_worker_that_was_sent_a_step_alone_may_be_ahead_and_only_so_far(replicas: ReplicaSet) -> None:
     replicas.step, replicas.at = 2, {0: 2, 1: 2}
-    replicas.sent_alone(0, 4)
+    replicas.sent((0,), 4, alone=True)
     for rank, step in ((0, 4), (1, 3)):
         replicas.note_commit(rank, StepApplied(run_id="run", generation=0, step=step))
     assert replicas.at == {0: 4, 1: 2}
@@ -72,6 +74,7 @@ def test_only_the_worker_that_was_sent_a_step_alone_may_be_ahead_and_only_so_far
 
 def test_a_step_is_undone_by_the_worker_that_was_asked_to_and_once(replicas: ReplicaSet, job: Any) -> None:
     replicas.step, replicas.at = 2, {0: 2, 1: 1, 2: 2}
+    replicas.sent((0, 1, 2), 2, alone=False)
     replicas.abort(job, [0, 1], "step 3 could not be applied everywhere", last=1)
     undone = StepApplied(run_id="run", generation=job.cluster.roster.generation, step=1)
     assert (job.sent[-1].last_committed, job.sent[-1].generation) == (1, undone.generation)
@@ -102,6 +105,7 @@ def test_reports_that_came_while_no_job_listened_are_asked_for_again(replicas: R
     job.trains, job.on, job.cluster.caches, job.cluster.notice = False, handlers.__setitem__, {}, print
     replicas.attach(job)
     replicas.step, replicas.at = 2, {0: 1}
+    replicas.sent((0,), 2, alone=False)
 
     def pump(until: Any, timeout_s: float | None) -> bool:
         handlers[StepApplied](0, StepApplied(run_id="run", generation=job.sent[-1].generation, step=2), NOTHING)
@@ -130,3 +134,58 @@ def test_a_worker_that_is_lost_while_parts_are_prepared_is_a_reason_to_wait_and_
     parts = replica_set_for(spec_for("parts", "workers", 2), 4, 1, None)
     with pytest.raises(GroupLost, match="while it prepared the run"):
         parts.load(job, [0], {}, -1)
+
+
+def test_a_step_that_a_worker_was_not_sent_is_none_that_it_applied(replicas: ReplicaSet) -> None:
+    replicas.step, replicas.at = 5, {0: 3, 1: 5}
+    replicas.sent((1,), 5, alone=False)
+    replicas.note_commit(0, StepApplied(run_id="run", generation=0, step=5))
+    assert replicas.at == {0: 3, 1: 5}
+    replicas.sent((0,), 5, alone=False)
+    replicas.note_commit(0, StepApplied(run_id="run", generation=0, step=5))
+    assert replicas.at == {0: 5, 1: 5}
+
+
+def test_a_state_of_another_step_than_was_sent_is_not_loaded(replicas: ReplicaSet, job: Any) -> None:
+    with replicas._sending_state(job, [0], 7, {"value": 0, "step": 4}, 4):
+        replicas._on_loaded(0, StateLoaded("run", 10**9, "", "cpu", 7), NOTHING)
+        assert replicas.at == {}
+        replicas._on_loaded(0, StateLoaded("run", 4, "", "cpu", 7), NOTHING)
+    assert replicas.at == {0: 4}
+
+
+@pytest.mark.parametrize("tree", [Tree(b""), Tree(b"\xc1"), pack([1, 2])[0]], ids=["nothing", "damaged", "a list"])
+def test_what_is_no_state_is_a_violation_of_its_sender(replicas: ReplicaSet, tree: Tree) -> None:
+    replicas.step, replicas.at, replicas._awaited = 2, {0: 2}, {5: 0}
+    with pytest.raises(RemoteProtocolError):
+        replicas._on_state(0, State(5, "run", 2, tree), NOTHING)
+    replicas._on_state(1, State(5, "run", 2, tree), NOTHING)  # it was not asked
+    assert replicas._states == {}
+
+
+def test_a_state_of_another_model_is_told_with_the_name_of_its_sender(replicas: ReplicaSet, job: Any) -> None:
+    replicas.step, replicas.at, job.cluster.name = 2, {0: 2}, "w{}".format
+    answers = mock.patch("guava_nb.sync.replica_set._answers_of", lambda *asked: [(2, {"no": "value"})])
+    with answers, pytest.raises(TrainingError, match=r"state of step 3 from w0 cannot be taken \(KeyError: 'value'\)"):
+        replicas._fetch_from(job, 0, None)
+
+
+def test_a_worker_that_leaves_behind_the_last_step_is_not_waited_for(replicas: ReplicaSet, job: Any) -> None:
+    replicas.step, replicas.at = 2, {0: 1, 1: 1}
+    assert replicas._may_have(job)
+    job.leaving = {0}
+    assert replicas._may_have(job)
+    job.leaving = {0, 1}
+    assert not replicas._may_have(job)
+    replicas.at[1] = 2
+    assert replicas._may_have(job)
+
+
+def test_steps_that_a_lone_worker_did_beyond_the_last_report_are_counted_before_the_run_stands_at_them(
+    replicas: ReplicaSet, job: Any
+) -> None:
+    replicas.step, replicas.at, counted = 2, {0: 4}, []
+    replicas.count_ahead = lambda step: counted.append((replicas.step, step))
+    replicas._adopt_highest(job)
+    replicas._adopt_highest(job)
+    assert replicas.step == 4 and counted == [(2, 4)]

@@ -7,6 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guava_nb.config.mesh import Mesh
 from guava_nb.protocol.messages import Ready
 from guava_nb.sync.step_machine import Add, Decided, Halt, Reissue, SendBucket, ShardTask, StepMachine
 
@@ -162,3 +163,37 @@ def test_any_order_with_losses_sums_each_shard_once_and_commits_once(
     assert sorted(s.bucket for s in sends) == list(range(num_buckets))
     assert [s.commit is not None for s in sends] == [False] * (num_buckets - 1) + [True]
     assert sum(isinstance(i, Decided) for i in out) == 1 and m.decided
+
+
+NAN = float("nan")
+
+
+def test_a_count_that_is_not_finite_halts_the_step() -> None:
+    """The step's scale would be NaN, and with it all weights."""
+    for odd in (ready(0, count=NAN), ready(0, count=float("inf")), ready(0, loss=NAN)):
+        assert machine(2).on_ready(0, odd) == [Halt(0, 0, None)]
+
+
+def voted(mesh: Mesh, *reports: Ready) -> list[object]:
+    """What a group's step comes to, whose last rank reports first."""
+    m = machine(mesh.size, (), mesh=mesh)
+    out: list[object] = []
+    for report in reversed(reports):
+        assert out == []
+        out += m.on_ready(report.shard, report)
+    return out
+
+
+def test_a_group_halts_when_all_have_reported_and_names_the_rank_whose_own_loss_is_not_finite() -> None:
+    reports = [ready(0, finite=False), ready(1, loss=NAN, finite=False), ready(2, finite=False)]
+    assert voted(Mesh(3, 1, 1), *reports) == [Halt(1, 1, None)]
+
+
+def test_gradients_that_were_summed_before_name_all_who_may_have_had_it_first() -> None:
+    assert voted(Mesh(3, 1, 1), *(ready(k, finite=False) for k in range(3))) == [Halt(0, 0, None, (1, 2))]
+
+
+def test_of_stages_the_last_one_with_it_had_it_first_in_the_backward() -> None:
+    reports = [ready(0, finite=False), ready(1, finite=False), ready(2)]
+    assert voted(Mesh(1, 3, 1), *reports) == [Halt(1, 1, None)]
+    assert isinstance(voted(Mesh(1, 2, 1), ready(0), ready(1))[0], Decided)
