@@ -100,10 +100,10 @@ class Orchestrator(SessionHost):
 
         An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
         """
-        if self._cluster is not None and (self.run is None or self.run.done):
-            if lost := self._replica_sets.left.bring_home(self._cluster, self._patience_s):
-                self._notices.add(lost)
-                warnings.warn(lost, stacklevel=2)
+        is_idle, left = self.run is None or self.run.done, self._replica_sets.left
+        if self._cluster is not None and is_idle and (lost := left.bring_home(self._cluster, self._patience_s)):
+            self._notices.add(lost)
+            warnings.warn(lost, stacklevel=2)
         super().close()
 
     def _close(self) -> None:
