@@ -100,11 +100,10 @@ class Orchestrator(SessionHost):
 
         An interrupt gives the state up that is waited for; what is lost so is told. Then it waits for the end of the rest.
         """
-        if self._cluster is not None and (self.run is None or self.run.done):
-            lost = self._replica_sets.left.bring_home(self._cluster, self._patience_s)
-            if lost:
-                self._notices.add(lost)
-                warnings.warn(lost, stacklevel=2)
+        is_idle, left = self.run is None or self.run.done, self._replica_sets.left
+        if self._cluster is not None and is_idle and (lost := left.bring_home(self._cluster, self._patience_s)):
+            self._notices.add(lost)
+            warnings.warn(lost, stacklevel=2)
         super().close()
 
     def _close(self) -> None:
@@ -139,8 +138,8 @@ class Orchestrator(SessionHost):
         """Return a snapshot of the session for display."""
         cells = tuple(cell.name for cell in self._models.cells)
         found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
-        is_idle = self.run is not None and self.run.done
-        return dataclasses.replace(found, state_note=self._replica_sets.left.note(self._cluster) if is_idle else "")
+        note = self._replica_sets.left.note(self._cluster) if self.run is not None and self.run.done else ""
+        return dataclasses.replace(found, state_note=note)
 
     # ---------------------------------------------------------------------------------------------------------- model
 
