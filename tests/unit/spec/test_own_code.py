@@ -27,7 +27,7 @@ def test_installed_code_is_not_the_users(names, own):
 
 @torch.no_grad()
 def decorated():
-    return gather_me
+    return is_own
 
 
 @functools.lru_cache(maxsize=2)
@@ -37,7 +37,7 @@ def cached(a):
 
 def test_what_installed_code_wraps_around_a_function_is_taken_off():
     """MoCo's published code gathers in a method under `torch.no_grad`."""
-    assert users_function(decorated).__code__.co_names == ("gather_me",)
+    assert users_function(decorated).__code__.co_names == ("is_own",)
     assert users_function(functools.partial(cached, 1)).__code__.co_varnames == ("a",)
     assert users_function(test_installed_code_is_not_the_users) is test_installed_code_is_not_the_users
     assert users_function(3) == 3
