@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
@@ -141,6 +142,11 @@ class _Watch(TorchFunctionMode):
         """Look at what a function is given, then run it."""
         if self._is_sharded and args and self._is_gathered(args[0]):
             return self._on_gathered(func, args, kwargs or {})
+        if self._is_sharded and _renorms(func, args, kwargs or {}):
+            raise ConfigError(
+                "an embedding with max_norm writes into its weight, and with ZeRO 2 and 3 that is a gathered copy, which is "
+                "thrown away: leave max_norm out, or take data mode and one worker for each batch, shares=[1, 0] (--shares 1,0)"
+            )
         if self._inside or not _reads(func):
             return func(*args, **(kwargs or {}))
         given = list(leaves((args, kwargs or {})))
@@ -186,6 +192,11 @@ class _Watch(TorchFunctionMode):
 
     def _name_of(self, tensor: Tensor) -> str:
         return next((repr(name) for name, p in self._model.named_parameters() if p is tensor), "a parameter")
+
+
+def _renorms(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
+    given = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return given is not None and func in (functional.embedding, functional.embedding_bag)
 
 
 def _reads(func: Callable[..., Any]) -> bool:

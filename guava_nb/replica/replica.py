@@ -123,10 +123,9 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
-            if self._spec.optimizer_site == "orchestrator":
-                self._watch.begin()
+            written = self._watch.written() if self._spec.optimizer_site == "orchestrator" else contextlib.nullcontext()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
-            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
+            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)), written:
                 losses = self._run_parts(work, on_bucket, clock, counts, gates)
             self._watch.check(exchanged=on_bucket is not None)
             self._buffers.refuse_resized(shared=on_bucket is not None)

@@ -5,14 +5,20 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel.module_state import late_gradient
+from guava_nb.replica.model.parameter_writes import ParameterWrites
 
-__all__ = ["ParameterWatch", "refuse_late_gradients"]
+__all__ = ["ParameterWatch", "forward_changes", "refuse_late_gradients"]
+
+
+#: Shards in which all that is written is looked at.
+_LOOKS = 4
 
 
 class ParameterWatch:
@@ -23,13 +29,28 @@ class ParameterWatch:
         self._model = model
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
+        self._is_compiled = any(
+            m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules()
+        )
         self._versions: dict[str, int] = {}
+        self._looks = 0
 
-    def begin(self) -> None:
-        """A forward is about to start whose worker does not step the optimizer: note what the parameters are."""
-        self._versions = {
-            name: parameter._version for name, (parameter, is_trained) in self._named.items() if is_trained
-        }
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Refuse what a forward writes into parameters inside, where its worker does not step the optimizer.
+
+        Raises:
+            TrainingError: one writes.
+        """
+        trained = {name: parameter for name, (parameter, is_trained) in self._named.items() if is_trained}
+        self._versions = {name: parameter._version for name, parameter in trained.items()}
+        self._looks += 1
+        # What is written by `.data` has no other version; a compiled model would be traced with whoever looks at it.
+        writes = None if self._is_compiled or self._looks > _LOOKS else ParameterWrites(trained)
+        with writes or contextlib.nullcontext():
+            yield
+        for name in writes.names if writes else ():
+            raise TrainingError(forward_changes(name))
 
     def check(self, exchanged: bool) -> None:
         """A backward is over.
@@ -46,10 +67,7 @@ class ParameterWatch:
             refuse_late_gradients(self._named)
         for name, version in self._versions.items():
             if self._named[name][0]._version != version:
-                raise TrainingError(
-                    f"the forward itself changes parameter {name!r}, and with optimizer_site='orchestrator' no forward runs "
-                    "where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
-                )
+                raise TrainingError(forward_changes(name))
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())
@@ -62,6 +80,14 @@ class ParameterWatch:
                     "all parameters in the factory, and change the values of those that are there"
                 )
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
+
+
+def forward_changes(name: str) -> str:
+    """Say why a forward may not change a parameter where the optimizer is at the orchestrator."""
+    return (
+        f"the forward itself changes parameter {name!r}, and with optimizer_site='orchestrator' no forward runs where the "
+        "weights are: use optimizer_site='workers' (--optimizer-site workers)"
+    )
 
 
 def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
