@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, Tr
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, place_model
+from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch
 from guava_nb.replica.model.wrappers import unwrapped
@@ -90,6 +92,8 @@ class Replica(BaseReplica):
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._watch = ParameterWatch(self.model)
+        self._writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
+        self._last_part: tuple[Any, int] | None = None  # a batch for `stand_in`
         self._drop_gradients()
         self._check_state()
 
@@ -119,23 +123,59 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
-            if self._spec.optimizer_site == "orchestrator":
-                self._watch.begin()
+            if is_watched := on_bucket is not None or work.is_cut:
+                self._writes.begin()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
-            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)):
+            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)), self._writes.watched():
                 losses = self._run_parts(work, on_bucket, clock, counts)
+            changed = self._changed(work) if losses and is_watched else None
             self._watch.check(exchanged=on_bucket is not None)
             self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
-            return self._result(work, losses, clock, counts, solo=on_bucket is None)
+            return replace(self._result(work, losses, clock, counts, solo=on_bucket is None), changed=changed)
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
             self._exchange.cancel()
             self._drop_gradients()
             raise
+
+    def _changed(self, work: ShardWork) -> ParameterChange | None:
+        """Return what the forward changed of the trained parameters; where it may change some, keep a batch for `stand_in`.
+
+        Raises:
+            TrainingError: it changes some, and the optimizer's step is not taken here.
+        """
+        changed = self._writes.end()
+        if changed and self._spec.optimizer_site == "orchestrator":
+            raise TrainingError(
+                f"the forward or the step itself changes parameter {changed.name!r}, and with optimizer_site='orchestrator' no "
+                "forward runs where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
+            )
+        if self._writes:
+            part, rows = next((p, n) for p, n in zip(work.parts, rows_of_parts(work), strict=True) if n)
+            self._last_part = part, rows
+        return changed
+
+    def stand_in(self, step: int) -> None:
+        """Change parameters as the others' forwards did, in a step of which this worker has no sample, by an earlier batch.
+
+        Only where a forward was seen to change some; all else is left as it was.
+        """
+        if not self._writes or self._last_part is None:
+            return
+        part, rows = self._last_part
+        self._train_mode()
+        self._buffers.begin_shard()
+        with (
+            seeded(shard_seed(self._spec.seed, step, -1), self.device, restore_all=False),
+            gathering(refusing(_NO_GROUP)),
+        ):
+            self._objective(self.model, self._preprocessing.train(part), rows)
+        self._buffers.restore()
+        self._drop_gradients()
 
     def _gather(self, work: ShardWork) -> Gather | None:
         """Return what `gather_batch` does in a shard: all samples of each batch are here, or they cannot be had."""
@@ -156,6 +196,8 @@ class Replica(BaseReplica):
                 counts.append(self._preprocessing.tokens(batch))
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
+            if work.is_cut:
+                self._writes.piece()
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -250,10 +292,12 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         self._drop_gradients()
         self._buffers.restore()
+        self._writes.forget()
 
     def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
         self._exchange.recycle()
+        self._writes.forget()
         if sums is None:
             self._buffers.commit()
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import ParameterChange
 
 __all__ = ["EvalSums", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 
@@ -55,6 +56,7 @@ class ShardResult:
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
         tokens: as the user's function counted them; None where it is not asked.
         unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
+        changed: what the step's forwards changed of the trained parameters; None also for a lone worker.
     """
 
     loss_sum: float
@@ -67,6 +69,7 @@ class ShardResult:
     gradient_square: float | None = None
     tokens: float | None = None
     unlike: tuple[str, ...] = ()
+    changed: ParameterChange | None = None
 
 
 @dataclass(frozen=True, slots=True)

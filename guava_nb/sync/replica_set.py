@@ -161,10 +161,14 @@ class ReplicaSet(ABC):
             self._learning_rates.pop(message.step - 8, None)
         if not message.parameter_hash:
             return None
-        kind = self._device_kind.get(rank, "")
+        kind = self.kind_of(rank)
         if not self._hashes.differs(message.step, kind, message.parameter_hash, rank):
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
+
+    def kind_of(self, rank: int) -> str:
+        """Return which kind of device a worker has, and which part of the model."""
+        return self._device_kind.get(rank, "")
 
     def sent_alone(self, rank: int, step: int) -> None:
         """Note that a lone worker was sent a step, which it may commit by itself."""

@@ -23,13 +23,6 @@ class ParameterWatch:
         self._model = model
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
-        self._versions: dict[str, int] = {}
-
-    def begin(self) -> None:
-        """A forward is about to start whose worker does not step the optimizer: note what the parameters are."""
-        self._versions = {
-            name: parameter._version for name, (parameter, is_trained) in self._named.items() if is_trained
-        }
 
     def check(self, exchanged: bool) -> None:
         """A backward is over.
@@ -38,18 +31,12 @@ class ParameterWatch:
             exchanged: gradients go to other workers; else parameters may begin to take gradients, as in a plain loop.
 
         Raises:
-            TrainingError: a parameter came, went, was replaced or began to take a gradient, or was changed since `begin`.
+            TrainingError: a parameter came, went, was replaced or began to take a gradient.
         """
         if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
             self._compare()
         if exchanged:
             refuse_late_gradients(self._named)
-        for name, version in self._versions.items():
-            if self._named[name][0]._version != version:
-                raise TrainingError(
-                    f"the forward itself changes parameter {name!r}, and with optimizer_site='orchestrator' no forward runs "
-                    "where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
-                )
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())

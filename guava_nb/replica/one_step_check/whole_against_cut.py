@@ -28,17 +28,19 @@ from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.objective import Loss, Objective, Observer
 from guava_nb.replica.one_step_check.comparisons import Comparisons
 from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
+from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "WEIGHTS", "compare"]
+__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare"]
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
+#: The loss adds its samples up where a mean was expected.
+SUM = "sum"
 #: The user's step calls backward by itself: that gradient counts in full, whatever the share of the samples.
 BACKWARD = "backward"
 #: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
@@ -86,7 +88,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with seeded(spec.seed, replica.device), uncounted(), _no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), uncounted(), no_process_group(), _uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
@@ -151,7 +153,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         return Finding("whole failed", problem=f"the loss is {one.loss}")
     by_loss, by_gradient, parameter = _differences(one, many)
     buffers = tuple(name for name in one.buffers if _unlike(one.buffers[name], many.buffers.get(name)))
-    kept = trial.kept_by(one, whole)
+    kept = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
@@ -180,6 +182,8 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: _Measured) -> t
         if trial.has_backward or trial.has_gathered:
             return (*causes, BACKWARD if trial.has_backward else COUPLED)
         parts = [trial.measure([piece]) for piece in pieces]
+    if _is_sum(one, parts):
+        return (*causes, SUM)
     return (*causes, WEIGHTS if _spanned(one, parts) else COUPLED)
 
 
@@ -216,6 +220,7 @@ class _Trial(Replica):
             )
             return loss
 
+        measure.user = getattr(objective, "user", None)  # type: ignore[attr-defined]
         return measure
 
     def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
@@ -249,6 +254,7 @@ class _Trial(Replica):
         bucket = self.layout.buffers
         merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers)
         left = []
+        gradients: dict[str, Tensor] = {}
         try:
             self._state.restore(stale)
             self._gathered.begin(is_whole=len(pieces) == 1)
@@ -257,18 +263,15 @@ class _Trial(Replica):
                     if number and apart:
                         self._state.restore()
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
+                    self._move_gradients(gradients)  # a step that calls zero_grad() takes them from no other worker
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
                     left.append(self._state.read())
                     if merge is not None:
                         present, changes = self._buffers.flatten()
                         merge.add(number, changes, present)
                 self._gathered.finish()
+            self._move_gradients(gradients)
             self.drawn |= still.drawn
-            gradients = {
-                name: p.grad.to_dense() if p.grad.layout is not torch.strided else p.grad
-                for name, p in self._named.items()
-                if p.grad is not None
-            }
             if merge is not None and bucket is not None:
                 self._buffers.adopt(*merge.result(bucket.present_bytes))
             buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
@@ -281,13 +284,26 @@ class _Trial(Replica):
         loss = loss_sum / count if count else math.nan
         return _Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left)
 
-    def kept_by(self, one: _Measured, whole: _Pieces) -> tuple[str, ...]:
+    def _move_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Add the parameters' gradients to these, and leave none there."""
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                mine = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
+                gradients[name] = gradients[name] + mine if name in gradients else mine
+                parameter.grad = None
+
+    def kept_by(self, one: _Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
         """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
         moved = self._state.moved(one.left[-1])[:_MOST_NAMES]
         found = []
         for name in moved:
             self.measure(whole, keep=True)
             if _differ(one, self.measure(whole, stale={name})):
+                found.append(name)
+                continue
+            fresh = self.measure(piece)  # what one batch leaves may matter to other samples only
+            self.measure(whole, keep=True)
+            if _differ(fresh, self.measure(piece, stale={name})):
                 found.append(name)
         return tuple(found)
 
@@ -395,6 +411,13 @@ def _unlike(a: Tensor, b: Tensor | None) -> bool:
     return not bool(same.all())
 
 
+def _is_sum(one: _Measured, parts: Sequence[_Measured]) -> bool:
+    """Whether loss and gradient of the whole are the sums of those of the pieces, not their means."""
+    names = {name for part in parts for name in part.gradients}
+    added = {name: sum(part.gradients[name] for part in parts if name in part.gradients) for name in names}
+    return not _differ(one, _Measured(sum(part.loss for part in parts), added, {}, ()))  # type: ignore[arg-type]
+
+
 def _spanned(one: _Measured, parts: Sequence[_Measured]) -> bool:
     """Whether the whole gradient is a weighted sum of those of the pieces: then only the weights are wrong."""
     names = list(one.gradients)
@@ -465,20 +488,6 @@ def _copying(resolve: Resolve) -> Callable[[str], object]:
         return copy.deepcopy(found) if isinstance(found, nn.Module) else found
 
     return find
-
-
-@contextlib.contextmanager
-def _no_process_group() -> Iterator[None]:
-    """Hide the process group that stands: what user code would ask of it, the other ranks do not join."""
-    distributed = sys.modules.get("torch.distributed.distributed_c10d")
-    if distributed is None or distributed.GroupMember.WORLD is None:
-        yield
-        return
-    world, distributed.GroupMember.WORLD = distributed.GroupMember.WORLD, None
-    try:
-        yield
-    finally:
-        distributed.GroupMember.WORLD = world
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from guava_nb.replica.one_step_check.whole_against_cut import (
     COUPLED,
     RANDOMNESS,
     STATE,
+    SUM,
     WEIGHTS,
 )
 
@@ -183,6 +184,11 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         yield (
             "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
             "mean, where count is what the mean divides by, such as the targets that are not ignored"
+        )
+    if SUM in answer.causes:
+        yield (
+            "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each "
+            "piece counts by its share only: return (loss, None) for the plain sum over the batch, (loss_sum, count) for a mean"
         )
     if BACKWARD in answer.causes:
         yield (
