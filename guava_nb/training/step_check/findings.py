@@ -197,6 +197,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "and leave its backward() out"
         )
     if COUPLED in answer.causes:
+        if other := question.splitter.reading.on_second_axis(question.content):
+            yield other
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
