@@ -129,7 +129,7 @@ class ForwardWrites:
         tensors = [self._trained[name].detach() for name in names]
         with torch.no_grad():
             bits = torch.stack([_bits(one) for one in tensors]).tolist()
-            norms = torch.stack([torch.linalg.vector_norm(one).double() for one in tensors]).tolist()
+            norms = torch.stack([_norm(one) for one in tensors]).tolist()
         return dict(zip(names, zip(bits, norms, strict=True), strict=True))
 
 
@@ -160,6 +160,12 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.float32 if tensor.dtype.itemsize < 4 else None  # halves have too few digits for a sum
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return found.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -188,7 +188,7 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
     if SUM in answer.causes:
         yield (
             "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each "
-            "piece counts by its share only: return (loss, None) for the plain sum over the batch, (loss_sum, count) for a mean"
+            "piece counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
         )
     if BACKWARD in answer.causes:
         yield (
