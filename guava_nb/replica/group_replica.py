@@ -112,7 +112,7 @@ class GroupReplica(BaseReplica):
             habit=self._habit,
         )  # fmt: skip
         self._hooks.move_to(self.part.named, clips=self._spec.max_grad_norm is not None)
-        self._writes = writes = ForwardWrites(self.part.model, self.part.named)
+        self._forward_writes = writes = ForwardWrites(self.part.model, self.part.named)
         if self.is_staged:
             for stage in self.part.model.children():
                 stage.register_forward_hook(lambda stage, *_: writes.piece(stage))
@@ -184,9 +184,9 @@ class GroupReplica(BaseReplica):
         self._hooks.check_accumulation(len(work.parts))
         parts = self._treated(work, axes.dp, counts)
         staged = gathering(refusing(_STAGED)) if self._shape.pp > 1 or self._shape.mode == "pipeline" else nullcontext()
-        self._writes.begin()
+        self._forward_writes.begin()
         seed = shard_seed(self._spec.seed, work.step, seat)
-        with seeded(seed, self.device, restore_all=False), staged, self._writes.watched():
+        with seeded(seed, self.device, restore_all=False), staged, self._forward_writes.watched():
             sums = []
             for number, (batch, rows) in enumerate(parts, start=1):
                 self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
@@ -195,12 +195,12 @@ class GroupReplica(BaseReplica):
         refuse_late_gradients(self._took_gradients)
         self._buffers.refuse_resized(shared=True)
         unlike = tuple(sorted(part.finish_gradients()))
-        changed = self._writes.end()
+        changed = self._forward_writes.end()
         return replace(self._result(part, work, sums, counts, started), unlike=unlike, changed=changed)
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():
-            if rows == 0 and self._shape.tp == 1 and (self._writes or self._writes.is_new):
+            if rows == 0 and self._shape.tp == 1 and (self._forward_writes or self._forward_writes.is_new):
                 part.stand_in(batch)  # else what others' forwards change of the parameters would stay behind here
             return part.train_batch(batch, max(rows, 1), factor, stand_in=rows == 0, last=last)
 
@@ -260,7 +260,7 @@ class GroupReplica(BaseReplica):
         self._hooks.run()
         part.apply()
         part.drop_gradients()
-        self._writes.forget()
+        self._forward_writes.forget()
         self._buffers.commit()
 
     def restore(self) -> None:
@@ -268,7 +268,7 @@ class GroupReplica(BaseReplica):
         if self.part is not None:
             self.part.drop_gradients()
             self._buffers.restore()
-            self._writes.forget()
+            self._forward_writes.forget()
 
     # --------------------------------------------------------------------------------------------- evaluation and state
 

@@ -92,7 +92,7 @@ class Replica(BaseReplica):
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._watch = ParameterWatch(self.model)
-        self._writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
+        self._forward_writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
         self._last_part: tuple[Any, int] | None = None  # a batch for `stand_in`
         self._drop_gradients()
         self._check_state()
@@ -124,9 +124,13 @@ class Replica(BaseReplica):
             self._train_mode()
             self._buffers.begin_shard()
             if is_watched := on_bucket is not None or work.is_cut:
-                self._writes.begin()
+                self._forward_writes.begin()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
-            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)), self._writes.watched():
+            with (
+                seeded(seed, self.device, restore_all=False),
+                gathering(self._gather(work)),
+                self._forward_writes.watched(),
+            ):
                 losses = self._run_parts(work, on_bucket, clock, counts)
             changed = self._changed(work) if losses and is_watched else None
             self._watch.check(exchanged=on_bucket is not None)
@@ -148,13 +152,13 @@ class Replica(BaseReplica):
         Raises:
             TrainingError: it changes some, and the optimizer's step is not taken here.
         """
-        changed = self._writes.end()
+        changed = self._forward_writes.end()
         if changed and self._spec.optimizer_site == "orchestrator":
             raise TrainingError(
                 f"the forward or the step itself changes parameter {changed.name!r}, and with optimizer_site='orchestrator' no "
                 "forward runs where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
             )
-        if self._writes:
+        if self._forward_writes:
             part, rows = next((p, n) for p, n in zip(work.parts, rows_of_parts(work), strict=True) if n)
             self._last_part = part, rows
         return changed
@@ -164,7 +168,7 @@ class Replica(BaseReplica):
 
         Only where a forward was seen to change some; all else is left as it was.
         """
-        if not self._writes or self._last_part is None:
+        if not self._forward_writes or self._last_part is None:
             return
         part, rows = self._last_part
         self._train_mode()
@@ -197,7 +201,7 @@ class Replica(BaseReplica):
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
             if work.is_cut:
-                self._writes.piece()
+                self._forward_writes.piece()
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -292,12 +296,12 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         self._drop_gradients()
         self._buffers.restore()
-        self._writes.forget()
+        self._forward_writes.forget()
 
     def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
         self._exchange.recycle()
-        self._writes.forget()
+        self._forward_writes.forget()
         if sums is None:
             self._buffers.commit()
         else:
