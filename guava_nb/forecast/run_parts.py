@@ -17,7 +17,14 @@ from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
 from guava_nb.replica.optimizer import build_optimizer
-from guava_nb.training.first_step_check import digest_of, first_rows, found_before, later_checks, weights_of_pieces
+from guava_nb.training.first_step_check import (
+    digest_of,
+    first_rows,
+    found_before,
+    is_looked_at_whole,
+    later_checks,
+    weights_of_pieces,
+)
 from guava_nb.training.step_check.findings import Question
 
 __all__ = ["parts_of"]
@@ -87,13 +94,18 @@ def _step_checks(run: RunFacts) -> Traffic:
     splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
     if splitter.problem:
         return NOTHING
-    question = Question(first, first.batch, weights, splitter)
-    message, buffers = question.message(run.replica_set.run_id, 1, first_rows(first.rows), True)
+    question, few = Question(first, first.batch, weights, splitter), first_rows(first.rows)
     finding = messages.Finding("same", precision="fp32", parameter="layer.weight", compared=(-100,))
     answer = run.back(messages.StepChecked, finding=finding)
     is_known = found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set)
-    times = later_checks(run.plan.steps_left(run.replica_set.step)) + (is_known is None)
-    return (run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)) * times
+    steps = run.plan.steps_left(run.replica_set.step)
+    whole = (is_known is None) + sum(map(is_looked_at_whole, range(1, 4096 if steps is None else steps)))
+    asked = [(few, later_checks(steps) + (is_known is None))] + ([(first.rows, whole)] if few < first.rows else [])
+    total = NOTHING
+    for rows, times in asked:
+        message, buffers = question.message(run.replica_set.run_id, 1, rows, rows == few)
+        total = total + (run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)) * times
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------- states

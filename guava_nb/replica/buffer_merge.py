@@ -40,9 +40,16 @@ class BufferMerge:
         unlike: after `result`, names of buffers that the shards changed differently, with no rule or choice for it.
     """
 
-    def __init__(self, bucket: Bucket, rows: Sequence[int], policies: str) -> None:
-        """Expect one contribution from each shard; `rows` has the samples of each, `policies` the run's option."""
-        self._bucket, self._rows, self._policies = bucket, rows, policies
+    def __init__(self, bucket: Bucket, rows: Sequence[int], policies: str, counted: set[str]) -> None:
+        """Expect one contribution from each shard.
+
+        Args:
+            bucket: the buffers.
+            rows: samples of each shard.
+            policies: the run's option.
+            counted: names of buffers that have counted samples in the run; added to.
+        """
+        self._bucket, self._rows, self._policies, self._counted = bucket, rows, policies, counted
         self._changes: dict[int, dict[int, Tensor]] = {}
         self.unlike: tuple[str, ...] = ()
 
@@ -78,6 +85,7 @@ class BufferMerge:
         way, is_told = way_of(
             name, policy_of(self._policies, name), index in self._bucket.whole_numbers, alike,
             [ChangeFacts(*map(bool, facts_of(*one).tolist())) for one in zip(changes, rows, strict=True)], rows,
+            self._counted,
         )  # fmt: skip
         if is_told:
             self.unlike = (*self.unlike, name)

@@ -32,7 +32,7 @@ from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
-from guava_nb.replica.model.parameter_watch import ParameterWatch
+from guava_nb.replica.model.parameter_watch import ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer
@@ -154,10 +154,7 @@ class Replica(BaseReplica):
         """
         changed = self._forward_writes.end()
         if changed and self._spec.optimizer_site == "orchestrator":
-            raise TrainingError(
-                f"the forward or the step itself changes parameter {changed.name!r}, and with optimizer_site='orchestrator' no "
-                "forward runs where the weights are: use optimizer_site='workers' (--optimizer-site workers)"
-            )
+            raise TrainingError(forward_changes(changed.name))
         if self._forward_writes:
             part, rows = next((p, n) for p, n in zip(work.parts, rows_of_parts(work), strict=True) if n)
             self._last_part = part, rows

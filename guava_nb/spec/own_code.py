@@ -5,13 +5,14 @@ Knows where Python keeps installed code; knows nothing of runs.
 
 from __future__ import annotations
 
+import functools
 import sysconfig
+import types
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_own"]
+__all__ = ["is_own", "users_function"]
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -24,7 +25,20 @@ def is_own(names: Mapping[str, Any]) -> bool:
     return place is None or _is_users(str(place))
 
 
-@lru_cache(maxsize=4096)
+def users_function(value: Any) -> Any:
+    """Take off bound arguments and what installed code wraps around a function (`torch.no_grad`, `functools.cache`)."""
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, types.MethodType):
+            value = value.__func__
+        elif "__wrapped__" in getattr(value, "__dict__", ()) and not is_own(getattr(value, "__globals__", {})):
+            value = value.__wrapped__
+        else:
+            return value
+
+
+@functools.lru_cache(maxsize=4096)
 def _is_users(place: str) -> bool:
     path = Path(place)
     if place.startswith("<"):  # shared cells

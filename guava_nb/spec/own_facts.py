@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from guava_nb.protocol.messages import RunSpec
-from guava_nb.spec.own_code import is_own
+from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Facts", "facts_of", "is_alike", "is_same_code", "reads", "roots_of", "shown", "unlike"]
 
@@ -104,7 +104,7 @@ def is_alike(a: str, b: str) -> bool:
 
 class _Walk:
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._roots = {role: _bare(found) for role, found in roots.items()}
+        self._roots = {role: users_function(found) for role, found in roots.items()}
         self._functions: dict[str, types.FunctionType] = {}
         self._classes: dict[str, type] = {}
         self._seen, self._size = set[int](), -1
@@ -135,7 +135,7 @@ class _Walk:
                 self._visit(vars(module)[name])
 
     def _visit(self, value: Any) -> None:
-        value = _bare(value)
+        value = users_function(value)
         if id(value) in self._seen or len(self._seen) > 10 * _MOST_FACTS:
             return
         self._seen.add(id(value))
@@ -250,15 +250,9 @@ def is_same_code(one: object, other: object) -> bool:
     )
 
 
-def _bare(value: Any) -> Any:
-    while isinstance(value, functools.partial | types.MethodType):
-        value = value.func if isinstance(value, functools.partial) else value.__func__
-    return value
-
-
 def _inside(value: Any) -> Any:
     """What a class attribute holds: the function of a static method, a class method or a property."""
-    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return users_function(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
 
 
 def _is_own_class(cls: Any) -> bool:

@@ -203,8 +203,9 @@ def build_spec(
     """
     if parallel is not None and options.optimizer_site == "orchestrator":
         cause = (
-            "sync_batchnorm or path='direct' makes the workers exchange gradients among themselves, past the orchestrator; leave "
-            "these off (--sync-batchnorm off)"
+            f"{'gather_batch' if parallel.gather else 'sync_batchnorm or path=direct'} makes the workers exchange gradients "
+            "among themselves, past the orchestrator; leave "
+            f"{'it out' if parallel.gather else 'these off (--sync-batchnorm off)'}"
             if parallel.mode == "data"
             else f"in mode {parallel.mode} the workers hold parts of the model, and each steps its own; use data mode"
         )

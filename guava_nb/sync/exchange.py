@@ -179,10 +179,10 @@ class StepExchange(ABC, Generic[_Replicas]):
         if new:
             shown, more = ", ".join(new[:3]), f" and {len(new) - 3} more" if len(new) > 3 else ""
             self._job.cluster.notice(
-                f"the workers changed {shown}{more} by different amounts in step {step + 1}: each saw its own samples, and one "
-                "process would have seen all of them. Such changes are averaged by samples, those of whole numbers added up. If "
-                "that is not right: buffers='sum' (--buffers sum) adds up, 'first' takes those of the first samples; a whole "
-                "batch on one worker is always right: shares=[1, 0, ...] (--shares 1,0)"
+                f"the workers changed {shown}{more} by different amounts in step {step + 1}, or what had counted samples went "
+                "back: each saw its own samples, and one process would have seen them all. Changes that differ are averaged by "
+                "samples, those of whole numbers added up. If that is not right: buffers='sum' (--buffers sum) adds up, 'first' "
+                "takes those of the first samples; a whole batch on one worker is always right: shares=[1, 0, ...] (--shares 1,0)"
             )
 
     def _compare_changes(self, in_flight: StepInFlight, rank: int, change: ParameterChange | None) -> None:

@@ -36,6 +36,7 @@ class StarExchange(StepExchange[Replicas]):
         """Handle the exchange's messages in that job."""
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
+        self._counted: set[str] = set()
         job.on(GradientBucket, self._on_bucket)
 
     def _plan(
@@ -85,7 +86,8 @@ class StarExchange(StepExchange[Replicas]):
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
         bucket = self._replicas.master.layout.bucket(BUFFERS)
-        return BufferMerge(bucket, [task.rows for task in in_flight.machine.tasks], self._replicas.spec.buffers)
+        rows = [task.rows for task in in_flight.machine.tasks]
+        return BufferMerge(bucket, rows, self._replicas.spec.buffers, self._counted)
 
     def _carry_out(self, in_flight: StepInFlight, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:

@@ -3,8 +3,9 @@
 Only a loss or a model in which samples depend on each other can make them differ, and no arithmetic of ours can mend that;
 so it is told, or refused, before the first step. No gradient crosses the line, and the samples stay those of that step.
 
-A few samples are enough to find such a loss, so few are sent. Where they show a difference, or cannot be computed without
-the rest of their batch, the whole batch decides.
+A few samples are enough to find most of these losses, so few are sent. Where they show a difference, or cannot be computed
+without the rest of their batch, the whole batch decides; and the first time all of it is looked at in any case, since what
+takes a fixed number of samples (the 16 hardest) does nothing odd to fewer.
 
 What couples samples may begin later: a schedule of the loss, targets that are ignored, weights that differ. So batches are
 checked again before steps 4, 8, 16 and so on, before the last one, and where a batch has what none before it had.
@@ -38,7 +39,9 @@ from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
 from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, verdict_on
 
-__all__ = ["FirstStepCheck", "digest_of", "first_rows", "found_before", "later_checks", "weights_of_pieces"]
+__all__ = [
+    "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "later_checks", "weights_of_pieces",
+]  # fmt: skip
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
 _FEW_ROWS = 8
@@ -69,6 +72,12 @@ def weights_of_pieces(spec: RunSpec, weights: Sequence[float]) -> tuple[float, .
 def first_rows(rows: int) -> int:
     """Return how many samples of a batch are looked at first."""
     return rows if rows <= 2 * _FEW_ROWS else _FEW_ROWS
+
+
+def is_looked_at_whole(step: int) -> bool:
+    """Whether all samples of the batch of this step, from 0, are looked at when it is checked again: a power of 4 from 16 on."""
+    number = step + 1
+    return number > _FEW_ROWS and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
 def later_checks(steps: int | None) -> int:
@@ -126,8 +135,9 @@ class FirstStepCheck:
         if not self._has_begun:
             self._has_begun = True
             question = Question(
-                batch, content, weights, self._splitter, self._step, is_validated=self._plan.val_feed is not None
-            )
+                batch, content, weights, self._splitter, self._step, is_validated=self._plan.val_feed is not None,
+                is_whole=True,
+            )  # fmt: skip
             return self._first(question, team[0])
         if news is not None:
             batch, text, row = news
@@ -136,7 +146,9 @@ class FirstStepCheck:
         else:
             text, row = "", 0
         self._drain()
-        self._again(Question(batch, content, weights, self._splitter, self._step, text, row), team[0])
+        is_whole = is_looked_at_whole(self._step)
+        question = Question(batch, content, weights, self._splitter, self._step, text, row, is_whole=is_whole)
+        self._again(question, team[0])
         return True
 
     def _look_for_idle(self, group: Sequence[LoadedBatch]) -> None:
@@ -154,7 +166,8 @@ class FirstStepCheck:
         self._members.cluster.notice(
             f"step {self._step + 1} has {rows} samples for {busy} workers: those without a sample make no forward, so "
             f"{', '.join(kept[:3])}, which each forward changes, stays behind there, and their next steps come to other numbers "
-            "than plain PyTorch. Leave such a batch out (drop_last=True), or keep it in a buffer (self.register_buffer)"
+            "than plain PyTorch. Leave such a batch out (drop_last=True), or keep in a buffer (self.register_buffer) what is no "
+            "parameter"
         )
 
     def _news_in(self, group: Sequence[LoadedBatch]) -> tuple[LoadedBatch, str, int] | None:
@@ -196,7 +209,7 @@ class FirstStepCheck:
         again = {"steps": [*again["steps"], self._step + 1], "seconds": again["seconds"] + record["seconds"]}
         # A piece that fails here may be smaller than any worker's; where a worker's own fails, the step says so.
         is_told = record["outcome"] not in ("not checked", "piece failed")
-        is_new = bool(self._note(verdict) - told) and is_told
+        is_new = is_told and (bool(self._note(verdict) - told) or verdict.is_refused)
         if is_new:
             self._run.check = {**record, "known": False, "step": self._step + 1, "again": again}
             self._say(verdict)
@@ -220,7 +233,7 @@ class FirstStepCheck:
             self._say(verdict, again if verdict.is_clean and (total is None or total >= _FIRST_AGAIN) else "")
 
     def _say(self, verdict: Verdict, again: str = "") -> None:
-        if not verdict.is_clean and (self._plan.check == "strict" or verdict.record["outcome"] == "piece failed"):
+        if verdict.is_refused or (not verdict.is_clean and self._plan.check == "strict"):
             kept = f". The {self._step} steps before it are kept" if self._step else ""
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
@@ -237,23 +250,29 @@ class FirstStepCheck:
 
     def _judge(self, question: Question, rank: int) -> Verdict:
         started, total = time.monotonic(), question.batch.rows
-        rows, earlier, fine = first_rows(total), None, True
+        rows, earlier, fine, unseen = first_rows(total), None, True, ""
         while True:
             answer, problem = self._ask(question, rank, rows, fine)
             fits = answer is None or answer.outcome != OUT_OF_MEMORY
             if answer is not None and not fits and earlier is None and rows >= 4:
                 rows //= 2
                 continue
-            if answer is not None and fine and _is_doubtful(answer):  # the shares of the whole batch are what counts
+            # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
+            is_more = question.is_whole and rows == first_rows(total) < total
+            if answer is not None and fits and fine and (_is_doubtful(answer) or is_more):
                 earlier, rows, fine = (answer, rows), total, False
                 continue
             missing = answer is None or not fits
-            by_chance = answer is not None and not _is_doubtful(answer)
+            if missing and question.is_whole:
+                unseen = problem or "it does not fit the memory"
+            by_chance = (
+                answer is not None and earlier is not None and not _is_doubtful(answer) and _is_doubtful(earlier[0])
+            )
             if earlier is not None and (missing or (by_chance and earlier[0].outcome not in _FAILED)):
                 (answer, rows), problem = earlier, ""  # what few samples gave holds
             seconds = time.monotonic() - started
             return verdict_on(
-                self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds
+                self._members.replica_set.spec, question, self._name(rank), rows, answer, problem, seconds, unseen
             )
 
     def _name(self, rank: int) -> str:
@@ -292,7 +311,7 @@ def digest_of(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> b
     """Return what a finding depends on: model and loss, their source, the form of a batch, and how it is shared."""
     spec = replicas.spec
     record = (spec.model, spec.criterion, spec.step, spec.preprocess, spec.augment, spec.precision, spec.parallel,
-              spec.sync_batchnorm, replicas.cells)  # fmt: skip
+              spec.sync_batchnorm, spec.optimizer_site, replicas.cells)  # fmt: skip
     form = [(str(getattr(leaf, "dtype", type(leaf))), getattr(leaf, "shape", ())[1:]) for leaf in leaves(content)]
     ratio = weights[0] / sum(weights)
     return hashlib.blake2b(msgspec.msgpack.encode(record) + repr((form, ratio)).encode()).digest()

@@ -196,6 +196,8 @@ class Preparation:
             buffers=found.buffers[:_MOST_NAMES],
             moved=found.moved[:_MOST_NAMES],
             compared=found.compared[:_MOST_NUMBERS],
+            written=found.written[:_MOST_NAMES],
+            written_unlike=found.written_unlike[:_MOST_NAMES],
         )
         return StepChecked(run_id=message.run_id, request_id=message.request_id, finding=kept)
 

@@ -6,7 +6,8 @@ whole replicas and by the ranks of a group alike:
 
 - batch statistics are averaged by samples, and count one step (`sync_batchnorm` makes them exact);
 - a change that is the same on all replicas did not depend on the data, and is taken as it is;
-- a change that counts samples (whole numbers that add up to a multiple of each replica's samples) is added up;
+- a change that counts samples (whole numbers that add up to a multiple of each replica's samples) is added up; a person is
+  told where such a count does something else later, as a position that goes round its end does;
 - else whole numbers are added up, and all others averaged by samples; a person is told, because neither need be right.
 
 The option `buffers` of a run replaces the last three rules for the buffers that it names.
@@ -127,7 +128,13 @@ def policy_of(buffers: str, name: str) -> str:
 
 
 def way_of(
-    name: str, policy: str, whole_numbers: bool, alike: bool, facts: list[ChangeFacts], rows: list[int]
+    name: str,
+    policy: str,
+    whole_numbers: bool,
+    alike: bool,
+    facts: list[ChangeFacts],
+    rows: list[int],
+    counted: set[str],
 ) -> tuple[Way, bool]:
     """Return what becomes of a tensor, and whether a person must be told that it may be wrong.
 
@@ -136,15 +143,17 @@ def way_of(
         whole_numbers: integers or truth values.
         alike: all replicas changed it by the same.
         facts, rows: of each replica that had samples.
+        counted: names of tensors that have counted samples; added to.
     """
     if is_statistic(name):
         return ("most" if whole_numbers else "average"), False
     if policy != "auto":
         return policy, False  # type: ignore[return-value]
     if all(one.counts for one in facts) and max(rows) > 1 and not all(one.is_one for one in facts):
+        counted.update([name] if len(rows) > 1 else [])
         return "sum", False
     if alike:
-        return "same", False
+        return "same", whole_numbers and name in counted and not all(one.is_one for one in facts)
     return ("sum" if whole_numbers else "average"), True
 
 

@@ -63,6 +63,7 @@ class BufferSync:
         self._facts = [(name, policy_of(policies, name), _is_whole(found[i][1])) for i, name in enumerate(names)]
         self._uncertain = [i for i, name in enumerate(names) if not is_statistic(name)]
         self.unlike: set[str] = set()
+        self._counted: set[str] = set()
         self._before: list[Tensor] = []
         self.mark()
 
@@ -116,7 +117,7 @@ class BufferSync:
             name, policy, is_whole = self._facts[i]
             way, is_told = way_of(
                 name, policy, is_whole, all(one[:2] == own[0][:2] for one in own),
-                [ChangeFacts(bool(one[2]), bool(one[3])) for one in own], [all_rows[rank] for rank in busy],
+                [ChangeFacts(bool(one[2]), bool(one[3])) for one in own], [all_rows[rank] for rank in busy], self._counted,
             )  # fmt: skip
             if is_told:
                 self.unlike.add(name)

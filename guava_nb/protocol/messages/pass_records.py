@@ -144,6 +144,8 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
         unlike: of these, what the pieces would leave with other values.
         kept_looking: of these, what a forward of a validation changes, too.
         compared: whole numbers that the loss compares targets with, or ignores.
+        written: names of trained parameters that a forward writes into.
+        written_unlike: of these, what the pieces would leave with other values.
     """
 
     outcome: str
@@ -161,6 +163,8 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
     unlike: tuple[str, ...] = ()
     kept_looking: tuple[str, ...] = ()
     compared: tuple[int, ...] = ()
+    written: tuple[str, ...] = ()
+    written_unlike: tuple[str, ...] = ()
 
 
 class StepChecked(Message, frozen=True, kw_only=True):

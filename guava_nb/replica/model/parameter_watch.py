@@ -12,7 +12,7 @@ from torch import nn
 from guava_nb.errors import TrainingError
 from guava_nb.parallel.module_state import late_gradient
 
-__all__ = ["ParameterWatch", "refuse_late_gradients"]
+__all__ = ["ParameterWatch", "forward_changes", "refuse_late_gradients"]
 
 
 class ParameterWatch:
@@ -49,6 +49,14 @@ class ParameterWatch:
                     "all parameters in the factory, and change the values of those that are there"
                 )
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in self._model.modules()]
+
+
+def forward_changes(name: str) -> str:
+    """Say why a forward may not change a parameter where the optimizer is at the orchestrator."""
+    return (
+        f"the forward itself changes parameter {name!r}, and with optimizer_site='orchestrator' no forward runs where the "
+        "weights are: use optimizer_site='workers' (--optimizer-site workers)"
+    )
 
 
 def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:

@@ -11,8 +11,7 @@ import contextlib
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,9 +24,20 @@ from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, Finding, RunSpec
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.buffer_merge import BufferMerge
+from guava_nb.replica.model.parameter_writes import ParameterWrites
 from guava_nb.replica.objective import Loss, Objective, Observer
 from guava_nb.replica.one_step_check.comparisons import Comparisons
-from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
+from guava_nb.replica.one_step_check.differences import (
+    CLEAN,
+    ROUGH,
+    Measured,
+    differ,
+    differences,
+    is_spanned,
+    is_sum,
+    is_unlike,
+)
+from guava_nb.replica.one_step_check.python_state import PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
@@ -45,24 +55,12 @@ SUM = "sum"
 BACKWARD = "backward"
 #: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
 STATE = "state"
-#: Relative differences that are taken for rounding. Where single precision gives more than `_CLEAN`, double precision
-#: decides; `_ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
-_CLEAN = 1e-6
-_ROUGH = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2, "fp64": _CLEAN}
 #: Parameters of a larger model are not copied: copy and gradients of it could end the process for lack of memory.
 MOST_MODEL_BYTES = 2 << 30
 #: Names that are tried one by one.
 _MOST_NAMES = 8
 _USER_ERRORS = (Exception, SystemExit)
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    loss: float
-    gradients: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    left: Sequence[Mapping[str, Kept]]  # after each piece, what is kept in Python
 
 
 #: Batches, each with its number of samples.
@@ -97,7 +95,7 @@ def compare(
             exact = _attempt(replica, spec, resolve, "fp64", whole, pieces)
             if exact.outcome in ("same", "differs"):
                 return exact
-            rough = max(found.loss_difference, found.gradient_difference) <= _ROUGH[found.precision]
+            rough = max(found.loss_difference, found.gradient_difference) <= ROUGH[found.precision]
             return replace(found, outcome="same", causes=()) if rough and not found.buffers else found
     return found
 
@@ -151,40 +149,40 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         return Finding("piece failed", problem=f"{type(error).__name__}: {error}")
     if not math.isfinite(one.loss):
         return Finding("whole failed", problem=f"the loss is {one.loss}")
-    by_loss, by_gradient, parameter = _differences(one, many)
-    buffers = tuple(name for name in one.buffers if _unlike(one.buffers[name], many.buffers.get(name)))
+    by_loss, by_gradient, parameter = differences(one, many)
+    buffers = tuple(name for name in one.buffers if is_unlike(one.buffers[name], many.buffers.get(name)))
     kept = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
         tuple(sorted(trial.drawn)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
         kept_looking=trial.moved_looking(kept, whole),
-        compared=tuple(sorted(trial.compared)),
+        compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
     )  # fmt: skip
-    if max(by_loss, by_gradient) > _CLEAN:
+    if max(by_loss, by_gradient) > CLEAN:
         return replace(found, outcome="differs", causes=_causes(trial, whole, pieces, one))
     return replace(found, outcome="differs") if found.buffers or unlike else found
 
 
-def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: _Measured) -> tuple[str, ...]:
+def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tuple[str, ...]:
     """Take away one cause after another, and see whether the difference goes with it."""
-    if _differ(one, trial.measure(whole)):
+    if differ(one, trial.measure(whole)):
         return (STATE,)
-    if _differ(one, trial.measure(whole, seed=1)):
+    if differ(one, trial.measure(whole, seed=1)):
         return (RANDOMNESS,)
     causes = []
     with trial.fixed_statistics() as fixed:
         if fixed:
             causes.append(BATCH_STATISTICS)
             one = trial.measure(whole)
-            if not _differ(one, trial.measure(pieces)):
+            if not differ(one, trial.measure(pieces)):
                 return tuple(causes)
         if trial.has_backward or trial.has_gathered:
             return (*causes, BACKWARD if trial.has_backward else COUPLED)
         parts = [trial.measure([piece]) for piece in pieces]
-    if _is_sum(one, parts):
+    if is_sum(one, parts):
         return (*causes, SUM)
-    return (*causes, WEIGHTS if _spanned(one, parts) else COUPLED)
+    return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
 
 
 class _Trial(Replica):
@@ -201,6 +199,7 @@ class _Trial(Replica):
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
         self.drawn, self.compared, self.has_backward = set[str](), set[int](), False
+        self._writes = ParameterWrites(self._named)
         self._objective = self._watched(self._objective)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
@@ -237,7 +236,7 @@ class _Trial(Replica):
 
     def measure(
         self, pieces: _Pieces, seed: int = 0, stale: Set[str] = frozenset(), keep: bool = False, apart: bool = True
-    ) -> _Measured:
+    ) -> Measured:
         """Return loss, gradients and buffers after a step of these pieces; every piece draws the same random numbers.
 
         Batches are copied, because user code may write into them.
@@ -252,20 +251,22 @@ class _Trial(Replica):
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
-        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers)
-        left = []
+        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, set())
+        left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
             self._state.restore(stale)
             self._gathered.begin(is_whole=len(pieces) == 1)
-            with WithoutRandomness() as still, Comparisons(self.compared):
+            with WithoutRandomness() as still, Comparisons(self.compared), self._writes:
                 for number, (batch, part) in enumerate(pieces):
                     if number and apart:
                         self._state.restore()
+                        self._writes.restore()
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
                     self._move_gradients(gradients)  # a step that calls zero_grad() takes them from no other worker
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
                     left.append(self._state.read())
+                    written.append(self._writes.values())
                     if merge is not None:
                         present, changes = self._buffers.flatten()
                         merge.add(number, changes, present)
@@ -278,11 +279,12 @@ class _Trial(Replica):
         finally:
             self._drop_gradients()
             self._start_over()
+            self._writes.restore()
             if not keep:
                 self._state.restore()
         scale = rows / count if count else 1.0
         loss = loss_sum / count if count else math.nan
-        return _Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left)
+        return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written)
 
     def _move_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Add the parameters' gradients to these, and leave none there."""
@@ -292,18 +294,31 @@ class _Trial(Replica):
                 gradients[name] = gradients[name] + mine if name in gradients else mine
                 parameter.grad = None
 
-    def kept_by(self, one: _Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of trained parameters that a forward writes into."""
+        return self._writes.names
+
+    def written_unlike(self, one: Measured, many: Measured) -> tuple[str, ...]:
+        """Return those that the pieces, or the last of several on one worker, leave unlike what the whole batch does."""
+        pieces = many.written[-1:] if self._is_staged else many.written
+        return tuple(
+            name for name in self._writes.names
+            if any(name not in one.written[-1] or is_unlike(one.written[-1][name], piece.get(name)) for piece in pieces)
+        )  # fmt: skip
+
+    def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
         """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
         moved = self._state.moved(one.left[-1])[:_MOST_NAMES]
         found = []
         for name in moved:
             self.measure(whole, keep=True)
-            if _differ(one, self.measure(whole, stale={name})):
+            if differ(one, self.measure(whole, stale={name})):
                 found.append(name)
                 continue
             fresh = self.measure(piece)  # what one batch leaves may matter to other samples only
             self.measure(whole, keep=True)
-            if _differ(fresh, self.measure(piece, stale={name})):
+            if differ(fresh, self.measure(piece, stale={name})):
                 found.append(name)
         return tuple(found)
 
@@ -319,14 +334,14 @@ class _Trial(Replica):
         self._state.restore()
         return tuple(name for name in kept if name in moved)
 
-    def is_unlike(self, name: str, one: _Measured, pieces: _Pieces) -> bool:
+    def is_unlike(self, name: str, one: Measured, pieces: _Pieces) -> bool:
         """Whether the pieces leave something else under a name than the whole batch, and not each its own samples' part."""
         many = self.measure(pieces, apart=not self._is_staged)
         left = [kept.get(name, {}) for kept in (many.left[-1:] if self._is_staged else many.left)]
-        whole, rough = one.left[-1].get(name, {}), _ROUGH["fp32"]
+        whole, rough = one.left[-1].get(name, {}), ROUGH["fp32"]
         return not (all(is_alike(whole, kept, rough) for kept in left) or is_apart(whole, left, rough))
 
-    def moved_by(self, one: _Measured) -> tuple[str, ...]:
+    def moved_by(self, one: Measured) -> tuple[str, ...]:
         """Return the names of buffers that a measurement changed."""
         return tuple(
             n for n, value in self._first.items() if n in one.buffers and not torch.equal(one.buffers[n], value)
@@ -369,72 +384,6 @@ class _Trial(Replica):
         """Leave the buffers of batch norms out."""
         owners = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
         return tuple(name for name in names if name.rpartition(".")[0] not in owners)
-
-
-# ---------------------------------------------------------------------------------------------------------- differences
-
-
-def _differences(a: _Measured, b: _Measured) -> tuple[float, float, str]:
-    """Return the relative difference of the losses, that of the gradients, and the parameter that differs most.
-
-    Gradients are compared with the norm of the whole gradient: the gradient of one parameter may be nothing but rounding.
-    """
-    by_loss = abs(a.loss - b.loss) / max(abs(a.loss), abs(b.loss), 1e-3)
-    size = math.hypot(*(_norm(g) for g in a.gradients.values()))
-    size = max(size, math.hypot(*(_norm(g) for g in b.gradients.values())), 1e-6)
-    each = {name: _distance(a.gradients.get(name), b.gradients.get(name)) for name in {**a.gradients, **b.gradients}}
-    worst = max(each, key=lambda name: (math.isnan(each[name]), each[name]), default="")
-    by_gradient = math.hypot(*each.values()) / size
-    return (math.inf if math.isnan(by_loss) else by_loss), (math.inf if math.isnan(by_gradient) else by_gradient), worst
-
-
-def _differ(a: _Measured, b: _Measured) -> bool:
-    return max(_differences(a, b)[:2]) > _CLEAN
-
-
-def _norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.reshape(-1)))
-
-
-def _distance(a: Tensor | None, b: Tensor | None) -> float:
-    if a is not None and b is not None:
-        return _norm(a - b)
-    return sum(_norm(one) for one in (a, b) if one is not None)
-
-
-def _unlike(a: Tensor, b: Tensor | None) -> bool:
-    if b is None or a.shape != b.shape:
-        return True
-    if not (a.is_floating_point() or a.is_complex()):
-        return not torch.equal(a, b)
-    same = torch.isclose(a, b, rtol=_ROUGH["fp32"] if a.dtype != torch.float64 else _CLEAN, atol=1e-6, equal_nan=True)
-    return not bool(same.all())
-
-
-def _is_sum(one: _Measured, parts: Sequence[_Measured]) -> bool:
-    """Whether loss and gradient of the whole are the sums of those of the pieces, not their means."""
-    names = {name for part in parts for name in part.gradients}
-    added = {name: sum(part.gradients[name] for part in parts if name in part.gradients) for name in names}
-    return not _differ(one, _Measured(sum(part.loss for part in parts), added, {}, ()))  # type: ignore[arg-type]
-
-
-def _spanned(one: _Measured, parts: Sequence[_Measured]) -> bool:
-    """Whether the whole gradient is a weighted sum of those of the pieces: then only the weights are wrong."""
-    names = list(one.gradients)
-    if not names or sum(one.gradients[name].numel() for name in names) <= 2 * len(parts):
-        return False
-
-    def dot(a: _Measured, b: _Measured) -> float:
-        pairs = ((a.gradients.get(name), b.gradients.get(name)) for name in names)
-        return sum(float((x * y.conj()).real.sum()) if x.is_complex() else float((x * y).sum())
-                   for x, y in pairs if x is not None and y is not None)  # fmt: skip
-
-    products = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
-    wanted = torch.tensor([dot(a, one) for a in parts], dtype=torch.float64)
-    weights = torch.linalg.lstsq(products, wanted, driver="gelsd").solution
-    explained = float(weights @ products @ weights)
-    total = dot(one, one)
-    return abs(total - explained) <= 1e-9 * total
 
 
 # --------------------------------------------------------------------------------------------------------- surroundings

@@ -43,6 +43,7 @@ class Question:
         news: what the batch has that those before it had not, in words.
         row: the sample that shows it.
         is_validated: the run has validations.
+        is_whole: all samples are looked at, also where few show nothing.
     """
 
     batch: LoadedBatch
@@ -53,6 +54,7 @@ class Question:
     news: str = ""
     row: int = 0
     is_validated: bool = False
+    is_whole: bool = False
 
     @property
     def about(self) -> str:
@@ -91,16 +93,25 @@ class Verdict:
 
     Attributes:
         compared: whole numbers that the loss compares targets with.
+        is_refused: the run cannot go on, strict or not.
     """
 
     record: dict[str, Any]
     sentence: str
     is_clean: bool
     compared: tuple[int, ...] = ()
+    is_refused: bool = False
 
 
 def verdict_on(
-    spec: RunSpec, question: Question, name: str, rows: int, answer: Finding | None, problem: str, seconds: float
+    spec: RunSpec,
+    question: Question,
+    name: str,
+    rows: int,
+    answer: Finding | None,
+    problem: str,
+    seconds: float,
+    unseen: str = "",
 ) -> Verdict:
     """Return what an answer, or its absence, comes to.
 
@@ -112,6 +123,7 @@ def verdict_on(
         answer: None where there is none; then `problem` says why.
         problem: in words.
         seconds: that it took.
+        unseen: why the whole batch was not looked at.
     """
     total = question.batch.rows
     record: dict[str, Any] = {"worker": name, "samples": rows, "batch_samples": total, "seconds": seconds}
@@ -130,14 +142,19 @@ def verdict_on(
         "loss_difference": answer.loss_difference, "gradient_difference": answer.gradient_difference,
         "parameter": answer.parameter, "buffers": list(answer.buffers), "replaced_by_constants": list(answer.drawn),
         "precision": answer.precision, "kept_in_python": list(answer.kept),
-        "unlike_in_python": list(answer.unlike or _looked(question, answer)),
+        "unlike_in_python": list(answer.unlike or _looked(question, answer)), "written": list(answer.written),
     }  # fmt: skip
     some = f"{rows} samples" if rows == total else f"{rows} of the {total} samples"
     begin = f"One-step check: {some} of {question.about}, whole and in pieces on {name} ({seconds:.2g} s)"
+    if refusal := _about_writes(spec, answer):
+        return Verdict({**record, "outcome": "writes"}, f"{begin}: {refusal}", False, answer.compared, is_refused=True)
     if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):
         drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
-        return Verdict(record, f"{begin}: loss and gradient are equal{drawn}", True, answer.compared)
-    return Verdict(record, f"{begin}: {'. '.join(_findings(spec, question, answer))}", False, answer.compared)
+        few = f". Not all of the batch was looked at ({unseen}), so what begins with more samples was not seen"
+        equal = f"loss and gradient are equal{drawn}{few if unseen else ''}"
+        return Verdict(record, f"{begin}: {equal}", True, answer.compared)
+    failed = answer.outcome == "piece failed"
+    return Verdict(record, f"{begin}: {'. '.join(_findings(spec, question, answer))}", False, answer.compared, failed)
 
 
 def _why_not(name: str, rows: int, answer: Finding | None) -> str:
@@ -202,6 +219,29 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
+
+
+def _about_writes(spec: RunSpec, answer: Finding) -> str:
+    """Say why a run whose forward writes into trained parameters cannot be right; "" where it can."""
+    if not answer.written:
+        return ""
+    name = (answer.written_unlike or answer.written)[0]
+    if spec.parallel is not None and spec.parallel.zero_stage >= 2:
+        return (
+            f"the forward itself changes parameter {name!r}, and with ZeRO 2 and 3 that is a gathered copy, which is thrown "
+            "away: use data mode or zero_stage=1 (--zero 1)"
+        )
+    if not answer.written_unlike:
+        return ""
+    if _is_pipeline(spec):
+        return (
+            f"the forward itself changes parameter {name!r}, and a pipeline runs it for each micro-batch: take --micro-batches "
+            "1, or a mode without stages"
+        )
+    return (
+        f"the forward itself changes parameter {name!r} by the samples that it sees, as nn.Embedding with max_norm does, so "
+        "workers would go on with unlike weights: change all of the parameter, whatever the samples, or train with one worker"
+    )
 
 
 def _about_buffers(spec: RunSpec, answer: Finding) -> Iterator[str]:

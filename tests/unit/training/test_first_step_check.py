@@ -8,7 +8,7 @@ from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
-from guava_nb.training.first_step_check import first_rows, weights_of_pieces
+from guava_nb.training.first_step_check import first_rows, is_looked_at_whole, weights_of_pieces
 from guava_nb.training.step_check.findings import Question
 
 PLAIN = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
@@ -49,6 +49,10 @@ def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.Data
     assert came[0].tolist() == list(range(asked)) and message.rows[0] == asked == sum(message.rows[1:])
     assert [len(piece) for piece in came[1:]] == ([] if at_workers else list(message.rows[1:]))
     assert torch.cat(came[1:] or [came[0]]).tolist() == came[0].tolist()
+
+
+def test_whole_batches_are_looked_at_again_ever_more_rarely() -> None:
+    assert [step + 1 for step in range(300) if is_looked_at_whole(step)] == [16, 64, 256]
 
 
 def test_small_batches_are_looked_at_whole() -> None:

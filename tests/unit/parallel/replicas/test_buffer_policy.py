@@ -20,14 +20,18 @@ from guava_nb.parallel.replicas.buffer_policy import (
 )
 
 
-def merged(changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x") -> tuple[list[float], bool]:
+def merged(
+    changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x", counted: set[str] | None = None
+) -> tuple[list[float], bool]:
     """What becomes of changes, and whether a person is told."""
     tensors = [torch.tensor(change) for change in changes]
     facts = [
         ChangeFacts(*map(bool, facts_of(change, count).tolist())) for change, count in zip(tensors, rows, strict=True)
     ]
     alike = all(torch.equal(tensors[0], one) for one in tensors)
-    way, is_told = way_of(name, policy, not tensors[0].is_floating_point(), alike, facts, rows)
+    way, is_told = way_of(
+        name, policy, not tensors[0].is_floating_point(), alike, facts, rows, set() if counted is None else counted
+    )
     wide = [change.double() for change in tensors]
     return combined(way, wide, rows).tolist(), is_told
 
@@ -53,6 +57,15 @@ def merged(changes: list[Any], rows: list[int], policy: str = "auto", name: str 
 )
 def test_what_becomes_of_changes(changes: list[Any], rows: list[int], becomes: list[float], is_told: bool) -> None:
     assert merged(changes, rows) == (becomes, is_told)
+
+
+@pytest.mark.parametrize(("before", "is_told"), [([[4], [4]], True), ([[1], [1]], False), ([[-12], [-12]], False)])
+def test_a_count_of_samples_that_goes_back_is_told(before: list[Any], is_told: bool) -> None:
+    """As `ptr = (ptr + n) % 16` does on two workers at once; a counter of steps may go round, since each has it right."""
+    counted = set[str]()
+    merged(before, [4, 4], counted=counted)
+    assert merged([[-12], [-12]], [4, 4], counted=counted) == ([-12.0], is_told)
+    assert merged([[1], [1]], [4, 4], counted=counted) == ([1.0], False)
 
 
 def test_statistics_of_norms_are_averaged_and_their_batches_counted_once() -> None:

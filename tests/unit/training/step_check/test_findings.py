@@ -48,12 +48,37 @@ def asked(**changes):
         (SPEC, asked(), Finding("differs", causes=("backward",)), "calls backward.* add that loss to the one", False),
         (SPEC, asked(), Finding("differs", causes=("randomness",)), "not drawn by torch's own", False),
         (SPEC, asked(), None, "was not made", False),
+        (SPEC, asked(), Finding("same", written=("w",)), "are equal", True),
     ],
 )
 def test_a_finding_is_told_as_it_is(spec, question, finding, words, is_clean):
     verdict = verdict_on(spec, question, "w0", 8, finding, "" if finding else "w0 was lost", 0.1)
     assert verdict.is_clean == is_clean
     assert __import__("re").search(words, verdict.sentence), verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("spec", "unlike", "words"),
+    [
+        (replace(SPEC, optimizer_site="orchestrator"), (), "no forward runs where the weights are"),
+        (replace(SPEC, parallel=ParallelSpec(mode="zero", dp=2, zero_stage=3)), (), "a gathered copy"),
+        (SPEC, ("w",), r"'w' by the samples that it sees.*shares=\[1, 0\]"),
+        (STAGED, ("w",), "for each micro-batch"),
+    ],
+)
+def test_a_forward_that_writes_into_parameters_is_refused_where_that_is_lost_or_unlike(spec, unlike, words):
+    finding = Finding("same", written=("v", "w"), written_unlike=unlike)
+    verdict = verdict_on(spec, asked(), "w0", 8, finding, "", 0.1)
+    assert verdict.is_refused and not verdict.is_clean
+    assert __import__("re").search(words, verdict.sentence), verdict.sentence
+
+
+def test_what_was_not_looked_at_is_told():
+    verdict = verdict_on(SPEC, asked(), "w0", 4, Finding("same"), "", 0.1, "it does not fit the memory")
+    assert verdict.is_clean and "4 of the 8 samples" in verdict.sentence
+    assert (
+        "Not all of the batch was looked at (it does not fit the memory), so what begins with more" in verdict.sentence
+    )
 
 
 def test_the_samples_around_the_news_are_asked_about():

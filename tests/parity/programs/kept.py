@@ -1,0 +1,151 @@
+"""Programs that keep something from step to step: queues and their positions, state in Python."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from guava_nb import gather_batch
+from tests.parity.programs.program import COUPLED, Program, batches, draw, labels
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6))
+
+
+class MoCo(nn.Module):
+    """A queue of keys with a position that goes round, as in the published code, decorators included."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.query = mlp()
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(draw(6, size, seed=5), dim=0))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def move(self):
+        for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+
+    @torch.no_grad()
+    def enqueue(self, keys):
+        size, start = self.queue.shape[1], int(self.queue_ptr)
+        places = (start + torch.arange(len(keys))) % size
+        self.queue[:, places] = keys.T
+        self.queue_ptr[0] = (start + len(keys)) % size
+
+    def forward(self, pair):
+        q = F.normalize(self.query(pair[0]), dim=1)
+        with torch.no_grad():
+            self.move()
+            k = F.normalize(self.key(pair[1]), dim=1)
+        scores = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone()], 1) / 0.2
+        self.enqueue(k)
+        return scores
+
+
+class GatheringMoCo(MoCo):
+    @torch.no_grad()
+    def enqueue(self, keys):
+        super().enqueue(gather_batch(keys))
+
+
+def moco_step(model, batch):
+    scores = model(batch)
+    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long))
+
+
+class Position(nn.Module):
+    """Nothing but a position that counts samples and goes round."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        self.position[0] = (self.position[0] + len(x)) % 24
+        return self.net(x)
+
+
+class Constrained(nn.Linear):
+    """EEGNet's layer: its weight is normalised in each forward."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.3)
+        return super().forward(x)
+
+
+def constrained():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), Constrained(8, 3))
+
+
+def clipped_step(model, batch):
+    """The weight clipping of WGAN."""
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    return (model(batch[0]).mean(1) * batch[1].sign().mean(1)).mean()
+
+
+class Renormalised(nn.Module):
+    """An embedding that writes into the rows that are looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(30, 6, max_norm=0.5), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.rows(ids).mean(1))
+
+
+def hardest(outputs, targets):
+    """The mean of a fixed number of losses: it couples nothing in eight samples."""
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return losses.topk(min(12, len(losses)))[0].mean()
+
+
+def large_only(model, batch):
+    """A term that only large batches have."""
+    z = model(batch[0])
+    loss = F.cross_entropy(z, batch[1])
+    return loss + (z @ z.T).square().mean() if len(z) >= 14 else loss
+
+
+def classified(rows=30, size=8):
+    return batches(draw(rows, 5), labels(3, rows), size=size)
+
+
+def views():
+    return batches(draw(30, 5), draw(30, 5, seed=2))
+
+
+def square_step(model, batch):
+    return model(batch[0]).square().mean()
+
+
+MOVED = {"zero 3": "writes into"}
+WRITES = dict.fromkeys(("site", "zero 3"), "the forward itself changes parameter")
+IDLE = {"*": "those without a sample make no forward"}
+PROGRAMS = [
+    Program(name="moco", model=MoCo, data=views, step=moco_step, told={"*": "queue"}, refused=MOVED),
+    Program(name="moco, gathered", model=GatheringMoCo, data=views, step=moco_step, refused={**MOVED, "site": "gather_batch"},
+            options={"buffers": "queue_ptr=first"}),
+    Program(name="moco on one worker", model=MoCo, data=views, step=moco_step, options={"shares": [1, 0]},
+            modes=("data", "relay", "site"), refused={f"{mode}/3": "2 numbers for 3" for mode in ("data", "relay", "site")}),
+    Program(name="position that goes round", model=Position, data=views, step=square_step, told={"*": "position"}),
+    Program(name="weight constraint", model=constrained, data=classified, criterion="CrossEntropyLoss", refused=WRITES),
+    Program(name="weight constraint, a last batch of one", model=constrained, data=lambda: classified(25),
+            criterion="CrossEntropyLoss", epochs=3, refused=WRITES, told=IDLE),
+    Program(name="weight clipping", model=mlp, data=views, step=clipped_step, optimizer="RMSprop",
+            refused={**WRITES, "tensor": "is read outside its layer"},
+            optimizer_args={"lr": 0.05}),
+    Program(name="embedding with a largest norm", model=Renormalised, criterion="CrossEntropyLoss",
+            data=lambda: batches(labels(30, 32, 5), labels(3, 32)),
+            refused={"*": "by the samples that it sees", **WRITES, "pipeline": "runs it for each micro-batch"}),
+    Program(name="hardest of a batch", model=mlp, data=lambda: classified(64, 32), criterion=hardest, told={"*": COUPLED}),
+    Program(name="term of large batches", model=mlp, data=lambda: classified(64, 32), step=large_only, told={"*": COUPLED}),
+]  # fmt: skip
