@@ -79,6 +79,17 @@ class BatchReading:
         """Whether every part with entries is cut along its first axis, as anybody would expect."""
         return all(self._axes[path] == 0 for path in self._shapes)
 
+    def on_second_axis(self, batch: Any) -> str:
+        """Say how to have a batch cut on axis 1, where that fits as well and nothing told how many samples it has; else ""."""
+        parts = {path: _at(batch, path) for path, axis in self._axes.items() if axis == 0}
+        lengths = {part.shape[1] if isinstance(part, ARRAYS) and part.ndim > 1 else 0 for part in parts.values()}
+        if not self._guessed or len(lengths) != 1 or lengths & {0, 1}:
+            return ""
+        return (
+            f"Or the samples are on axis 1 ({lengths.pop()} of them), as in time-first batches, and not the {self._guessed} on "
+            f"axis 0: then {_BY_HAND.format(self._text(dict.fromkeys(parts, 1)))}"
+        )
+
     @property
     def problem(self) -> str:
         """Why batches cannot be cut; "" if they can."""

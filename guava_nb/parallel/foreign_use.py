@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 
-__all__ = ["PartsInUse"]
+__all__ = ["PartsInUse", "is_compiled", "writes"]
 
 #: Attributes of a tensor that give its numbers or its sizes; all others are the same for a part.
 _TELLING = {"data", "T", "mT", "H", "mH", "real", "imag", "shape"}
@@ -35,28 +34,46 @@ _SILENT = {
 #: What acts on each element alone: right on parts too, as long as all that meet are parts cut alike (a moving average).
 _ELEMENTWISE = {
     "detach", "data", "clone", "copy_", "lerp", "lerp_", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_",
-    "__rmul__", "zero_",
+    "__rmul__", "zero_", "clamp", "clamp_", "clip", "clip_", "clamp_min_", "clamp_max_",
 }  # fmt: skip
 
 
-_WRITES = {
-    "copy_",
-    "lerp_",
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "zero_",
-    "fill_",
-    "normal_",
-    "uniform_",
-    "clamp_",
-    "__setitem__",
+#: Methods that end like those that change numbers, and change none.
+_METADATA = {
+    "requires_grad_",
+    "detach_",
+    "share_memory_",
+    "retain_grad",
+    "__init__",
+    "__index__",
+    "__int__",
+    "__invert__",
 }
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps the model or a module of it."""
+    return any(
+        m._compiled_call_impl is not None or isinstance(m, torch._dynamo.OptimizedModule) for m in model.modules()
+    )
+
+
+def writes(func: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Whether a function, as a `TorchFunctionMode` sees it, changes the tensor that it is given first, or one given as `out`."""
+    name = _name(func)
+    if name in _METADATA or (name == "data" and func.__name__ != "__set__"):
+        return False
+    in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("__")
+    return (
+        in_place
+        or name in ("__setitem__", "data")
+        or name.startswith("__i")
+        or bool(kwargs and kwargs.get("out") is not None)
+    )
+
+
 class PartsInUse:
-    """Watches the first pass in training and the first in evaluation.
+    """Watches the first pass in training and in evaluation, and the 4th, 8th, 16th and so on, since code may begin to do more.
 
     Args:
         model: this rank's, spread already; its split layers have `layouts`.
@@ -67,23 +84,21 @@ class PartsInUse:
         self._model = model
         self._layers = [module for module in model.modules() if "layouts" in module.__dict__]
         # A mode would be traced into a compiled module, which would then be compiled twice.
-        self._is_compiled = any(
-            m._compiled_call_impl is not None or isinstance(m, torch._dynamo.OptimizedModule) for m in model.modules()
-        )
-        self._seen: set[bool] = set()
+        self._is_compiled = is_compiled(model)
+        self._passes = {True: 0, False: 0}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise inside where a part is read as if it were the whole; nothing from the second pass on.
+        """Raise inside where a part is read as if it were the whole, in a pass that is watched.
 
         Raises:
             ConfigError: which parameter, by what, and what to do.
         """
         training = self._model.training
-        if training in self._seen or self._is_compiled:
+        self._passes[training] = number = self._passes[training] + 1
+        if number in (2, 3) or number & (number - 1) or self._is_compiled:
             yield
             return
-        self._seen.add(training)
         parts = {id(p): name for name, p in self._model.named_parameters() if isinstance(p, DTensor)}
         own = {id(getattr(layer, name)) for layer in self._layers for name in layer.__dict__["layouts"]}
         parts |= {id(p): name for name, p in self._model.named_parameters() if id(p) in own}
@@ -142,17 +157,12 @@ class _Watch(TorchFunctionMode):
         """Look at what a function is given, then run it."""
         if self._is_sharded and args and self._is_gathered(args[0]):
             return self._on_gathered(func, args, kwargs or {})
-        if self._is_sharded and _renorms(func, args, kwargs or {}):
-            raise ConfigError(
-                "an embedding with max_norm writes into its weight, and with ZeRO 2 and 3 that is a gathered copy, which is "
-                "thrown away: leave max_norm out, or take data mode and one worker for each batch, shares=[1, 0] (--shares 1,0)"
-            )
         if self._inside or not _reads(func):
-            return func(*args, **(kwargs or {}))
+            return self._run(func, args, kwargs or {})
         given = list(leaves((args, kwargs or {})))
         parts = [tensor for tensor in given if id(tensor) in self._parts]
         if not parts:
-            return func(*args, **(kwargs or {}))
+            return self._run(func, args, kwargs or {})
         name = self._parts[id(parts[0])]
         alike = all(id(one) in self._parts and one.shape == parts[0].shape for one in given if one.numel() != 1)
         if _name(func) not in _ELEMENTWISE or not alike:
@@ -162,6 +172,27 @@ class _Watch(TorchFunctionMode):
             self._parts[id(result)] = name
             self._made.append(result)
         return result
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function, and see that it changes nothing that was gathered, as `embedding` with max_norm does."""
+        if not self._is_sharded:
+            return func(*args, **kwargs)
+        gathered = [(one, one._version) for one in leaves((args, kwargs)) if self._is_gathered(one)]
+        result = func(*args, **kwargs)
+        changed = next((one for one, version in gathered if one._version != version), None)
+        if changed is not None:
+            raise self._written(changed, _name(func))
+        return result
+
+    def _written(self, tensor: Tensor, by: str) -> ConfigError:
+        by, way = f"by {by}", "keep what moves without gradients in buffers, or use"
+        if by.startswith("by embedding"):
+            by += " with max_norm"
+            way = "renormalise the whole weight in the forward, with torch.no_grad(): weight.renorm_(2, 0, max_norm), and use"
+        return ConfigError(
+            f"the forward writes into {self._name_of(tensor)}, {by}, and with ZeRO 2 and 3 that is a gathered copy, which is "
+            f"thrown away: {way} data mode or zero_stage=1 (--zero 1)"
+        )
 
     def _is_gathered(self, value: Any) -> bool:
         """Whether it is a parameter that FSDP2 gathered for this forward, or shares its memory."""
@@ -176,15 +207,12 @@ class _Watch(TorchFunctionMode):
                 "memory is given back then: keep such work inside the model's forward, or use data mode or zero_stage=1 "
                 "(--zero 1)"
             )
-        if name in _WRITES or (name == "data" and func.__name__ == "__set__"):
-            raise ConfigError(
-                f"the forward writes into {self._name_of(args[0])}, by {name}, and with ZeRO 2 and 3 that is a gathered copy, "
-                "which is thrown away: keep what moves without gradients in buffers, or use data mode or zero_stage=1 (--zero 1)"
-            )
+        if writes(func, kwargs):
+            raise self._written(args[0], name)
         part = next((one for one in leaves((args, kwargs)) if id(one) in self._parts), None)
         if part is not None:
             raise ConfigError(_text(self._parts[id(part)], func, is_sharded=True))
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if name in ("data", "detach") and isinstance(result, Tensor):
             self._gathered.add(id(result))
             self._made.append(result)
@@ -192,11 +220,6 @@ class _Watch(TorchFunctionMode):
 
     def _name_of(self, tensor: Tensor) -> str:
         return next((repr(name) for name, p in self._model.named_parameters() if p is tensor), "a parameter")
-
-
-def _renorms(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
-    given = args[3] if len(args) > 3 else kwargs.get("max_norm")
-    return given is not None and func in (functional.embedding, functional.embedding_bag)
 
 
 def _reads(func: Callable[..., Any]) -> bool:

@@ -51,6 +51,9 @@ class ModelPart(Protocol):
             last: no batch of this step follows, so sums may begin during backward.
         """
 
+    def stand_in(self, batch: Any) -> None:
+        """Run a forward of one row for what it changes of the parameters, where a stand-in would run none; else do nothing."""
+
     def finish_gradients(self) -> Collection[str]:
         """Complete the step's sums over replicas; every rank calls it once after its last `train_batch`.
 

@@ -108,6 +108,16 @@ class WholeModelPart:
             self._rows -= rows
         return _NOTHING
 
+    def stand_in(self, batch: Any) -> None:
+        """Run a forward of one row for what it changes of the parameters, where a stand-in would run none; else do nothing."""
+        if self._data.runs_stand_ins:
+            return
+        gradients = [(p, p.grad) for p in self.named.values()]  # a step function may call backward by itself
+        with kept_buffers(self.model), self._data.gathering(True):
+            self._objective(self.model, batch, 1, False)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
     def _train(self, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         try:
             self._data.begin_forward()

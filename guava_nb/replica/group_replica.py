@@ -34,6 +34,7 @@ from guava_nb.replica.buckets import build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
+from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import refuse_late_gradients
 from guava_nb.replica.objective import build_criterion, scoring
@@ -119,6 +120,10 @@ class GroupReplica(BaseReplica):
         if self._spec.compile and staged:
             compile_modules(self.part.model.children(), self.device)
         self._hooks.move_to(self.part.named, clips=self._spec.max_grad_norm is not None)
+        self._forward_writes = writes = ForwardWrites(self.part.model, self.part.named)
+        if self.is_staged:
+            for stage in self.part.model.children():
+                stage.register_forward_hook(lambda stage, *_: writes.piece(stage))
         self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
@@ -187,7 +192,9 @@ class GroupReplica(BaseReplica):
         self._hooks.check_accumulation(len(work.parts))
         parts = self._treated(work, axes.dp, counts)
         staged = gathering(refusing(_STAGED)) if self._shape.pp > 1 or self._shape.mode == "pipeline" else nullcontext()
-        with seeded(shard_seed(self._spec.seed, work.step, seat), self.device, restore_all=False), staged:
+        self._forward_writes.begin()
+        seed = shard_seed(self._spec.seed, work.step, seat)
+        with seeded(seed, self.device, restore_all=False), staged, self._forward_writes.watched():
             sums = []
             for number, (batch, rows) in enumerate(parts, start=1):
                 self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
@@ -196,10 +203,15 @@ class GroupReplica(BaseReplica):
         refuse_late_gradients(self._took_gradients)
         self._buffers.refuse_resized(shared=True)
         unlike = tuple(sorted(part.finish_gradients()))
-        return LaunchedShard(lambda: replace(self._result(part, work, sums, counts, started), unlike=unlike))
+        changed = self._forward_writes.end()
+        return LaunchedShard(
+            lambda: replace(self._result(part, work, sums, counts, started), unlike=unlike, changed=changed)
+        )
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
         with self._autocast():
+            if rows == 0 and self._shape.tp == 1 and (self._forward_writes or self._forward_writes.is_new):
+                part.stand_in(batch)  # else what others' forwards change of the parameters would stay behind here
             return part.train_batch(batch, max(rows, 1), factor, stand_in=rows == 0, last=last)
 
     def _treated(self, work: ShardWork, replica: int, counts: list[Any]) -> list[tuple[Any, int]]:
@@ -259,6 +271,7 @@ class GroupReplica(BaseReplica):
         self._hooks.run()
         part.apply()
         part.drop_gradients()
+        self._forward_writes.forget()
         self._buffers.commit()
 
     def restore(self) -> None:
@@ -266,6 +279,7 @@ class GroupReplica(BaseReplica):
         if self.part is not None:
             self.part.drop_gradients()
             self._buffers.restore()
+            self._forward_writes.forget()
 
     # --------------------------------------------------------------------------------------------- evaluation and state
 

@@ -179,7 +179,7 @@ def user_function(role: str, factory: Factory, resolve: Resolve, given: int) -> 
 
 
 def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
-    """Take a mean, or (loss_sum, count), as a user's function returned it."""
+    """Take a mean, (loss_sum, count), or (loss_sum, None) for the plain sum, as a user's function returned it."""
     loss = outcome[0] if isinstance(outcome, list | tuple) and outcome else outcome
     if isinstance(loss, Tensor) and loss.is_complex():
         raise ConfigError(
@@ -189,12 +189,14 @@ def _read_outcome(role: str, outcome: Any, rows: int) -> Loss:
         return Loss(outcome.reshape(()), float(rows), float(rows))
     if isinstance(outcome, list | tuple) and len(outcome) == 2:
         loss_sum, count = outcome
+        if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and count is None:
+            return Loss(loss_sum.reshape(()), 1.0, None)
         if isinstance(loss_sum, Tensor) and loss_sum.numel() == 1 and _is_count(count):
             return Loss(loss_sum.reshape(()), 1.0, count.detach() if isinstance(count, Tensor) else float(count))
     shape = f" of shape {tuple(outcome.shape)}" if isinstance(outcome, Tensor) else ""
     raise ConfigError(
         f"the {role} function returned a {type(outcome).__name__}{shape}; return a scalar tensor, the mean over the "
-        "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator"
+        "batch, or (loss_sum, count) with the sum as a scalar tensor and its denominator, None for the plain sum"
     )
 
 

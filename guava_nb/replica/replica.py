@@ -23,15 +23,16 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, Tr
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.device_figures import DeviceFigures, norms
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
+from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
-from guava_nb.replica.model.parameter_watch import ParameterWatch
+from guava_nb.replica.model.parameter_watch import ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import Loss
 from guava_nb.replica.optimizer import build_optimizer, is_gated
@@ -93,6 +94,8 @@ class Replica(BaseReplica):
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
         self._watch = ParameterWatch(self.model)
+        self._forward_writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
+        self._last_part: tuple[Any, int] | None = None  # a batch for `stand_in`
         self._drop_gradients()
         self._check_state()
 
@@ -123,22 +126,61 @@ class Replica(BaseReplica):
         try:
             self._train_mode()
             self._buffers.begin_shard()
-            written = self._watch.written() if self._spec.optimizer_site == "orchestrator" else contextlib.nullcontext()
+            if is_watched := on_bucket is not None or work.is_cut:
+                self._forward_writes.begin()
             seed = shard_seed(self._spec.seed, work.step, work.shard)
-            with seeded(seed, self.device, restore_all=False), gathering(self._gather(work)), written:
+            with (
+                seeded(seed, self.device, restore_all=False),
+                gathering(self._gather(work)),
+                self._forward_writes.watched(),
+            ):
                 losses = self._run_parts(work, on_bucket, clock, counts, gates)
+            changed = self._changed(work) if losses and is_watched else None
             self._watch.check(exchanged=on_bucket is not None)
             self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
-            return self._launched(work, losses, clock, counts, on_bucket is None, gates)
+            launched = self._launched(work, losses, clock, counts, on_bucket is None, gates)
+            return launched if changed is None else launched.with_change(changed)
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
             self._exchange.cancel()
             self._drop_gradients()
             raise
+
+    def _changed(self, work: ShardWork) -> ParameterChange | None:
+        """Return what the forward changed of the trained parameters; where it may change some, keep a batch for `stand_in`.
+
+        Raises:
+            TrainingError: it changes some, and the optimizer's step is not taken here.
+        """
+        changed = self._forward_writes.end()
+        if changed and self._spec.optimizer_site == "orchestrator":
+            raise TrainingError(forward_changes(changed.name))
+        if self._forward_writes:
+            part, rows = next((p, n) for p, n in zip(work.parts, rows_of_parts(work), strict=True) if n)
+            self._last_part = part, rows
+        return changed
+
+    def stand_in(self, step: int) -> None:
+        """Change parameters as the others' forwards did, in a step of which this worker has no sample, by an earlier batch.
+
+        Only where a forward was seen to change some; all else is left as it was.
+        """
+        if not self._forward_writes or self._last_part is None:
+            return
+        part, rows = self._last_part
+        self._train_mode()
+        self._buffers.begin_shard()
+        with (
+            seeded(shard_seed(self._spec.seed, step, -1), self.device, restore_all=False),
+            gathering(refusing(_NO_GROUP)),
+        ):
+            self._objective(self.model, self._preprocessing.train(part), rows)
+        self._buffers.restore()
+        self._drop_gradients()
 
     def _gather(self, work: ShardWork) -> Gather | None:
         """Return what `gather_batch` does in a shard: all samples of each batch are here, or they cannot be had."""
@@ -159,6 +201,8 @@ class Replica(BaseReplica):
                 counts.append(self._preprocessing.tokens(batch))
                 with self._autocast(), explaining_few_rows(self.model):
                     loss = self._objective(self.model, batch, rows)
+            if work.is_cut:
+                self._forward_writes.piece()
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
@@ -314,10 +358,12 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         self._drop_gradients()
         self._buffers.restore()
+        self._forward_writes.forget()
 
     def _finish_step(self, sums: Buckets | None) -> None:
         self._drop_gradients()
         self._exchange.recycle()
+        self._forward_writes.forget()
         if sums is None:
             self._buffers.commit()
         else:

@@ -6,13 +6,14 @@ Plain records; knows nothing of how it is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import ParameterChange
 
 __all__ = ["EvalSums", "LaunchedShard", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 
@@ -57,6 +58,7 @@ class ShardResult:
         gradient_square: for a group, this rank's share of the squared norm of the gradient.
         tokens: as the user's function counted them; None where it is not asked.
         unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
+        changed: what the step's forwards changed of the trained parameters; None also for a lone worker.
     """
 
     loss_sum: float
@@ -69,6 +71,7 @@ class ShardResult:
     gradient_square: float | None = None
     tokens: float | None = None
     unlike: tuple[str, ...] = ()
+    changed: ParameterChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class LaunchedShard:
     read: Callable[[], ShardResult]
     factor: Tensor | float = 1.0
     bad: Tensor | None = None
+
+    def with_change(self, changed: ParameterChange) -> LaunchedShard:
+        """Return the same, whose result tells what the forward changed of the parameters."""
+        return replace(self, read=lambda: replace(self.read(), changed=changed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,20 @@ from guava_nb.cluster.report_checks import is_valid, without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sample_text import sample_text
 from guava_nb.data.split import RowSplitter
-from guava_nb.errors import NotFinite, RemoteProtocolError
-from guava_nb.protocol.messages import Commit, CommitStep, GradientBucket, Ready, RunSpec, StepApplied, StepWithoutShard
+from guava_nb.errors import NotFinite, RemoteProtocolError, TrainingError
+from guava_nb.protocol.messages import (
+    Commit,
+    CommitStep,
+    GradientBucket,
+    ParameterChange,
+    Ready,
+    RunSpec,
+    StepApplied,
+    StepWithoutShard,
+)
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
+from guava_nb.sync.parameter_hashes import missed_change, unlike_change
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
 from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine, has_finite_loss
@@ -41,6 +51,9 @@ class Replicas(Protocol):
 
     def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
         """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
+
+    def kind_of(self, rank: int) -> str:
+        """Return which kind of device a worker has, and which part of the model."""
 
 
 _Replicas = TypeVar("_Replicas", bound=Replicas)
@@ -70,6 +83,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._job, self._replicas, self._credit = job, replicas, credit
         self._on_commit, self._on_applied = on_commit, on_applied
         self._unlike: set[str] = set()  # buffers of which a person was told
+        self._computed: set[int] = set()  # who has worked on a shard
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
         replicas.count_ahead = self._count_ahead
@@ -167,6 +181,7 @@ class StepExchange(ABC, Generic[_Replicas]):
             member.tokens = (member.tokens or 0.0) + message.tokens
         if message.unlike:
             self._tell_unlike(message.step, message.unlike)
+        self._compare_changes(in_flight, rank, message.changed)
         self._credit.worked(message.step, message.shard)
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:
@@ -189,6 +204,29 @@ class StepExchange(ABC, Generic[_Replicas]):
                 "samples, those of whole numbers added up. If that is not right: buffers='sum' (--buffers sum) adds up, 'first' "
                 "takes those of the first samples; a whole batch on one worker is always right: shares=[1, 0, ...] (--shares 1,0)"
             )
+
+    def _compare_changes(self, in_flight: StepInFlight, rank: int, change: ParameterChange | None) -> None:
+        """Compare what workers' own code changed of the parameters in a step: whole copies stay equal only if all change alike.
+
+        Raises:
+            TrainingError: two changed them otherwise, or one has neither a sample of the step nor an earlier one to do it with.
+        """
+        machine, name = in_flight.machine, self._job.cluster.name
+        if machine.solo:
+            return
+        self._computed.add(rank)
+        other = in_flight.changes.other_than(rank, self._replicas.kind_of(rank), change)
+        if other is not None:
+            raise TrainingError(
+                unlike_change(self._parameter(change or other.change), machine.step, name(rank), name(other.rank))
+            )
+        idle = set(in_flight.members) - {task.owner for task in machine.tasks} - self._computed
+        if change is not None and idle:
+            raise TrainingError(missed_change(self._parameter(change), machine.step, name(min(idle))))
+
+    def _parameter(self, change: ParameterChange | None) -> str:
+        known = {name for bucket in self._replicas.master.layout.buckets for name in bucket.names}
+        return f"parameter {change.name!r}" if change is not None and change.name in known else "a parameter"
 
     def _sound(self, rank: int, message: Ready) -> Ready:
         """Return the report without invalid figures; a person is told of them once.

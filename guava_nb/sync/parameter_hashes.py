@@ -1,16 +1,20 @@
-"""Compares the parameters of workers of one kind after the same step, by their hashes."""
+"""Compares the parameters of workers of one kind after the same step, by their hashes, and what forwards changed of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from guava_nb.errors import TrainingError
-from guava_nb.protocol.messages import StateLoaded
+from guava_nb.protocol.messages import ParameterChange, StateLoaded
 
-__all__ = ["ParameterHashes", "check_equal"]
+__all__ = ["OwnChange", "OwnChanges", "ParameterHashes", "check_equal", "missed_change", "unlike_change"]
 
 #: Steps that reports may come late.
 _LATE_STEPS = 4
+#: Relative difference of norms on unlike kinds of devices that is rounding.
+_ROUGH = 1e-4
 
 
 class ParameterHashes:
@@ -49,3 +53,58 @@ def check_equal(loaded: Iterable[tuple[str, StateLoaded]]) -> None:
                 f"(hash {answer.parameter_hash[:12]} and {parameter_hash[:12]}); start the run again, and check the memory "
                 f"of {name}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChange:
+    """What one worker's forwards, or step function, changed of the parameters in a step; None for nothing."""
+
+    rank: int
+    kind: str
+    change: ParameterChange | None
+
+
+class OwnChanges:
+    """What all workers' own code changed of the parameters in one step, the first of each kind of worker."""
+
+    def __init__(self) -> None:
+        """Nothing was reported yet."""
+        self._first: dict[str, OwnChange] = {}
+
+    def other_than(self, rank: int, kind: str, change: ParameterChange | None) -> OwnChange | None:
+        """Note a worker's change; returns that of a worker that holds the same part of the model and changed it otherwise."""
+        mine = self._first.setdefault(kind, OwnChange(rank, kind, change))
+        part = kind.partition(", stage")[2]
+        others = (one for one in self._first.values() if one.kind.partition(", stage")[2] == part and one is not mine)
+        if not _is_alike(mine.change, change, 0.0):
+            return mine
+        return next((one for one in others if not _is_alike(one.change, change, _ROUGH)), None)
+
+
+def _is_alike(one: ParameterChange | None, other: ParameterChange | None, rough: float) -> bool:
+    """Whether two workers made the same change; one that is made twice may round once more."""
+    if one is None or other is None:
+        return one is other
+    rounding = max(one.rounding, rough)
+    return one.name == other.name and (
+        one.digest == other.digest or math.isclose(one.norm, other.norm, rel_tol=rounding)
+    )
+
+
+def unlike_change(parameter: str, step: int, one: str, other: str) -> str:
+    """Return the sentence on a change that two workers made otherwise."""
+    return (
+        f"the forward or the step itself changes {parameter}, and in step {step + 1} {one} and {other} came to other values: "
+        "each sees its own samples (max_norm of an embedding goes by them), or draws its own random numbers. The step counts "
+        "nowhere. Make the change go by the parameter alone, as `with torch.no_grad(): self.embedding.weight.renorm_(2, 0, 1.0)` "
+        "in the forward instead of max_norm=1.0; or train with one worker"
+    )
+
+
+def missed_change(parameter: str, step: int, who: str) -> str:
+    """Return the sentence on a change that a worker could not make."""
+    return (
+        f"the forward or the step itself changes {parameter}, and {who} has no sample of step {step + 1} and had none before, so "
+        "the change is not made there. The step counts nowhere. Give each worker a sample: larger batches, other shares, or "
+        "drop_last=True in the DataLoader; or train with one worker"
+    )

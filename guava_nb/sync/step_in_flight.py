@@ -18,6 +18,7 @@ from guava_nb.protocol.messages import Shard, Tree
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.row_cache.policy import deal
 from guava_nb.row_cache.writer import OutgoingBatch, RowSlice, RowWriter
+from guava_nb.sync.parameter_hashes import OwnChanges
 from guava_nb.sync.step_machine import ShardTask, StepMachine
 
 __all__ = [
@@ -48,6 +49,7 @@ class StepInFlight:
         members: ranks that take part: they get the sums whether or not they have a shard.
         shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
+        changes: what the workers' own code changed of the parameters.
     """
 
     machine: StepMachine
@@ -56,6 +58,7 @@ class StepInFlight:
     shards: PlannedShards
     batches: int
     sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
+    changes: OwnChanges = field(default_factory=OwnChanges)
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
         """Add a contribution to its bucket."""

@@ -47,10 +47,14 @@ class StepsHeld:
             self._learning_rates.pop(message.step - 8, None)
         if not message.parameter_hash:
             return None
-        kind = self._device_kind.get(rank, "")
+        kind = self.kind_of(rank)
         if not self._hashes.differs(message.step, kind, message.parameter_hash, rank):
             return None
         return f"parameters differ after step {message.step} from those of other workers of the same kind ({kind})"
+
+    def kind_of(self, rank: int) -> str:
+        """Return which kind of device a worker has, and which part of the model."""
+        return self._device_kind.get(rank, "")
 
     def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
         """Note that workers were sent a step; `alone`: to one that may commit it by itself."""

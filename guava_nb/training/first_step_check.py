@@ -30,7 +30,7 @@ from guava_nb.data.split import RowSplitter
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Finding, ParallelSpec, RunSpec, StepChecked
-from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUPLED, WEIGHTS
+from guava_nb.replica.one_step_check.whole_against_cut import BACKWARD, COUPLED, SUM, WEIGHTS
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
@@ -53,8 +53,6 @@ _FIRST_AGAIN = 4
 _MOST_NEWS = 8
 #: What a record says of differences.
 _FOUND = ("causes", "buffers", "unlike_in_python")
-#: What a record says of what a forward that is not made leaves undone.
-_KEPT = ("kept_in_python", "written")
 _FAILED = ("whole failed", "piece failed")
 
 
@@ -155,15 +153,13 @@ class FirstStepCheck:
 
     def _look_for_idle(self, group: Sequence[LoadedBatch]) -> None:
         """Tell once where a worker gets no sample, and so misses what each forward changes."""
-        record, rows = self._run.check or {}, max(batch.rows for batch in group)
-        kept = [name for key in _KEPT for name in record.get(key, ())]
-        shape = self._members.replica_set.spec.parallel
-        if (
-            shape is not None and shape.zero_stage >= 2
-        ):  # there a worker without samples makes a forward with a stand-in
-            return
-        team = self._members.available()
-        busy = sum(weight > 0 for weight in self._plan.weights(team))
+        kept, rows = (self._run.check or {}).get("kept_in_python"), max(batch.rows for batch in group)
+        replicas, team = self._members.replica_set, self._members.available()
+        shape = replicas.spec.parallel or ParallelSpec()
+        # A replica of several ranks is given its samples together.
+        busy = sum(weight > 0 for weight in self._plan.weights(team)[:: shape.pp * shape.tp])
+        if shape.zero_stage >= 2 or shape.gather or replicas.spec.sync_batchnorm:
+            return  # there it makes a forward of some other sample, for the others wait for it
         if not kept or rows >= busy or self._has_told_idle:
             return
         self._has_told_idle = True
@@ -242,7 +238,7 @@ class FirstStepCheck:
             raise ConfigError(verdict.sentence + kept)
         self._members.cluster.notice(verdict.sentence + again)
         # A notice is seen where somebody looks for it.
-        if {BACKWARD, WEIGHTS, COUPLED} & set(verdict.record.get("causes", ())) or verdict.record.get(
+        if {BACKWARD, SUM, WEIGHTS, COUPLED} & set(verdict.record.get("causes", ())) or verdict.record.get(
             "unlike_in_python"
         ):
             warnings.warn(verdict.sentence, stacklevel=2)

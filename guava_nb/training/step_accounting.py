@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from guava_nb.data.loader_feed import LoadedBatch
+from guava_nb.errors import TrainingError
 from guava_nb.protocol.messages import Commit, StepApplied
 from guava_nb.sync.beginning import Beginning
 from guava_nb.sync.step_in_flight import StepInFlight
@@ -112,6 +113,12 @@ class StepAccounting:
         difference = self._replica_set.note_commit(rank, message)
         if difference is not None:
             cluster = self._membership.cluster
+            if self._replica_set.spec.parallel is not None:  # its group cannot take a step without it
+                raise TrainingError(
+                    f"{cluster.name(rank)}: {difference}. They must be equal, and all steps from there on go wrong. Something "
+                    "changes them on some workers only: code of model, loss, step or optimizer that goes by the samples or by "
+                    "chance, or a fault of that machine. Train with one worker, or without that machine"
+                )
             cluster.notice(f"{cluster.name(rank)}: {difference}; it gets the state again")
             self._membership.behind.add(rank)
         index = message.step - self.first_step

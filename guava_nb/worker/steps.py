@@ -421,6 +421,8 @@ class StepRunner:
             replica.take_parameters(step.buckets)
         else:
             try:
+                if isinstance(replica, Replica) and not step.done and not commit.skip:
+                    replica.stand_in(self.committed + 1)
                 with contextlib.nullcontext() if self._seat is None else self._seat.applying():
                     replica.apply(step.buckets or None, commit, self.committed + 1)
             except ApplyFailed as failed:
@@ -502,4 +504,5 @@ def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
         loss_sum=result.loss_sum, count=result.count, finite=result.finite, rows=message.rows,
         forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, nonfinite=result.nonfinite,
         gradient_square=result.gradient_square, tokens=result.tokens, unlike=result.unlike,
+        changed=result.changed,
     )  # fmt: skip

@@ -180,6 +180,9 @@ class PipelinePart(ModelPart):
         self._rows += 0 if stand_in else rows
         return tally.measured(0 if stand_in else rows)
 
+    def stand_in(self, batch: Any) -> None:
+        """Do nothing: the ranks of a pipeline do not know of each other's parameters."""
+
     def _cut(self, value: Any, rows: int, sizes: Sequence[int], half: int) -> list[Any]:
         return cut_rows(to_device(value, self._place.device), rows, sizes, self.cut_along, half)
 

@@ -100,6 +100,7 @@ class TensorSums:
             raise TrainingError(
                 f"gradients of {whole[worst][0]!r} and {len(apart) - 1} more parameters differ between the workers that "
                 f"share each layer (norm {float(lowest[worst]):.6g} to {float(highest[worst]):.6g}): they work on split "
-                'activations, or the forward is not the same on every worker; give their module the plan "partial" in '
-                "the first case, seed its randomness alike in the second"
+                "activations, the forward is not the same on every worker, or the loss takes derivatives of derivatives through "
+                'split layers (autograd.grad with create_graph=True); give their module the plan "partial" in the first case, '
+                "seed its randomness alike in the second, and use data mode in the third"
             )

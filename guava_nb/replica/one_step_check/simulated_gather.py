@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 from torch import Tensor
 
-__all__ = ["SimulatedGather"]
+__all__ = ["SimulatedGather", "no_process_group"]
 
 
 class SimulatedGather:
@@ -56,3 +60,17 @@ class SimulatedGather:
             for (own, _), gradient in zip(call, parts, strict=True):
                 own.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
         self._lent = []
+
+
+@contextlib.contextmanager
+def no_process_group() -> Iterator[None]:
+    """Hide the process group that stands: what user code would ask of it, the other ranks do not join."""
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or distributed.GroupMember.WORLD is None:
+        yield
+        return
+    world, distributed.GroupMember.WORLD = distributed.GroupMember.WORLD, None
+    try:
+        yield
+    finally:
+        distributed.GroupMember.WORLD = world

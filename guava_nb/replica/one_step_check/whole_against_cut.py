@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from guava_nb.parallel.replicas.gather_batch import Gather
@@ -34,20 +34,23 @@ from guava_nb.replica.one_step_check.differences import (
     differ,
     differences,
     is_spanned,
+    is_sum,
     is_unlike,
 )
 from guava_nb.replica.one_step_check.python_state import PythonState, adopt, is_alike, is_apart
-from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather
+from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
 from guava_nb.replica.shard import ShardWork
 from guava_nb.spec.factories import Resolve
 from guava_nb.telemetry.tasks import uncounted
 
-__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "WEIGHTS", "compare"]
+__all__ = ["BACKWARD", "BATCH_STATISTICS", "COUPLED", "RANDOMNESS", "STATE", "SUM", "WEIGHTS", "compare"]
 
 #: Causes of a difference.
 BATCH_STATISTICS, RANDOMNESS, WEIGHTS, COUPLED = "batch_statistics", "randomness", "weights", "coupled"
+#: The loss adds its samples up where a mean was expected.
+SUM = "sum"
 #: The user's step calls backward by itself: that gradient counts in full, whatever the share of the samples.
 BACKWARD = "backward"
 #: Something out of reach changes with each call: the same batch gives another loss with the same random numbers.
@@ -83,7 +86,7 @@ def compare(
         return Finding("large")
     whole, pieces = [(batches[0], rows[0])], list(zip(batches[1:], rows[1:], strict=True))
     found = Finding("whole failed")
-    with seeded(spec.seed, replica.device), uncounted(), _no_process_group(), _uncompiled():
+    with seeded(spec.seed, replica.device), uncounted(), no_process_group(), _uncompiled():
         for precision in dict.fromkeys(("fp64" if spec.precision == "fp64" else "fp32", spec.precision)):
             found = _attempt(replica, spec, resolve, precision, whole, pieces)
             if found.outcome != "whole failed":
@@ -148,7 +151,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
         return Finding("whole failed", problem=f"the loss is {one.loss}")
     by_loss, by_gradient, parameter = differences(one, many)
     buffers = tuple(name for name in one.buffers if is_unlike(one.buffers[name], many.buffers.get(name)))
-    kept = trial.kept_by(one, whole)
+    kept = trial.kept_by(one, whole, pieces[:1])
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
@@ -177,6 +180,8 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tu
         if trial.has_backward or trial.has_gathered:
             return (*causes, BACKWARD if trial.has_backward else COUPLED)
         parts = [trial.measure([piece]) for piece in pieces]
+    if is_sum(one, parts):
+        return (*causes, SUM)
     return (*causes, WEIGHTS if is_spanned(one, parts) else COUPLED)
 
 
@@ -214,6 +219,7 @@ class _Trial(Replica):
             )
             return loss
 
+        measure.user = getattr(objective, "user", None)  # type: ignore[attr-defined]
         return measure
 
     def go_on_from(self, replica: BaseReplica, is_copy: bool) -> None:
@@ -247,6 +253,7 @@ class _Trial(Replica):
         bucket = self.layout.buffers
         merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, set())
         left, written = [], []
+        gradients: dict[str, Tensor] = {}
         try:
             self._state.restore(stale)
             self._gathered.begin(is_whole=len(pieces) == 1)
@@ -256,6 +263,7 @@ class _Trial(Replica):
                         self._state.restore()
                         self._writes.restore()
                     result = self.run_shard(ShardWork(seed, 0, [copy.deepcopy(batch)], part, rows, (part,)))
+                    self._move_gradients(gradients)  # a step that calls zero_grad() takes them from no other worker
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
                     left.append(self._state.read())
                     written.append(self._writes.values())
@@ -263,12 +271,8 @@ class _Trial(Replica):
                         present, changes = self._buffers.flatten()
                         merge.add(number, changes, present)
                 self._gathered.finish()
+            self._move_gradients(gradients)
             self.drawn |= still.drawn
-            gradients = {
-                name: p.grad.to_dense() if p.grad.layout is not torch.strided else p.grad
-                for name, p in self._named.items()
-                if p.grad is not None
-            }
             if merge is not None and bucket is not None:
                 self._buffers.adopt(*merge.result(bucket.present_bytes))
             buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
@@ -281,6 +285,14 @@ class _Trial(Replica):
         scale = rows / count if count else 1.0
         loss = loss_sum / count if count else math.nan
         return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written)
+
+    def _move_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Add the parameters' gradients to these, and leave none there."""
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                mine = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
+                gradients[name] = gradients[name] + mine if name in gradients else mine
+                parameter.grad = None
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -295,13 +307,18 @@ class _Trial(Replica):
             if any(name not in one.written[-1] or is_unlike(one.written[-1][name], piece.get(name)) for piece in pieces)
         )  # fmt: skip
 
-    def kept_by(self, one: Measured, whole: _Pieces) -> tuple[str, ...]:
+    def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
         """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
         moved = self._state.moved(one.left[-1])[:_MOST_NAMES]
         found = []
         for name in moved:
             self.measure(whole, keep=True)
             if differ(one, self.measure(whole, stale={name})):
+                found.append(name)
+                continue
+            fresh = self.measure(piece)  # what one batch leaves may matter to other samples only
+            self.measure(whole, keep=True)
+            if differ(fresh, self.measure(piece, stale={name})):
                 found.append(name)
         return tuple(found)
 
@@ -420,20 +437,6 @@ def _copying(resolve: Resolve) -> Callable[[str], object]:
         return copy.deepcopy(found) if isinstance(found, nn.Module) else found
 
     return find
-
-
-@contextlib.contextmanager
-def _no_process_group() -> Iterator[None]:
-    """Hide the process group that stands: what user code would ask of it, the other ranks do not join."""
-    distributed = sys.modules.get("torch.distributed.distributed_c10d")
-    if distributed is None or distributed.GroupMember.WORLD is None:
-        yield
-        return
-    world, distributed.GroupMember.WORLD = distributed.GroupMember.WORLD, None
-    try:
-        yield
-    finally:
-        distributed.GroupMember.WORLD = world
 
 
 @contextlib.contextmanager

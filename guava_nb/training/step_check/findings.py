@@ -15,13 +15,13 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
-from guava_nb.replica.model.parameter_watch import forward_changes
 from guava_nb.replica.one_step_check.whole_against_cut import (
     BACKWARD,
     BATCH_STATISTICS,
     COUPLED,
     RANDOMNESS,
     STATE,
+    SUM,
     WEIGHTS,
 )
 
@@ -202,6 +202,11 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "The gradients of the pieces are right, but they count with wrong weights: return (loss_sum, count) instead of a "
             "mean, where count is what the mean divides by, such as the targets that are not ignored"
         )
+    if SUM in answer.causes:
+        yield (
+            "The loss adds up its samples, and what a step or an own criterion returns is taken for a mean over them, so each "
+            "piece counts by its share only: return (loss_sum, count) for a mean, or (loss, None) for this sum as it is"
+        )
     if BACKWARD in answer.causes:
         yield (
             "The step calls backward() by itself, and that gradient counts in full for each piece, not by its share of the "
@@ -209,6 +214,8 @@ def _findings(spec: RunSpec, question: Question, answer: Finding) -> Iterator[st
             "and leave its backward() out"
         )
     if COUPLED in answer.causes:
+        if other := question.splitter.reading.on_second_axis(question.content):
+            yield other
         yield from _about_coupling(question, "take a mode without stages, or --micro-batches 1" if pipeline else "")
     yield from _about_python(spec, question, answer)
     yield from _about_buffers(spec, answer)
@@ -219,8 +226,6 @@ def _about_writes(spec: RunSpec, answer: Finding) -> str:
     if not answer.written:
         return ""
     name = (answer.written_unlike or answer.written)[0]
-    if spec.optimizer_site == "orchestrator":
-        return forward_changes(name)
     if spec.parallel is not None and spec.parallel.zero_stage >= 2:
         return (
             f"the forward itself changes parameter {name!r}, and with ZeRO 2 and 3 that is a gathered copy, which is thrown "
@@ -235,8 +240,7 @@ def _about_writes(spec: RunSpec, answer: Finding) -> str:
         )
     return (
         f"the forward itself changes parameter {name!r} by the samples that it sees, as nn.Embedding with max_norm does, so "
-        "workers would go on with unlike weights: change all of the parameter, whatever the samples, or have one worker do each "
-        "batch whole, shares=[1, 0] (--shares 1,0; a 0 for each further worker)"
+        "workers would go on with unlike weights: change all of the parameter, whatever the samples, or train with one worker"
     )
 
 

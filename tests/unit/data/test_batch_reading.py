@@ -396,3 +396,20 @@ def test_a_share_of_a_share_is_cut_in_the_same_way(drawn: tuple[Any, str]) -> No
 def _plain(value: Any) -> Any:
     inside = children(value)
     return value if inside is None else {key: _plain(child) for key, child in inside}
+
+
+@pytest.mark.parametrize(
+    ("parts", "drawn", "found"),
+    [
+        (((5, 8), (5, 8)), None, 'cut on axis 1: inputs [5, 8], targets [5, 8]"'),
+        (((5, 8), (5, 8)), 5, ""), (((5, 8), (5,)), None, ""),
+        (((5, 8), (5, 3)), None, ""), (((5, 1), (5, 1)), None, ""), (((5, 8, 2), (5, 8)), None, "8 of them"),
+    ],
+)  # fmt: skip
+def test_a_batch_whose_samples_may_be_on_axis_1_says_how_to_have_it_so(
+    parts: tuple[tuple[int, ...], ...], drawn: int | None, found: str
+) -> None:
+    reading, batch = BatchReading(), tuple(torch.zeros(shape) for shape in parts)
+    reading.read(batch, drawn)
+    said = reading.on_second_axis(batch)
+    assert found in said and bool(said) == bool(found)

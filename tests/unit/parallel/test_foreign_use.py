@@ -5,6 +5,7 @@ What FSDP2 gathers is proven by the programs of tests/parity.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from guava_nb.errors import ConfigError
-from guava_nb.parallel.foreign_use import PartsInUse
+from guava_nb.parallel.foreign_use import PartsInUse, writes
 
 
 class Part(nn.Linear):
@@ -51,6 +52,7 @@ def run(net: Net) -> None:
         lambda net: net.second.weight.pow(2).sum(),
         lambda net: (net.first.weight.device, net.first.weight.dtype, net.first.weight.requires_grad, net.first.bias.sum()),
         lambda net: net.target.weight.lerp_(net.first.weight, 0.1),
+        lambda net: net.first.weight.data.clamp_(-1, 1),
         lambda net: net.target.weight.data.mul_(0.9).add_(net.first.weight.data, alpha=0.1),
         lambda net: net.target.weight.copy_(0.9 * net.target.weight + 0.1 * net.first.weight.detach()),
     ],
@@ -88,3 +90,27 @@ def test_evaluation_is_looked_at_too() -> None:
     with pytest.raises(ConfigError, match="read outside its layer"), watcher.watched():
         net(torch.ones(2, 3))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+def test_what_begins_with_a_later_pass_is_found_at_the_next_that_is_watched() -> None:
+    net = Net()
+    watcher = PartsInUse(net)
+    for number in range(1, 9):
+        if number == 5:
+            net.extra = lambda net: net.first.weight.sum()
+        refused = pytest.raises(ConfigError, match="read outside") if number == 8 else contextlib.nullcontext()
+        with refused, watcher.watched():
+            net(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "expected"),
+    [
+        (torch.Tensor.clamp_, {}, True), (torch.Tensor.__setitem__, {}, True), (torch.Tensor.__iadd__, {}, True),
+        (torch._foreach_mul_, {}, True), (torch.clamp, {"out": 1}, True), (torch.Tensor.data.__set__, {}, True),
+        (torch.Tensor.data.__get__, {}, False), (torch.clamp, {}, False), (torch.Tensor.requires_grad_, {}, False),
+        (torch.Tensor.__invert__, {}, False), (torch.Tensor.__add__, {}, False),
+    ],
+)  # fmt: skip
+def test_which_functions_write(function: Callable[..., object], words: dict[str, object], expected: bool) -> None:
+    assert writes(function, words) is expected

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import msgspec
@@ -52,6 +53,23 @@ def auxiliary(model: nn.Module, batch: Any) -> torch.Tensor:
     out = model(batch[0])
     (out.square().mean() * 0.1).backward(retain_graph=True)
     return functional.cross_entropy(out, batch[1])
+
+
+def added(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def plain_sum(model: nn.Module, batch: Any) -> tuple[torch.Tensor, None]:
+    return added(model, batch), None
+
+
+def attacked(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Adversarial samples, by a backward whose gradients are dropped."""
+    x = batch[0].clone().requires_grad_(True)
+    functional.cross_entropy(model(x), batch[1]).backward()
+    assert x.grad is not None
+    model.zero_grad()
+    return functional.cross_entropy(model(batch[0] + 0.1 * x.grad.sign()), batch[1])
 
 
 def built(step: str | None, precision: str, fails_in: str = "") -> tuple[Replica, RunSpec]:
@@ -188,3 +206,38 @@ def test_norms_that_see_all_samples_are_no_cause(norm: dict[str, Any], step: str
 def test_a_backward_inside_the_step_is_told_as_one() -> None:
     """Its gradients are spanned by those of the pieces, but no count of the returned loss would mend it."""
     assert look(*built("auxiliary", "fp32")).causes == ("backward",)
+
+
+def test_a_sum_is_told_from_a_mean_with_wrong_weights_and_may_be_asked_for() -> None:
+    finding = look(*built("added", "fp32"))
+    assert (finding.outcome, finding.causes) == ("differs", ("sum",))
+    assert look(*built("plain_sum", "fp32")).outcome == "same"
+
+
+def test_a_step_that_drops_gradients_drops_those_of_no_other_worker() -> None:
+    assert look(*built("attacked", "fp32")).outcome == "same"
+
+
+def test_what_the_step_s_own_module_keeps_is_looked_at_and_put_back() -> None:
+    """The model is of another module."""
+    kept: dict[str, Any] = {}
+    module = types.ModuleType("own_step")
+    module.__dict__.update(kept=kept, functional=functional, __file__="own_step.py")
+    exec(STEP, module.__dict__)
+    _, spec = built("added", "fp32")
+    spec = msgspec.structs.replace(spec, step=Factory("own"))
+
+    def resolve(name: str) -> object:
+        return module.__dict__["step"] if name == "own" else found(name)
+
+    finding = look(Replica(spec, resolve, torch.device("cpu")), spec, resolve)
+    assert finding.outcome == "differs" and any("kept" in name for name in finding.unlike) and not kept
+
+
+STEP = """
+def step(model, batch):
+    x, y = batch
+    if "mean" not in kept:
+        kept["mean"] = x.mean(0)
+    return functional.cross_entropy(model(x - kept["mean"]), y)
+"""
