@@ -12,7 +12,7 @@ __all__ = ["PROGRAMS"]
 
 CE = "CrossEntropyLoss"
 THROWN_AWAY = {"zero 3": "which is thrown away", "site": "no forward runs where the weights are"}
-BY_SAMPLES = "each sees its own samples"
+BY_SAMPLES = "max_norm"
 
 
 class HeldDown(nn.Linear):
@@ -120,7 +120,7 @@ PROGRAMS = [
     Program(name="clamp at the start of the step", model=plain_layers, data=classified, step=clamped_step, optimizer="RMSprop",
             optimizer_args={"lr": 0.05}, refused={"site": THROWN_AWAY["site"]}),
     Program(name="shrunk in the forward", model=shrinking, data=classified, criterion=CE,
-            refused={**THROWN_AWAY, "pipeline": "changes parameter '4.weight' further"}),
+            refused={**THROWN_AWAY, "pipeline": "changes parameter '4.weight'"}),
     Program(name="noise on weights", model=noisy, data=classified, criterion=CE, modes=("data", "relay", "zero 1", "site"),
             refused={"*": "draws its own random numbers", **THROWN_AWAY}),
     Program(name="embedding with max_norm", model=Words, data=texts, criterion=CE, optimizer_args=SGD,
