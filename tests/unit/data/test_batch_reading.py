@@ -401,7 +401,8 @@ def _plain(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("parts", "drawn", "found"),
     [
-        (((5, 8), (5, 8)), None, 'cut on axis 1: inputs [5, 8], targets [5, 8]"'), (((5, 8), (5, 8)), 5, ""), (((5, 8), (5,)), None, ""),
+        (((5, 8), (5, 8)), None, 'cut on axis 1: inputs [5, 8], targets [5, 8]"'),
+        (((5, 8), (5, 8)), 5, ""), (((5, 8), (5,)), None, ""),
         (((5, 8), (5, 3)), None, ""), (((5, 1), (5, 1)), None, ""), (((5, 8, 2), (5, 8)), None, "8 of them"),
     ],
 )  # fmt: skip
