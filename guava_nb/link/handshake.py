@@ -6,6 +6,7 @@ Knows the order of the first bytes; knows nothing of sessions. Whatever goes wro
 from __future__ import annotations
 
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from guava_nb.protocol.framing import Arrived, Decoder, Limits, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Channel, Message, Refused
+from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.state import Event, Role, State, advance, received, sent
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import connect
@@ -23,8 +25,10 @@ from guava_nb.transport.tls import TlsStream
 from guava_nb.transport.websocket import WebSocketStream, begins_http
 from guava_nb.tunnels.ngrok_errors import sentence
 
-__all__ = ["Attachment", "Deadline", "attach", "prove", "receive_record", "send_record", "unwrap"]
+__all__ = ["SHARED_MEMORY", "Attachment", "Deadline", "attach", "prove", "receive_record", "send_record", "unwrap"]
 
+#: For payloads of all connections: with one for each, two hundred workers would pin two hundred times as much.
+SHARED_MEMORY = PayloadMemory(lock=threading.Lock())
 _BEGINNING_BYTES = 4  # enough to tell TLS, HTTP and our own proof apart; each of them begins with more
 
 
@@ -168,7 +172,9 @@ def _ask(stream: Stream, code: JoinCode, record: Attach, options: LinkOptions, d
     state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
     send_record(stream, record)
     state = advance(state, Role.DIALLER, sent(Attach))
-    decoder = Decoder(Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)))
+    decoder = Decoder(
+        Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)), SHARED_MEMORY
+    )
     answer, early = receive_record(stream, decoder, deadline)
     advance(state, Role.DIALLER, received(type(answer.message)))
     if isinstance(answer.message, Refused):

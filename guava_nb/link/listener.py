@@ -28,7 +28,7 @@ from guava_nb.errors import (
 )
 from guava_nb.link.adaptive_compression import offered
 from guava_nb.link.grace_period import GracePeriod
-from guava_nb.link.handshake import Deadline, prove, receive_record, send_record, unwrap
+from guava_nb.link.handshake import SHARED_MEMORY, Deadline, prove, receive_record, send_record, unwrap
 from guava_nb.link.line_measurement import Measuring, answer_measuring
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
@@ -296,7 +296,7 @@ class Listener:
         stream, begun = unwrap(tcp, self._tls, deadline)
         prove(stream, ListenerProof(self._secret, self._fingerprint), deadline, begun)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
-        decoder = Decoder(Limits.before_join())
+        decoder = Decoder(Limits.before_join(), SHARED_MEMORY)
         arrived, early = receive_record(stream, decoder, deadline)
         advance(state, Role.LISTENER, received(type(arrived.message)))
         if not isinstance(arrived.message, Attach) or early or decoder.unfinished:

@@ -221,9 +221,7 @@ class Orchestrator(SessionHost):
             return job.run.result()
 
     def _builder(self) -> RunBuilder:
-        cluster = self._cluster
-        members = () if cluster is None else [cluster.roster.members[rank].hello for rank in cluster.roster.ready()]
-        return RunBuilder(self.config, self._models, self._tensor_plan, members)
+        return RunBuilder(self.config, self._models, self._tensor_plan, self._cluster)
 
     # ------------------------------------------------------------------------------------------------------- forecast
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.config import DistributedConfig
 from guava_nb.data.worker_data import WorkerData
 from guava_nb.errors import ConfigError
@@ -17,7 +18,7 @@ from guava_nb.evaluation.metric_specs import merges_for, metric_specs
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.model_registry import ModelRegistry
-from guava_nb.protocol.messages import Factory, Hello, RunSpec
+from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, facts_of, is_same_code, roots_of
@@ -35,7 +36,7 @@ class RunBuilder:
         config: that holds now.
         registry: knows the shared cells.
         tensor_plan: of the mode that was chosen.
-        members: the workers that are here.
+        cluster: the workers that are here.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class RunBuilder:
         config: DistributedConfig,
         registry: ModelRegistry,
         tensor_plan: Mapping[str, str],
-        members: Iterable[Hello] = (),
+        cluster: Cluster | None = None,
     ) -> None:
         """Nothing is built before it is asked for."""
         self._config, self._registry, self._tensor_plan = config, registry, tensor_plan
-        self._members = tuple(members)
+        self._cluster = cluster
 
     def compose(
         self,
@@ -122,7 +123,9 @@ class RunBuilder:
     def _concrete(self, options: TrainingOptions) -> TrainingOptions:
         """Choose the precision where the workers' cards shall decide."""
         assert options.precision is not None
-        return dataclasses.replace(options, precision=precision_for(options.precision, self._members))
+        roster = None if self._cluster is None else self._cluster.roster
+        members = () if roster is None else [roster.members[rank].hello for rank in roster.ready()]
+        return dataclasses.replace(options, precision=precision_for(options.precision, members))
 
     def _with_frozen(self, spec: RunSpec) -> RunSpec:
         assert spec.model is not None

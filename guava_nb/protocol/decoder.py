@@ -23,7 +23,7 @@ from guava_nb.protocol.header import (
     unpack_header,
 )
 from guava_nb.protocol.messages import MESSAGE_KINDS, Channel, Message
-from guava_nb.protocol.payload import SHARED
+from guava_nb.protocol.payload import PayloadMemory
 from guava_nb.protocol.tensor_bounds import check_tensors
 
 __all__ = ["Arrived", "Decoder"]
@@ -118,12 +118,12 @@ class Decoder:
 
         Args:
             limits: what is accepted; the defaults of `Limits` when None.
-            allocate: gives a writable, flat byte view of the asked length in bytes for a payload; when None, memory
-                that all decoders of the process share.
+            allocate: gives a writable, flat byte view of the asked length in bytes for a payload; `PayloadMemory`
+                when None.
         """
         self.limits = limits or Limits()
         self.error: RemoteProtocolError | None = None
-        self._allocate = allocate or SHARED
+        self._allocate = allocate or PayloadMemory()
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._start = self._end = 0  # the unread part of the staging area
         self._given, self._direct = 0, False  # length of the buffer given last, and whether it was the target

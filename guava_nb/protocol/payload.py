@@ -6,20 +6,21 @@ memory that was touched before, because the system hands it out page by page.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import threading
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SHARED", "PayloadMemory"]
+__all__ = ["PayloadMemory"]
 
 # Below this the C library gives the same memory again by itself.
 _MIN_KEPT_BYTES = 1 << 20
 
 
 class PayloadMemory:
-    """Allocates flat byte views, for any number of decoders and their threads.
+    """Allocates flat byte views, for one decoder, or with a lock for any number of decoders and their threads.
 
     A buffer counts as free when no view, array or tensor made from it is left. That is read from its reference count,
     so owners of a payload need not give anything back, and can keep it as long as they like.
@@ -27,13 +28,16 @@ class PayloadMemory:
 
     __slots__ = ("_buffers", "_free_count", "_kept_bytes", "_lock", "_max_kept_bytes")
 
-    def __init__(self, max_kept_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, max_kept_bytes: int = 256 << 20, lock: contextlib.AbstractContextManager[Any] | None = None
+    ) -> None:
         """Start with nothing.
 
         Args:
             max_kept_bytes: most bytes kept for later; 0 keeps nothing.
+            lock: held while a buffer is chosen; a buffer that nobody refers to is given to one who asks.
         """
-        self._lock = threading.Lock()  # a buffer that nobody refers to is given to one who asks
+        self._lock = lock or contextlib.nullcontext()
         self._max_kept_bytes = max_kept_bytes
         self._kept_bytes = 0
         self._buffers: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8)]
@@ -72,7 +76,3 @@ class PayloadMemory:
         while self._kept_bytes > self._max_kept_bytes:
             self._kept_bytes -= self._buffers.pop(0).nbytes
         return buffer.data
-
-
-#: One for the whole process: with one for each connection, two hundred workers would pin two hundred times as much.
-SHARED = PayloadMemory()

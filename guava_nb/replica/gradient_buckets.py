@@ -11,15 +11,17 @@ Memory: a bucket's host tensor, `[numel]` in its wire dtype, pinned on CUDA, bel
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from guava_nb.data.codec import tensor_bytes
 from guava_nb.parallel.replicas.bucketing import CompletionCounter
+from guava_nb.protocol.messages import FlatTensor, GradientBucket, Message, Shard
 from guava_nb.replica.buckets import Bucket, BucketLayout, pack_present
 
-__all__ = ["GradientBuckets", "OnBucket"]
+__all__ = ["GradientBuckets", "OnBucket", "bucket_sender"]
 
 #: Takes bucket number, presence bits and the flat host tensor, `[numel]` in the wire dtype, which is lent: the callee may
 #: read it until the step is over. On CUDA it may be called in autograd's own thread.
@@ -216,3 +218,17 @@ def _carrier(device: torch.device) -> _Carrier:
     if device.type == "cpu":
         return _Carrier()
     return _CudaCarrier(device) if device.type == "cuda" else _StagedCarrier(device)
+
+
+def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message: Shard) -> OnBucket:
+    """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype."""
+
+    def on_bucket(bucket: int, present: bytes, flat: Tensor) -> None:
+        head = GradientBucket(
+            run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
+            bucket=bucket, present=present,
+            tensor=FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel()),
+        )  # fmt: skip
+        send(head, [tensor_bytes(flat)])
+
+    return on_bucket

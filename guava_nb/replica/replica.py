@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -266,7 +266,7 @@ class Replica(BaseReplica):
 
     def _step(self, sums: Buckets | None, factor: float | Tensor) -> None:
         if sums is None:
-            self._scale_own(factor)
+            _scale(self._named.values(), factor)
         else:
             self._take_sums(sums, float(factor))
             self._adopt_buffers(
@@ -372,11 +372,6 @@ class Replica(BaseReplica):
     def _adopt_buffers(self, sums: Buckets) -> None:
         if self.layout.buffers is not None:
             self._buffers.adopt(*_pick(sums, BUFFERS))
-
-    def _scale_own(self, factor: float | Tensor) -> None:
-        gradients = [p.grad for p in self._named.values() if p.grad is not None]
-        if gradients and (isinstance(factor, Tensor) or factor != 1.0):
-            torch._foreach_mul_(gradients, factor)
 
     def _take_sums(self, sums: Buckets, factor: float) -> None:
         for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
@@ -484,6 +479,12 @@ def _true_mean(work: ShardWork, losses: Sequence[tuple[Loss, int]]) -> Tensor | 
         return work.global_rows / count if count > 0 else 0.0 if count == 0 else math.nan
     count = count.detach().reshape(()).double()
     return torch.where(count == 0, 0.0, work.global_rows / torch.where(count < 0, math.nan, count))
+
+
+def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and (isinstance(factor, Tensor) or factor != 1.0):
+        torch._foreach_mul_(gradients, factor)
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guava_nb.data.sample_count import count_rows
 from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import ParameterChange
+from guava_nb.protocol.messages import ParameterChange, Ready, Shard
 
 __all__ = ["EvalSums", "LaunchedShard", "ShardResult", "ShardWork", "rows_of_batch", "rows_of_parts"]
 
@@ -72,6 +72,15 @@ class ShardResult:
     tokens: float | None = None
     unlike: tuple[str, ...] = ()
     changed: ParameterChange | None = None
+
+    def report(self, shard: Shard, wait_s: float) -> Ready:
+        """Return what the orchestrator is told of it; `wait_s`: seconds that this worker waited for the shard."""
+        return Ready(
+            run_id=shard.run_id, generation=shard.generation, step=shard.step, shard=shard.shard, rows=shard.rows,
+            loss_sum=self.loss_sum, count=self.count, finite=self.finite, nonfinite=self.nonfinite,
+            forward_s=self.forward_s, backward_s=self.backward_s, wait_s=wait_s, tokens=self.tokens,
+            gradient_square=self.gradient_square, unlike=self.unlike, changed=self.changed,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from guava_nb.data.codec import pack, tensor_bytes, tensor_from, unpack
+from guava_nb.data.codec import pack, tensor_from, unpack
 from guava_nb.errors import GuavaError
 from guava_nb.protocol.messages import (
     Abort,
@@ -23,8 +23,6 @@ from guava_nb.protocol.messages import (
     Failure,
     FailureKind,
     FetchState,
-    FlatTensor,
-    GradientBucket,
     LoadState,
     ParameterBucket,
     Ready,
@@ -38,6 +36,7 @@ from guava_nb.protocol.messages import (
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
+from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
@@ -226,10 +225,7 @@ class StepRunner:
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState) -> None:
-        """Send the state of the last commit; where that cannot be made, tell why: the replica is as it was.
-
-        Without model and optimizer the schedule is sent, and the settings of the groups of parameters.
-        """
+        """Send the state of the last commit, or only its schedule; where that cannot be made, tell why: nothing has changed."""
         try:
             is_whole = message.model or message.optimizer
             state = replica.state(message.model, message.optimizer) if is_whole else replica.schedule_state()
@@ -297,7 +293,7 @@ class StepRunner:
             self._apply_ahead(run, _Ahead(step, message, launched, started, wait_s))
             return
         self._computed(step, message, result, started)
-        ready = _ready(message, result, wait_s)
+        ready = result.report(message, wait_s)
         if is_alone and (result.finite or run.spec.precision == "fp16"):
             # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
@@ -307,9 +303,7 @@ class StepRunner:
         self.restart_wait_clock()
 
     def _fail_in(self, run: PreparedRun, message: Shard, error: BaseException) -> None:
-        is_known = isinstance(error, GuavaError | torch.OutOfMemoryError)
-        is_odd = isinstance(error, RuntimeError | IndexError) and not is_known
-        notes = run.replica.notes_on_error(message.rows < message.global_rows) if is_odd else []
+        notes = _notes_on(error, run.replica, message)
         self.fail(error, message.run_id, at=(_IN, message.step), rows=message.rows, notes=notes)
 
     def _computed(self, step: LocalStep[_Sum], message: Shard, result: ShardResult, started: float) -> None:
@@ -343,6 +337,7 @@ class StepRunner:
         if ahead is None or run is None:
             return
         self._ahead, replica, failure, result = None, run.replica, None, None
+        rate = replica.learning_rate  # its schedule moves on with the step
         assert isinstance(replica, Replica)
         try:
             result = replica.confirm(ahead.launched)
@@ -353,9 +348,9 @@ class StepRunner:
             self._fail_in(run, ahead.message, error)
             return
         self._computed(ahead.step, ahead.message, result, ahead.started)
-        ready = _ready(ahead.message, result, ahead.wait_s)
+        ready = result.report(ahead.message, ahead.wait_s)
         if result.finite:
-            self._applied(run, ahead.step, ready, failure)
+            self._applied(run, ahead.step, ready, rate, failure)
             return
         self._pending.take_back(ahead.step)
         self._send(ready, ())
@@ -375,14 +370,6 @@ class StepRunner:
         """
         replica = run.replica
 
-        def on_bucket(bucket: int, present: bytes, flat: torch.Tensor) -> None:
-            head = GradientBucket(
-                run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
-                bucket=bucket, present=present,
-                tensor=FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel()),
-            )  # fmt: skip
-            self._send(head, [tensor_bytes(flat)])
-
         rows = message.part_rows or (message.rows,)
         while True:
             pieces = list(zip(parts, rows, strict=True))
@@ -395,7 +382,8 @@ class StepRunner:
             )  # fmt: skip
             try:
                 with self._flops.around(message.rows):
-                    launched = replica.launch_shard(work, None if message.solo else on_bucket, goes_ahead)
+                    on_bucket = None if message.solo else bucket_sender(self._send, message)
+                    launched = replica.launch_shard(work, on_bucket, goes_ahead)
                 if self._energy is not None:
                     self._energy.flops = self._flops.per_sample
                 return launched
@@ -414,6 +402,7 @@ class StepRunner:
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
+        rate = replica.learning_rate  # its schedule moves on with the step
         assert commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
@@ -434,7 +423,7 @@ class StepRunner:
                     return
         self._pending.advance()
         self._generation = step.generation
-        self._applied(run, step, step.ready, failure, skipped=commit.skip)
+        self._applied(run, step, step.ready, rate, failure, skipped=commit.skip)
         self.restart_wait_clock()
         self._phases.add(UPDATE, started, self._idle_since)
 
@@ -443,6 +432,7 @@ class StepRunner:
         run: PreparedRun,
         step: LocalStep[_Sum],
         ready: Ready | None,
+        learning_rate: float | None,
         failure: BaseException | None,
         skipped: bool = False,
     ) -> None:
@@ -452,7 +442,7 @@ class StepRunner:
             StepApplied(
                 run_id=run.run_id, generation=step.generation, step=self.committed,
                 parameter_hash=replica.parameter_hash() if step.want_hash else "",
-                learning_rate=replica.learning_rate, skipped=skipped, ready=ready,
+                learning_rate=learning_rate, skipped=skipped, ready=ready,
             ),
             (),
         )  # fmt: skip
@@ -494,15 +484,11 @@ class StepRunner:
         self._send(message, ())
 
 
+def _notes_on(error: BaseException, replica: BaseReplica, message: Shard) -> list[str]:
+    is_known = isinstance(error, GuavaError | torch.OutOfMemoryError)
+    is_odd = isinstance(error, RuntimeError | IndexError) and not is_known
+    return replica.notes_on_error(message.rows < message.global_rows) if is_odd else []
+
+
 def _kept(replica: BaseReplica) -> dict[str, bytes]:
     return digests(replica.module, replica.user_code, replica.optimizer)
-
-
-def _ready(message: Shard, result: ShardResult, wait_s: float) -> Ready:
-    return Ready(
-        run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
-        loss_sum=result.loss_sum, count=result.count, finite=result.finite, rows=message.rows,
-        forward_s=result.forward_s, backward_s=result.backward_s, wait_s=wait_s, nonfinite=result.nonfinite,
-        gradient_square=result.gradient_square, tokens=result.tokens, unlike=result.unlike,
-        changed=result.changed,
-    )  # fmt: skip

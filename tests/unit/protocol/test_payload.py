@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
-from guava_nb.protocol import decoder
 from guava_nb.protocol.framing import Decoder, OutgoingMessage
 from guava_nb.protocol.messages import Channel, FlatTensor, GradientBucket
 from guava_nb.protocol.payload import PayloadMemory
@@ -87,8 +88,8 @@ def test_payloads_of_a_decoder_stay_as_they_came_while_held():
     assert all(payload == bytes([sequence]) * MIB for sequence, payload in held)
 
 
-def test_all_connections_of_a_process_share_what_is_kept(monkeypatch):
-    monkeypatch.setattr(decoder, "SHARED", PayloadMemory())  # what other tests left would be given, too
+def test_connections_may_share_what_is_kept():
+    memory = PayloadMemory(lock=threading.Lock())
     # Each with memory of its own, two hundred workers would pin two hundred times the limit.
     head = GradientBucket(
         run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", MIB)
@@ -98,7 +99,7 @@ def test_all_connections_of_a_process_share_what_is_kept(monkeypatch):
     )
     places = set()
     for _ in range(5):
-        (arrived,) = Decoder().receive(frames)
+        (arrived,) = Decoder(allocate=memory).receive(frames)
         places.add(address(arrived.payload))
         del arrived
     assert len(places) == 1
