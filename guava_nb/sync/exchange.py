@@ -52,6 +52,9 @@ class Replicas(Protocol):
     def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
         """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
 
+    def note_rate(self, step: int, learning_rate: float | None) -> None:
+        """Note the learning rate with which a step is taken."""
+
     def kind_of(self, rank: int) -> str:
         """Return which kind of device a worker has, and which part of the model."""
 

@@ -141,6 +141,7 @@ class StarExchange(StepExchange[Replicas]):
         sums = {b: self._result(in_flight, b) for b in in_flight.machine.buckets}
         changes = [(BUFFERS, sums[BUFFERS][0], sums[BUFFERS][1].clone())] if BUFFERS in sums else []
         try:
+            self._replicas.note_rate(in_flight.machine.step, master.learning_rate)
             master.apply(sums, commit, in_flight.machine.step)
         except ApplyFailed as failed:
             failure = failed.__cause__

@@ -42,9 +42,7 @@ class StepsHeld:
         self.at[rank] = message.step
         # The report of a step that was committed before an abort comes after the answer to the abort.
         self.generation_of[rank] = max(message.generation, self.generation_of.get(rank, -1))
-        if message.learning_rate is not None:
-            self._learning_rates[message.step] = message.learning_rate
-            self._learning_rates.pop(message.step - 8, None)
+        self.note_rate(message.step, message.learning_rate)
         if not message.parameter_hash:
             return None
         kind = self.kind_of(rank)
@@ -101,6 +99,12 @@ class StepsHeld:
         self._lone = -1, -1
         self.at.clear()
 
+    def note_rate(self, step: int, learning_rate: float | None) -> None:
+        """Note the learning rate with which a step is taken."""
+        if learning_rate is not None:
+            self._learning_rates[step] = learning_rate
+            self._learning_rates.pop(step - 8, None)
+
     def learning_rate(self, step: int) -> float | None:
-        """Return the learning rate that a worker reported for a step."""
+        """Return the learning rate with which a step was taken, None where it is not known yet."""
         return self._learning_rates.get(step)

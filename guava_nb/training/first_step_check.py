@@ -75,9 +75,9 @@ def first_rows(rows: int) -> int:
 
 
 def is_looked_at_whole(step: int) -> bool:
-    """Whether all samples of the batch of this step, from 0, are looked at when it is checked again: a power of 4 from 16 on."""
+    """Whether all samples of the batch of this step, from 0, are looked at when it is checked again: a power of 4 from 256 on."""
     number = step + 1
-    return number > _FEW_ROWS and number.bit_count() == 1 and number.bit_length() % 2 == 1
+    return number >= 256 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
 def later_checks(steps: int | None) -> int:

@@ -402,7 +402,8 @@ class StepRunner:
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
-        rate = replica.learning_rate  # its schedule moves on with the step
+        # Its schedule moves on with the step; with the optimizer at the orchestrator, that one's does.
+        rate = replica.learning_rate if run.spec.optimizer_site == "workers" else None
         assert commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)

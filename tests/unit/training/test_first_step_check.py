@@ -52,7 +52,7 @@ def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.Data
 
 
 def test_whole_batches_are_looked_at_again_ever_more_rarely() -> None:
-    assert [step + 1 for step in range(300) if is_looked_at_whole(step)] == [16, 64, 256]
+    assert [step + 1 for step in range(1100) if is_looked_at_whole(step)] == [256, 1024]
 
 
 def test_small_batches_are_looked_at_whole() -> None:
