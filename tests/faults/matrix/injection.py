@@ -157,12 +157,12 @@ def _note(step: int | None) -> None:
 def _wrap_shard(runner: Any) -> None:
     run_shard = runner._run_shard
 
-    def wrapped(self: Any, run: Any, message: Any, parts: list[Any]) -> Any:
+    def wrapped(self: Any, run: Any, message: Any, parts: list[Any], *more: Any) -> Any:
         _note(message.step)
         _sent.clear()
         if at("work") == "nan in input":
             parts = [torch.utils._pytree.tree_map(_spoiled, part) for part in parts]
-        return run_shard(self, run, message, parts)
+        return run_shard(self, run, message, parts, *more)
 
     runner._run_shard = wrapped
 
