@@ -199,7 +199,8 @@ class _Trial(Replica):
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
         self.drawn, self.compared, self.has_backward = set[str](), set[int](), False
-        self._writes = ParameterWrites(self._named)
+        # Frozen ones that a forward moves are treated as buffers.
+        self._writes = ParameterWrites({name: p for name, p in self._named.items() if p.requires_grad})
         self._objective = self._watched(self._objective)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
