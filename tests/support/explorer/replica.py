@@ -17,7 +17,7 @@ import torch
 from guava_nb.protocol.messages import Commit
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.shard import ShardResult, ShardWork
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
 
 __all__ = ["FAILURES", "CountingReplica", "after_steps", "gradient_of", "ids_of"]
 
@@ -98,7 +98,9 @@ class CountingReplica(Replica):
     learning_rate = None
     optimizer = SimpleNamespace(state={})
 
-    def run_shard(self, work: ShardWork, on_bucket: Any = None) -> ShardResult:
+    can_apply_ahead = True  # a lone worker's step is given to the device, and its figures are read one step later
+
+    def launch_shard(self, work: ShardWork, on_bucket: Any = None, gates: bool = False) -> LaunchedShard:
         if self._is_due("forward"):
             raise ValueError("the forward is cursed")
         if self._group is not None:
@@ -112,7 +114,27 @@ class CountingReplica(Replica):
                 for bucket in self.layout.numbers:
                     on_bucket(bucket, b"\1", gradient.clone())
         rows = float(work.rows)
-        return ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
+        result = ShardResult(rows, rows, work.rows, not self._is_due("nan"), 0.0, 0.0)
+        return LaunchedShard(lambda: result)
+
+    def apply_ahead(self, launched: LaunchedShard) -> None:
+        if not launched.read().finite:  # the device leaves the step out; nobody has seen it yet
+            self.pending = None
+            return
+        schedule, self.fails = self.fails == "schedule", "" if self.fails == "schedule" else self.fails
+        self.apply(None, Commit(1.0, skip=False))
+        self.fails = "schedule" if schedule else self.fails  # it raises when the step is confirmed
+
+    def confirm(self, launched: LaunchedShard) -> ShardResult:
+        result = launched.read()
+        if not result.finite:
+            self.restore()
+        elif self._is_due("schedule"):
+            raise ApplyFailed(applied=True) from ValueError("the schedule is cursed")
+        return result
+
+    def stand_in(self, step: int) -> None:
+        """Its forward changes nothing."""
 
     def apply(self, sums: Mapping[int, tuple[bytes, torch.Tensor]] | None, commit: Commit, step: int = 0) -> None:
         if sums is None:
