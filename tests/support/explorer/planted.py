@@ -116,7 +116,7 @@ PLANTED = (
     Planted("a return is no news", Roster, "resume", lambda *rest: False,
             _c(workers=1, faults={"cut": 1}), invariants.WAIT),
     Planted("an answer to an earlier order counts", ReplicaSet, "_on_prepared", _any_answer,
-            _c(**_LONE), invariants.WAIT, 25, 7),
+            _c(workers=1, faults={"cut": 2, "interrupt": 1, "die": 1, "join": 1}, together=4), invariants.WAIT, 600),
     Planted("who held the state before holds it after going back", ReplicaSet, "go_back", _keeps_holders,
             _c(batches=STEPS, faults={"cut": 1, "die": 1, "join": 1}, together=3), invariants.AHEAD, 200, 1),
     Planted("a step that was undone counts as held", ReplicaSet, "_has_undone", lambda *rest: False,
