@@ -156,7 +156,8 @@ class ReplicaSets:
         if trained is None or job is None:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if job.run.done:
-            checkpoint.write(path, self.fetch(trained), trained.step, job.where(), trained.spec)
+            state = self.fetch(trained)
+            checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec)
             return
 
         try:

@@ -179,9 +179,9 @@ class TrainingJob(Job):
         """Return what is loaded and what is on its way; from any thread."""
         return self.window.feeding()
 
-    def where(self) -> Position:
-        """Return the committed position with what the loader needs to go on from it."""
-        return self.accounting.where()
+    def where(self, step: int | None = None) -> Position:
+        """Return the committed position with what the loader needs to go on from it; `step` as in `StepAccounting.where`."""
+        return self.accounting.where(step)
 
     def save(self, path: Path) -> None:
         """Write the state that the master holds to a checkpoint.

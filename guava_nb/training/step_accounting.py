@@ -140,8 +140,14 @@ class StepAccounting:
         loss = sum(record["loss"] * record["samples"] for record in records) / samples if samples else float("nan")
         return {"epoch": epoch + 1, "loss": loss, "samples": self._ledger.committed_in(epoch)}
 
-    def where(self) -> Position:
-        """Return the committed position with what the loader needs to go on from it."""
+    def where(self, step: int | None = None) -> Position:
+        """Return the committed position with what the loader needs to go on from it.
+
+        Args:
+            step: whose state is left, where workers that held a later one are lost; None: that of the last step.
+        """
+        if step is not None and self._run.history and step + 1 < self._run.history[-1]["step"]:
+            return self.snapshot.position if self.snapshot.step <= step else self._plan.start
         if not self._run.history or self._went_back:
             return self.snapshot.position
         return replace(self.position, feed=self._plan.feed.position(self._feed_epoch, self._feed_batches))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ def test_one_of_two_that_is_lost_between_two_runs_takes_nothing_with_it(lone: Or
     assert difference(train(lone).model(), plain(lone, 2)) <= 1e-9 and stays.error is None
 
 
-def test_a_lost_only_copy_is_told_and_what_is_left_goes_on(lone: Orchestrator) -> None:
+def test_a_lost_only_copy_is_told_and_what_is_left_goes_on(lone: Orchestrator, tmp_path: Path) -> None:
     holder = joined(lone, "holder")
     run = train(lone)
     assert "holder has the state after step 4 of run-1" in lone.status().state_note
@@ -208,6 +209,9 @@ def test_a_lost_only_copy_is_told_and_what_is_left_goes_on(lone: Orchestrator) -
     with pytest.raises(WorkerLost, match="train on from what is left, the state that run-1 began with"):
         train(lone)
     assert difference(run.model(), plain(lone, 0)) == 0
+    saved = lone.save_checkpoint(tmp_path / "left.pt")
+    kept = torch.load(saved, weights_only=True)
+    assert kept["step"] == -1 and (kept["position"]["epoch"], kept["position"]["batches"]) == (0, 0)
     assert difference(train(lone).model(), plain(lone, 1)) <= 1e-9
 
 
