@@ -402,8 +402,7 @@ class StepRunner:
 
     def _apply(self, run: PreparedRun, step: LocalStep[_Sum]) -> None:
         replica, commit, failure = run.replica, step.commit, None
-        # Its schedule moves on with the step; with the optimizer at the orchestrator, that one's does.
-        rate = replica.learning_rate if run.spec.optimizer_site == "workers" else None
+        rate = replica.learning_rate if run.spec.optimizer_site == "workers" else None  # else the master's counts
         assert commit is not None
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
