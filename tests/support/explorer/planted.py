@@ -78,7 +78,7 @@ def _keeps_holders(replicas: Any, step: int) -> None:
     replicas.at = held
 
 
-def _place_of_the_last_step(accounting: Any) -> Any:
+def _place_of_the_last_step(accounting: Any, step: int | None = None) -> Any:
     if not accounting._run.history:
         return accounting.snapshot.position
     feed = accounting._plan.feed.position(accounting._feed_epoch, accounting._feed_batches)
