@@ -165,7 +165,7 @@ def test_what_is_no_state_is_a_violation_of_its_sender(replicas: ReplicaSet, tre
 
 def test_a_state_of_another_model_is_told_with_the_name_of_its_sender(replicas: ReplicaSet, job: Any) -> None:
     replicas.step, replicas.at, job.cluster.name = 2, {0: 2}, "w{}".format
-    answers = mock.patch("guava_nb.sync.replica_set._answers_of", lambda *asked: [(2, {"no": "value"})])
+    answers = mock.patch.object(replicas, "_answers", lambda *asked: [(2, {"no": "value"})])
     with answers, pytest.raises(TrainingError, match=r"state of step 3 from w0 cannot be taken \(KeyError: 'value'\)"):
         replicas._fetch_from(job, 0, None)
 
