@@ -156,8 +156,8 @@ def _twice(accounting: Any, step: Any, *rest: Any) -> None:
 _on_commit = StepAccounting.on_commit
 _CRASH = (invariants.GOES_ON, NAMED)
 PLANTED = (
-    Planted("a step may be reported before the one before it", StepExchange, "_asked", _any_step, (invariants.HISTORY,),
-            "group", ("Ready",), ("hostile",)),
+    Planted("a step may be reported before the one before it", StepExchange, "_asked", _any_step,
+            (invariants.HISTORY, invariants.GOES_ON), "group", ("Ready",), ("hostile",)),
     Planted("a bucket's form is not checked", Bucket, "check_form", _nothing, _CRASH, records=("GradientBucket",)),
     Planted("a report counts of any shard", StepMachine, "was_asked", _any_shard, (invariants.ASKED, *_CRASH), "star",
             ("GradientBucket", "Ready")),

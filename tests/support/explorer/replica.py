@@ -30,6 +30,7 @@ def _layout(buckets: int) -> Any:
     return SimpleNamespace(
         numbers=tuple(range(buckets)),
         buffers=None,
+        buckets=(),
         digest=lambda: "",
         bucket=lambda number: SimpleNamespace(
             present_bytes=1, not_finite=lambda tensor: [], check_form=lambda tensor, present: None
