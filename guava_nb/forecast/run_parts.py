@@ -17,6 +17,7 @@ from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
 from guava_nb.replica.optimizer import build_optimizer
+from guava_nb.replica.state_dict import weights_digest
 from guava_nb.training.first_step_check import (
     digest_of,
     first_rows,
@@ -150,8 +151,10 @@ def _coming_state(run: RunFacts, after: Any) -> Traffic:
 
 
 def _starting(run: RunFacts, after: Any) -> Traffic:
-    """Return what it takes to have one worker build the run and load its state."""
-    tree, nbytes = _state_bytes(after if run.trained else run.replica_set.master.state())
+    """Return what it takes to have one worker build the run and load its state; one that builds the same is sent no weights."""
+    master = run.replica_set.master
+    is_built = run.replica_set.from_seed and not run.trained and bool(weights_digest(master.model))
+    tree, nbytes = _state_bytes(after if run.trained else master.state(model=not is_built))
     total = run.out(messages.Prepare, cells=run.replica_set.cells, spec=run.spec)
     total = total + run.back(messages.Prepared, layout=HASH)
     total = total + run.out(messages.LoadState, nbytes, step=-1, state=tree) + run.acks(2, 2)
