@@ -221,6 +221,7 @@ class ReplicaSets:
                 )
             own = adopt(self._run_id, spec, self._registry.cells, composed.shared, self._cluster())
             self.fetch(own)
+            own.begin_with_what_is_here()
             return own
         replaced = self._replaced
         if not fresh and replaced is not None and replaced.master_step != replaced.step:

@@ -100,7 +100,9 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
     _check_owned(name, made, pairs)
     if fuses:
         _keep_to_itself(made)
-    if name not in _OPTIMIZERS:
+    if name not in _OPTIMIZERS and not name.startswith(
+        "@"
+    ):  # one in the user's own process is there once, and is not tried
         again = partial(build, "optimizer", name, found, from_torch=False, args=factory.args)
         if _needs_closure(again, pairs, is_class):
             raise ConfigError(_CLOSURE.format(name))

@@ -54,7 +54,8 @@ class StateAtWorkers(StepsHeld, ABC):
         self.run_id, self.master, self.elastic = run_id, master, elastic
         self.master_step = -1
         self.kept: tuple[str, ...] = ()
-        self.beginning = Beginning(f"the state that {run_id} began with", master)
+        self._name_of_beginning = f"the state that {run_id} began with"
+        self.beginning = Beginning(self._name_of_beginning, master)
         self.copy: StateCopy | None = None
         self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
@@ -160,6 +161,10 @@ class StateAtWorkers(StepsHeld, ABC):
             ) from error
         self.master_step = self.step
         return state
+
+    def begin_with_what_is_here(self) -> None:
+        """Note that the run begins with the state that the master holds now."""
+        self.beginning = Beginning(self._name_of_beginning, self.master)
 
     def leave(self, job: Job) -> bool:
         """Leave the state of the last committed step with the workers, and take only its schedule, and what else they changed.
