@@ -415,9 +415,8 @@ def is_gated(optimizer: Optimizer) -> bool:
 
 def is_of_the_user(optimizer: Optimizer) -> bool:
     """Whether code of the user's runs in an optimizer's step: its class, or a hook. It may raise anywhere, and draw numbers."""
-    tables = [
-        getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")
-    ]  # not without super().__init__
+    # A wrapper that calls no __init__ of torch's has no tables of hooks.
+    tables = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
     tables += [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     return any(_is_users(one) for one in (type(optimizer), *(hook for table in tables for hook in table.values())))
 

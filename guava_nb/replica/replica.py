@@ -269,9 +269,8 @@ class Replica(BaseReplica):
             _scale(self._named.values(), factor)
         else:
             self._take_sums(sums, float(factor))
-            self._adopt_buffers(
-                sums
-            )  # before the optimizer: its hooks may read what the forward changed, and change it further
+            # Before the optimizer: its hooks may read what the forward changed, and change it further.
+            self._adopt_buffers(sums)
         self._hooks.run()
         if self._spec.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._spec.max_grad_norm)
