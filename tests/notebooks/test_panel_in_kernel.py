@@ -228,7 +228,7 @@ def test_tab_in_a_front_end_offers_what_the_magic_takes_and_nothing_else(kernel:
         return list(reply["content"]["matches"])
 
     assert offered("%guava_up --co") == ["--connect", "--compression"]
-    assert offered("r = %guava_train --precision ") == ["fp32", "bf16", "fp16", "fp64"]
+    assert offered("r = %guava_train --precision ") == ["fp32", "bf16", "fp16", "fp64", "auto"]
     assert offered("%guava_mode ")[:5] == ["data", "pipeline", "tensor", "zero", "hybrid"]
 
 
