@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from guava_nb.cli.live import LiveLines, live_lines
 from guava_nb.cli.pasting import PastedLines
 from guava_nb.errors import ConfigError
+from guava_nb.processes.interrupts import interrupts_counted
 from guava_nb.render import redact, to_text, worker_view
 
 if TYPE_CHECKING:
-    from guava_nb.processes.launcher import WorkerHandle
+    from guava_nb.processes.launcher import WorkerHandle, WorkerState
     from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["add_command", "ask_for_code", "devices_for", "follow", "read_code"]
@@ -151,30 +152,37 @@ def follow(
     Returns:
         0 when all left as they should, else 1.
     """
-    interrupts, said = 0, [""] * len(workers)
-    while True:
-        try:
+    said, heard = [""] * len(workers), 0
+    with interrupts_counted() as interrupts:  # raised in the middle of a drawing they would leave half of it there
+        while True:
             alive = [worker for worker in workers if not worker.wait(0)]
             if alive:
                 alive[0].wait(poll_s)
-            said = [_say_change(worker, last, say) for worker, last in zip(workers, said, strict=True)]
-            if live is not None:
-                at_work = [worker for worker, state in zip(workers, said, strict=True) if state not in ENDED]
-                live.draw("" if AWAY in said else "\n".join(map(_panel, at_work)))
+            if heard < interrupts.count:
+                heard += 1
+                say(_LEAVING if heard == 1 else "ending now")
+                for worker in workers:
+                    worker.leave() if heard == 1 else worker.kill()
+                continue
+            told = [worker.status() for worker in workers]
+            if live is not None:  # first, so that what is said of one that has ended has no old drawing below it
+                live.draw(
+                    "" if AWAY in {status.state for status in told} else "\n".join(filter(None, map(_panel, told)))
+                )
+            for worker, status, last in zip(workers, told, said, strict=True):
+                if status.state != last:
+                    _say_change(worker, status, say)
+            said = [status.state for status in told]
             if not alive:
-                return 0 if all(worker.status().state == "left" for worker in workers) else 1
+                return 0 if all(state == "left" for state in said) else 1
             if pasted is not None and AWAY in said:
                 _follow_codes(alive, pasted(), say)
-        except KeyboardInterrupt:
-            interrupts += 1
-            say(_LEAVING if interrupts == 1 else "ending now")
-            for worker in workers:
-                worker.leave() if interrupts == 1 else worker.kill()
 
 
-def _panel(worker: WorkerHandle) -> str:
-    """What one worker does, as its own notebook would show it, with the last lines that it printed."""
-    status = worker.status()
+def _panel(status: WorkerState) -> str:
+    """What one worker does, as its own notebook would show it, with the last lines that it printed; "" after its end."""
+    if status.state in ENDED:
+        return ""
     return "\n".join([to_text(worker_view(status)), *(f"  | {redact(line)}" for line in status.lines[-LIVE_LINES:])])
 
 
@@ -194,24 +202,21 @@ def _follow_codes(workers: Sequence[WorkerHandle], lines: Sequence[str], say: Ca
             say(f"dialling the session at {code.address} now")
 
 
-def _say_change(worker: WorkerHandle, last: str, say: Callable[[str], None]) -> str:
-    """Say the worker's state if it is another than `last`; return the present one."""
-    status = worker.status()
-    if status.state != last:
-        detail = f" ({status.detail})" if status.detail and status.state in (*ENDED, AWAY) else ""
-        say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
-        if status.state == "listening" and worker.code is not None:
-            say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
-        if status.state == AWAY:
-            say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
-        if status.state in ENDED:
-            for line in to_text(worker_view(status)).splitlines()[1:]:  # its first line was just said
-                if line.startswith("  "):
-                    say(f"  {line}")
-        if status.state in ("failed", "crashed"):
-            for line in status.lines[-CRASH_LINES:]:
-                say(f"    {line}")
-    return status.state
+def _say_change(worker: WorkerHandle, status: WorkerState, say: Callable[[str], None]) -> None:
+    """Say the worker's new state, and what stays of it."""
+    detail = f" ({status.detail})" if status.detail and status.state in (*ENDED, AWAY) else ""
+    say(f"{status.name or status.device}: {status.state}{detail}, {status.address or 'no address yet'}")
+    if status.state == "listening" and worker.code is not None:
+        say(f"    dial it with  %guava_up --connect {worker.code.encode()}")
+    if status.state == AWAY:
+        say("    if the session has a new join code, paste it here and press Enter: the work goes on where it was")
+    if status.state in ENDED:
+        for line in to_text(worker_view(status)).splitlines()[1:]:  # its first line was just said
+            if line.startswith("  "):
+                say(f"  {line}")
+    if status.state in ("failed", "crashed"):
+        for line in status.lines[-CRASH_LINES:]:
+            say(f"    {line}")
 
 
 def ask_for_code() -> str:

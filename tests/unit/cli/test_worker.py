@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from guava_nb.cli import worker
+from guava_nb.cli.live import LiveLines
 from guava_nb.cli.main import main
 from guava_nb.cli.worker import VARIABLE, devices_for, follow, read_code
 from guava_nb.errors import ConfigError, JoinCodeError
@@ -98,14 +100,15 @@ class Status:
 
 @dataclass
 class Handle:
-    """A worker that goes through a list of states, one per wait; an exception among them is raised by the wait."""
+    """A worker that goes through a list of states, one per wait; at a signal among them the wait is interrupted."""
 
     states: list[Any]
     calls: list[str] = field(default_factory=list)
 
     def wait(self, timeout_s: float) -> bool:
-        if timeout_s and isinstance(self.states[0], BaseException):
-            raise self.states.pop(0)
+        if timeout_s and isinstance(self.states[0], signal.Signals):
+            signal.raise_signal(self.states.pop(0))
+            return False
         if timeout_s and len(self.states) > 1:
             self.states.pop(0)
         return len(self.states) == 1
@@ -161,11 +164,37 @@ def test_what_it_does_is_shown_live_but_not_while_a_new_code_may_be_pasted() -> 
 
 
 def test_the_first_interrupt_leaves_the_second_ends() -> None:
-    handle = Handle([KeyboardInterrupt(), KeyboardInterrupt(), *states("left")])
+    handle = Handle([signal.SIGINT, signal.SIGINT, *states("left")])
     said: list[str] = []
     assert follow([handle], said.append, poll_s=1) == 0  # type: ignore[list-item]
     assert handle.calls == ["leave", "kill"]
     assert said[0].startswith("leaving after this step")
+
+
+def test_an_interrupt_while_a_panel_is_drawn_leaves_no_old_panel_below_what_is_said() -> None:
+    class Terminal:
+        written, interrupts = "", 1
+
+        def write(self, text: str) -> None:
+            self.written += text
+
+        def flush(self) -> None:
+            if self.interrupts and self.written.endswith("64 samples\n"):
+                self.interrupts = 0
+                signal.raise_signal(signal.SIGINT)
+
+        def isatty(self) -> bool:
+            return True
+
+    terminal, done = Terminal(), OwnFigures(samples=64)
+    live = LiveLines(terminal, lambda: (80, 24))
+    handle = Handle(
+        [Status(""), Status("ready"), Status("working", step=7, figures=done), Status("left", figures=done)]
+    )
+    assert follow([handle], live.say, poll_s=1, live=live) == 0  # type: ignore[list-item]
+    assert handle.calls == ["leave"]
+    assert "\x1b[2A\x1b[Jleaving after this step" in terminal.written
+    assert terminal.written.endswith("\x1b[2A\x1b[Jw: left, 127.0.0.1:1\n    work  64 samples\n")
 
 
 def test_the_command_starts_one_worker_per_device_and_always_closes_them(
