@@ -45,8 +45,8 @@ class Job:
         suspects: members whose connections broke and who may come back.
         run_id: the run whose replicas this job works with; set, like those that follow, by its replica set.
         forget: a member does not hold the run any more.
-        was_asked: says whether a member was told to build the run.
-        on_group_failure: a member reports that the group broke.
+        was_asked: says whether the last order of a member to build the run was of this generation.
+        on_group_failure: a member reports that its group broke.
         leaving: members that said they leave: they begin nothing more, so what they hold stays as it is.
         failed: members whose code of the user's raised; they hold the last state that is whole there.
         about_request: says what a request was about, None where it is of an earlier one; set by what asks.
@@ -65,8 +65,8 @@ class Job:
         self.failed: set[int] = set()
         self.run_id = ""
         self.forget: Callable[[int], None] = lambda rank: None
-        self.was_asked: Callable[[int], bool] = lambda rank: True
-        self.on_group_failure: Callable[[int, str, bool], None] = lambda rank, text, torn: None
+        self.was_asked: Callable[[int, int], bool] = lambda rank, generation: True
+        self.on_group_failure: Callable[[int, Failure], None] = lambda rank, message: None
         self.about_request: Callable[[int], str | None] = lambda request: None
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._set_aside: tuple[type[Message], ...] = ()
@@ -199,11 +199,13 @@ class Job:
 
     def _on_failure(self, rank: int, message: Message, payload: memoryview) -> None:
         assert isinstance(message, Failure)
-        if message.run_id != self.run_id or not self.was_asked(rank):
-            return  # of a run that is over, or that it was not told to build
-        if message.kind in (FailureKind.GROUP, FailureKind.TORN):  # whose fault it was is known when the lost member is
-            self.on_group_failure(rank, message.text, message.kind is FailureKind.TORN)
+        if message.run_id != self.run_id:
             return
+        if message.kind in (FailureKind.GROUP, FailureKind.TORN):  # whose fault it was is known when the lost member is
+            self.on_group_failure(rank, message)
+            return
+        if not self.was_asked(rank, message.generation):
+            return  # of a replica that it was told to build anew since then, or not to build at all
         if message.kind is FailureKind.INTERNAL:  # that worker does not hold the run any more
             self.forget(rank)
             if not self.trains:

@@ -21,7 +21,7 @@ from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, RemoteProtocolError, WorkerLost
 from guava_nb.hub.relay import Relay
-from guava_nb.protocol.messages import Cell, GroupFormed, RunSpec
+from guava_nb.protocol.messages import Cell, Failure, FailureKind, GroupFormed, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.sync.group_exchange import GroupExchange
 from guava_nb.sync.rank_assignment import FORM_TIMEOUT_S, group_name, group_orders, machines_for, side_by_side
@@ -156,14 +156,17 @@ class GroupReplicaSet(ReplicaSet):
         if self._broken and now > self._broken_at + AWAY_LIMIT_S:
             raise GroupLost(self._broken)
 
-    def note_break(self, job: Job, rank: int, text: str, torn: bool) -> None:
-        """Note that a member reports a broken group; which member was lost is known in a moment."""
-        if rank not in self.team:
+    def note_break(self, job: Job, rank: int, message: Failure) -> None:
+        """Note that a member reports a broken group; which member was lost is known in a moment.
+
+        A report on an earlier group, late because its sender was away, says nothing of the one that stands.
+        """
+        if rank not in self.team or message.generation != self.generation:
             return
-        if torn:
+        if message.kind is FailureKind.TORN:
             self.drop(rank)
         if not self._broken and not self._retired:  # that a group which was given up is broken is no news
-            self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {text}", time.monotonic()
+            self._broken, self._broken_at = f"{job.cluster.name(rank)} reports: {message.text}", time.monotonic()
 
     def retire(self) -> None:
         """Note that the group was woken and is over; its members hold the state until another one is formed."""
@@ -203,7 +206,7 @@ class GroupReplicaSet(ReplicaSet):
         super().attach(job)
         self._relay, self._findings = job.cluster.relay, job.cluster.findings
         job.on(GroupFormed, self._on_formed)
-        job.on_group_failure = lambda rank, text, torn: self.note_break(job, rank, text, torn)
+        job.on_group_failure = lambda rank, message: self.note_break(job, rank, message)
 
     def _on_formed(self, rank: int, message: GroupFormed, payload: memoryview) -> None:
         if message.run_id == self.run_id and message.generation == self.generation and rank in self.team:

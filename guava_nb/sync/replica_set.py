@@ -100,7 +100,7 @@ class ReplicaSet(StateAtWorkers):
 
     def attach(self, job: Job) -> None:
         """Handle the messages of this run's replicas in that job."""
-        job.run_id, job.forget, job.was_asked = self.run_id, self.drop, lambda rank: rank in self._building
+        job.run_id, job.forget, job.was_asked = self.run_id, self.drop, self._was_asked
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
@@ -108,8 +108,11 @@ class ReplicaSet(StateAtWorkers):
         self.writer = RowWriter(self.spec, job.cluster.caches, job.cluster.notice)
         self.writer.attach(job, self.run_id)
 
+    def _was_asked(self, rank: int, generation: int) -> bool:
+        return self._building.get(rank) == generation
+
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
-        if message.run_id == self.run_id and self._building.get(rank) == message.generation:
+        if message.run_id == self.run_id and self._was_asked(rank, message.generation):
             self._prepared[rank] = message
             if self._holds(rank):
                 self.at[rank] = self.step

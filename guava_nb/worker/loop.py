@@ -280,7 +280,7 @@ class WorkerLoop:
         if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
             before.replica.restore()
             self._run = run = replace(before, run_id=message.run_id)
-            self._steps.go_on(run)
+            self._steps.go_on(run, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
             self._send(self._preparation.built(message, run, holds=True), ())
             return

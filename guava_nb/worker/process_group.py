@@ -39,6 +39,12 @@ class GroupSeat:
         self._applying = False
         self._generation = -1  # an abort up to here came
 
+    @property
+    def formed_in(self) -> int:
+        """Generation of the present group, -1 without one."""
+        formed = self._formed
+        return -1 if formed is None else formed.generation
+
     def form(self, order: FormGroup) -> None:
         """Leave the present group and take a place in a new one; returns when all members have met.
 

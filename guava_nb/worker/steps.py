@@ -111,7 +111,7 @@ class StepRunner:
         self._prefetch = DevicePrefetch(copier_for(device))
         self._run: PreparedRun | None = None
         self._pending: PendingSteps[_Sum] = PendingSteps()
-        self._generation = 0
+        self._generation, self._built_in = 0, -1
         self._is_halted = False  # a step could not be applied: the orchestrator says how it goes on
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
@@ -124,12 +124,13 @@ class StepRunner:
         Args:
             generation: of the order to build it; messages of older ones are of an earlier attempt.
         """
-        self.go_on(run)
+        self.go_on(run, generation)
         self._pending.reset(-1, generation)
         self._kept_first = None
 
-    def go_on(self, run: PreparedRun) -> None:
-        """Work on this run from its first step on, with the state that the last one left here."""
+    def go_on(self, run: PreparedRun, generation: int) -> None:
+        """Work on this run from its first step on, with the state that the last one left here; `generation` as in `begin`."""
+        self._built_in = generation
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
@@ -470,17 +471,20 @@ class StepRunner:
             rows: samples of the shard in work, if it was one.
             notes: what may have led to it.
         """
-        doing, step = at
+        (doing, step), generation = at, self._built_in
         text = ". ".join([error_text(error), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
+            generation = self._seat.formed_in
         elif doing:
             text += f" ({doing.format(step + 1)})"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
             text += f". {_MEMORY_ADVICE.get(doing) or memory_advice(self._run, request, rows, self._pieces)}"
         name, trace = type(error).__name__, trace_text(error)
-        message = Failure(run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request)
+        message = Failure(
+            run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request, generation=generation
+        )  # fmt: skip
         self._send(message, ())
 
 

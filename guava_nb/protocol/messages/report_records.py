@@ -44,7 +44,12 @@ class FailureKind(str, Enum):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """Worker to orchestrator: user code raised, or the worker could not do what was asked."""
+    """Worker to orchestrator: user code raised, or the worker could not do what was asked.
+
+    Attributes:
+        generation: of the group that broke, for the kinds `GROUP` and `TORN`; else of the `Prepare` of the replica that failed.
+        request_id: of the `Evaluate`, `Predict` or `FetchState` that failed; 0: none.
+    """
 
     NUMBER: ClassVar[int] = 49
 
@@ -53,7 +58,8 @@ class Failure(Message, frozen=True, kw_only=True):
     type_name: str
     text: str
     traceback: str
-    request_id: int = 0  # of the `Evaluate`, `Predict` or `FetchState` that failed
+    request_id: int = 0
+    generation: int = -1
 
 
 class CrashReport(Message, frozen=True):

@@ -117,7 +117,7 @@ def _worker_key(worker: Any) -> Hashable:
     order = worker.seat.order
     return (
         worker.name, worker.alive, worker.rank, worker.blocked, worker.left, worker.line.key(), loop._leaving,
-        loop._leave_deadline, pending.committed, todo, pending.abandoned, steps._generation,
+        loop._leave_deadline, pending.committed, todo, pending.abandoned, steps._generation, steps._built_in,
         pending._spared, pending._floor, steps._is_halted,
         None if replica is None else (replica.value, replica.step, freeze(replica.pending), replica.before, replica.fails),
         None if order is None else order.generation, worker.seat.broken, worker.seat.generation,

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from guava_nb.cluster.roster import Roster
 from guava_nb.hub.bucket_sum import BucketSum
+from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import StepInFlight
@@ -72,6 +75,10 @@ def _any_answer(replicas: Any, rank: int, message: Any, payload: Any) -> None:
     replicas._prepared[rank] = message
 
 
+def _any_group(replicas: Any, job: Any, rank: int, message: Any) -> None:
+    _note_break(replicas, job, rank, msgspec.structs.replace(message, generation=replicas.generation))
+
+
 def _keeps_holders(replicas: Any, step: int) -> None:
     held = replicas.at
     replicas.take_back(step)
@@ -86,6 +93,7 @@ def _place_of_the_last_step(accounting: Any, step: int | None = None) -> Any:
 
 
 _commit, _add, _on_commit = SampleLedger.commit, BucketSum.add, StepAccounting.on_commit
+_note_break = GroupReplicaSet.note_break
 
 
 def _c(**changes: Any) -> Configuration:
@@ -119,6 +127,8 @@ PLANTED = (
             _c(workers=1, faults={"cut": 2, "interrupt": 1, "die": 1, "join": 1}, together=4), invariants.WAIT, 600),
     Planted("who held the state before holds it after going back", ReplicaSet, "go_back", _keeps_holders,
             _c(batches=STEPS, faults={"cut": 1, "die": 1, "join": 1}, together=3), invariants.AHEAD, 200, 1),
+    Planted("a report on another group counts against the one that stands", GroupReplicaSet, "note_break", _any_group,
+            _c(batches=_ONE, unasked=True, exchange="group"), invariants.ASKED),
     Planted("a step that was undone counts as held", ReplicaSet, "_has_undone", lambda *rest: False,
             _c(exchange="parts", faults={"undone": 1}), invariants.COSTS),
     Planted("after going back the data go on behind what was lost", StepAccounting, "where", _place_of_the_last_step,

@@ -112,6 +112,8 @@ def _answers(world: World, rank: int, generation: int) -> Iterator[Message]:
         yield StateLoaded(run, _FAR, "other", "cpu", number)
         yield Prepared(run_id=run, ok=False, problem="none", generation=number)
         yield GroupFormed(run_id=run, generation=number, ok=False, problem="none", broken=True)
+        for kind in FailureKind:
+            yield Failure(run_id=run, kind=kind, type_name="E", text="t", traceback="", generation=number)
     yield StepApplied(run_id=run, generation=generation, step=_FAR, parameter_hash="other", learning_rate=0.5)
     yield RowsWanted(run_id=run, keys=b"", step=_FAR, shard=0)
     yield RowsWanted(run_id=run, keys=b"", step=replicas.step + 1, shard=-1)

@@ -120,6 +120,11 @@ class _Seat:
         self.broken = False
         self.generation = -1
 
+    @property
+    def formed_in(self) -> int:
+        """As `GroupSeat` has it."""
+        return -1 if self.order is None else self.order.generation
+
     def abort(self, generation: int) -> None:
         """An abort came: whoever is blocked in an older group wakes."""
         self.generation = max(self.generation, generation)

@@ -31,6 +31,12 @@ def _applied(sent: Sequence[Message], answer: Any) -> bool:
     return _to(step, "run_id", "step")(sent, answer) or _to(m.Abort, "run_id", "generation")(sent, answer)
 
 
+def _failed(sent: Sequence[Message], answer: Any) -> bool:
+    if answer.kind in (m.FailureKind.GROUP, m.FailureKind.TORN):  # a further run may go on with the group that stands
+        return _to(m.FormGroup, "generation")(sent, answer)
+    return _to(m.Prepare, "run_id", "generation")(sent, answer)
+
+
 def _always(sent: Sequence[Message], answer: Any) -> bool:
     return True
 
@@ -57,7 +63,7 @@ ANSWERS: dict[type[Message], Rule] = {
     m.Evaluated: _to(m.Evaluate, "run_id", "request_id"),
     m.Predicted: _to((m.Evaluate, m.Predict), "run_id", "request_id"),
     m.StepChecked: _to(m.CheckStep, "run_id", "request_id"),
-    m.Failure: _to(m.Prepare, "run_id"),
+    m.Failure: _failed,
     m.CacheHeld: _to(m.Prepare, "run_id"),
     m.RowList: _to(m.ListRows, "run_id"),
     m.RowsWanted: _to((m.Shard, m.Evaluate, m.Prepare), "run_id"),

@@ -12,7 +12,8 @@ import pytest
 from guava_nb.cluster.roster import Roster
 from guava_nb.data.codec import pack
 from guava_nb.errors import RemoteProtocolError, TrainingError
-from guava_nb.protocol.messages import Prepared, State, StateLoaded, StepApplied, Tree
+from guava_nb.protocol.messages import Failure, FailureKind, Prepared, State, StateLoaded, StepApplied, Tree
+from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
 
@@ -38,6 +39,26 @@ def test_an_answer_to_an_earlier_order_to_build_is_none_to_this_one(replicas: Re
     assert replicas.prepared() == set()
     replicas._on_prepared(0, Prepared(run_id="run", ok=True, generation=5), NOTHING)
     assert replicas.prepared() == {0}
+
+
+@pytest.mark.parametrize(("generation", "counts"), [(4, False), (5, True), (6, False)])
+def test_a_report_counts_against_the_group_that_it_is_about(job: Any, generation: int, counts: bool) -> None:
+    replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
+    assert isinstance(replicas, GroupReplicaSet)
+    replicas.team, replicas.generation, job.cluster.name = (0, 1), 5, "w{}".format
+    replicas.note_break(job, 0, Failure(
+        run_id="run", kind=FailureKind.GROUP, type_name="E", text="a member is gone", traceback="", generation=generation
+    ))  # fmt: skip
+    assert bool(replicas._broken) is counts
+
+
+def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:
+    replicas._building[0] = 5
+    job: Any = SimpleNamespace(cluster=SimpleNamespace(caches=None, notice=None), on=lambda *rest: None)
+    with mock.patch("guava_nb.sync.replica_set.RowWriter"):
+        replicas.attach(job)
+    assert [job.was_asked(0, generation) for generation in (4, 5, 6)] == [False, True, False]
+    assert not job.was_asked(1, 5)
 
 
 def test_a_state_that_is_loaded_when_nothing_waits_for_it_puts_no_worker_in_step(
