@@ -136,7 +136,7 @@ class GroupReplicaSet(ReplicaSet):
         return sorted(fit - set(self.team)) if self.elastic and self.team else []
 
     def check(self, job: Job) -> None:
-        """Unwind when the group cannot go on.
+        """Unwind when the group cannot go on; where a member is gone, that is why others report a break, before and after this.
 
         Raises:
             GroupLost: a member is lost, or away for too long, or reported that the group broke.
@@ -148,10 +148,10 @@ class GroupReplicaSet(ReplicaSet):
             if rank in job.ready or (rank in job.suspects and (outage or job.cluster.is_in_outage(rank))):
                 self._away.pop(rank, None)
             elif rank not in job.suspects:
-                self._broken = ""  # that is why others report a break
+                self.retire()
                 raise GroupLost(f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}")
             elif now - self._away.setdefault(rank, now) > AWAY_LIMIT_S:
-                self._broken = ""
+                self.retire()
                 raise GroupLost(f"{job.cluster.name(rank)} is away for more than {AWAY_LIMIT_S:g} s")
         if self._broken and now > self._broken_at + AWAY_LIMIT_S:
             raise GroupLost(self._broken)

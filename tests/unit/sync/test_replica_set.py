@@ -52,6 +52,22 @@ def test_a_report_counts_against_the_group_that_it_is_about(job: Any, generation
     assert bool(replicas._broken) is counts
 
 
+def test_what_others_report_of_a_group_that_lost_a_member_is_no_break_of_its_own(job: Any) -> None:
+    """Three losses in a row were taken for three groups that broke while all workers stayed, which ends the run."""
+    replicas = replica_set_for(spec_for("group", "workers", 2), 4, 1, None)
+    assert isinstance(replicas, GroupReplicaSet)
+    job.cluster.name, job.cluster.members = "w{}".format, lambda: [SimpleNamespace(detail="gone")] * 2
+    replicas._relay = SimpleNamespace(forget=lambda name: None)  # type: ignore[assignment]
+    for generation in range(5):
+        replicas.team, replicas.generation, replicas._retired, job.ready = (0, 1), generation, False, {0}
+        with pytest.raises(GroupLost, match="w1 was lost"):
+            replicas.check(job)
+        replicas.note_break(job, 0, Failure(
+            run_id="run", kind=FailureKind.GROUP, type_name="E", text="woken", traceback="", generation=generation
+        ))  # fmt: skip
+        replicas.disband()
+
+
 def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:
     replicas._building[0] = 5
     job: Any = SimpleNamespace(cluster=SimpleNamespace(caches=None, notice=None), on=lambda *rest: None)
