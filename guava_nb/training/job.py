@@ -354,10 +354,11 @@ class TrainingJob(Job):
         """Fetch the state of the last commit, unless that takes too long: then it is fetched when it is asked for."""
         self.interrupts = 0
         try:
-            self._fetch_in_time()
-        except GroupLost:
-            if not self.replica_set.rescue(self):
-                self._recovery.go_back()
+            try:
+                self._fetch_in_time()
+            except GroupLost:
+                if not self.replica_set.rescue(self):
+                    self._recovery.go_back()
         except (StopRequested, NobodyLeft, WorkerLost) as error:
             if any(rank in self.replica_set.at for rank in self.ready | self.suspects):
                 log.info("the final state stays with the workers for now: %s", error)
