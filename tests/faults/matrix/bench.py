@@ -276,7 +276,7 @@ class Attempt:
         self.strike_error: BaseException | None = None
         self.struck = threading.Event()
         ready = bench.ready()
-        self.victim = bench.workers[1]
+        self.victim = bench.workers[-1 if self.mode.workers == 1 else 1]
         self.newcomer = bench.waiting[-1].name
         # Of whole replicas any is asked for the state: the first that is asked fires.
         anyone = cell.phase == "checkpoint" and self.mode.elastic
@@ -363,11 +363,11 @@ class Attempt:
     def _act(self, worker: Worker) -> None:
         fault, phase = self.cell.fault, self.cell.phase
         if (
-            not self.mode.elastic
+            (not self.mode.elastic or self.mode.workers == 1)
             and phase not in ("join", "prediction")
             and (fault in ENDS or fault == STOPS[1] or phase == "leave")
         ):
-            self.bench.enter()  # a mesh of a fixed size needs somebody for the place
+            self.bench.enter()  # a mesh of a fixed size, or a run without workers, needs one for the place
         if fault in STOPS:
             process = psutil.Process(worker.pid)
             eventually(lambda: process.status() == psutil.STATUS_STOPPED, 10, "the worker is stopped")

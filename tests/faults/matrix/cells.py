@@ -35,6 +35,7 @@ _PLAN = {"tensor_plan": {"0.linear": "colwise", "1.linear": "rowwise"}}
 _RELAY, _DIRECT = {"path": "relay"}, {"path": "direct"}
 MODES: dict[str, Mode] = {
     "data": Mode("data", _RELAY, {}, 3, elastic=True),
+    "lone": Mode("data", _RELAY, {}, 1, elastic=True),
     "site": Mode("data", _RELAY, {"optimizer_site": "orchestrator"}, 3, elastic=True),
     "direct": Mode("data", _DIRECT, {}, 3, elastic=True, direct=True),
     "zero 1": Mode("zero", {"zero_stage": 1, "dp": 2, **_RELAY}, {}),
@@ -121,6 +122,8 @@ def senseless(mode: str, phase: str, fault: str) -> str:
             return "optimizer and schedule are the orchestrator's: tests/faults/test_commit_errors.py"
     if fault in NANS and phase != _NAN_AT[fault]:
         return f"the value comes to be at the phase {_NAN_AT[fault]!r}"
+    if mode == "lone" and phase in ("bucket half sent", "waiting for the sum"):
+        return "a lone worker commits by itself and sends no gradients"
     if phase == "bucket half sent" and one.direct:
         return "the bytes go through sockets of gloo's own"
     return ""
@@ -130,9 +133,11 @@ def expected(mode: str, phase: str, fault: str) -> Expected:
     """Return the outcome that was written down for a cell."""
     if phase == "prediction" and fault in (*ENDS, STOPS[1]) and not MODES[mode].elastic:
         return Expected("needs")  # a pass does not wait for workers: so many are needed, so many are here
+    if phase == "prediction" and fault in (*ENDS, STOPS[1]) and mode == "lone":
+        return Expected("no worker is here")
     if fault in ENDS + STOPS + LINKS:
         return Expected()
-    whole, cause = mode in ("data", "site"), _CAUSES[fault]
+    whole, cause = mode in ("data", "lone", "site"), _CAUSES[fault]
     if fault == "out of memory" and phase in ("forward", "backward") and whole:
         return Expected()  # the shard is cut into smaller pieces
     if (phase, fault) == ("checkpoint", "full disk"):
@@ -149,8 +154,8 @@ def _steps_held(mode: str, fault: str) -> int:
     """Return the steps that count where one worker could not apply the last one."""
     if mode in ("data", "site") or (mode == "direct" and fault == "out of memory"):
         return STEP + 1  # the others have applied it
-    if fault != "out of memory":
-        return STEP  # the others take it back
+    if fault != "out of memory" or mode == "lone":
+        return STEP  # the others take it back, where there are any
     return 3  # torch's own optimizers keep no copy: the snapshot of the epoch's end is left
 
 
@@ -171,6 +176,7 @@ _COVERING = {
         "optimizer: SIGTERM, exception", "commit: exit", "validation: SIGKILL", "prediction: SIGKILL",
         "checkpoint: full disk, SIGKILL", "leave: exit",
     ),
+    "lone": ("optimizer: SIGKILL, exception", "commit: reset at a random byte", "checkpoint: silence", "join: cut in mid-frame"),
     "site": ("bucket half sent: SIGKILL", "optimizer: cut in mid-frame", "commit: SIGTERM"),
     "direct": ("backward: SIGKILL", "optimizer: exception", "forward: nan in buffer"),
     "zero 1": ("optimizer: SIGKILL, full disk", "bucket half sent: cut in mid-frame"),

@@ -1,4 +1,4 @@
-"""Walk all configurations and print what each came to: `python -m tests.support.explorer [--covering] [word ...]`."""
+"""Walk the configurations and print what came of each: `python -m tests.support.explorer [--covering] [--limit=S] [word ...]`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from tests.support.explorer.configurations import COVERING, WHOLE
 from tests.support.explorer.models import MODELS
 from tests.support.explorer.search import Report, explore
 from tests.support.explorer.world import walk
+
+#: Processor time of one case, unless more is asked for.
+LIMIT_S = 15.0
 
 
 def _show(name: str, report: Report, runs: int = 0) -> None:
@@ -24,15 +27,16 @@ def _show(name: str, report: Report, runs: int = 0) -> None:
 def main(words: list[str]) -> int:
     """Walk those whose name has one of the words, all without words; returns 1 when an invariant did not hold."""
     wanted, cases = [word for word in words if word[0] != "-"], COVERING if "--covering" in words else WHOLE
+    limit_s = next((float(word.removeprefix("--limit=")) for word in words if word.startswith("--limit=")), LIMIT_S)
     failed = 0
     for case in cases:
         if not wanted or any(word in case.name for word in wanted):
-            report = walk(case.configuration, case.limit_s, case.runs)
+            report = walk(case.configuration, case.limit_s if "--covering" in words else limit_s, case.runs)
             _show(case.name, report, case.runs)
             failed |= report.found is not None
     for name, make in MODELS.items():
         if not wanted or any(word in name for word in wanted):
-            report = explore(make, 240.0)
+            report = explore(make, limit_s)
             _show(name, report)
             failed |= report.found is not None
     return failed
