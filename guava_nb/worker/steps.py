@@ -119,11 +119,7 @@ class StepRunner:
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
-        """Work on this run from now on, from its first step or the one that `load_state` tells.
-
-        Args:
-            generation: of the order to build it; messages of older ones are of an earlier attempt.
-        """
+        """Work on this run from now on; what is of an older generation than the order to build it is of an earlier attempt."""
         self.go_on(run, generation)
         self._pending.reset(-1, generation)
         self._kept_first = None
@@ -370,7 +366,6 @@ class StepRunner:
             TrainingError: a lone worker's loss couples samples, so they would not.
         """
         replica = run.replica
-
         rows = message.part_rows or (message.rows,)
         while True:
             pieces = list(zip(parts, rows, strict=True))
