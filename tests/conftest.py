@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,13 +43,25 @@ _FIRST = (
     "test_programs",
     "test_pipeline_part",
     "test_explorer",
+    "test_house",
 )
+_UNIT = Path(__file__).parent / "unit"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files; all else keeps its order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole", action="store_true", help="run all cells of the tables that are covered by some of them"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only the whole tables have; begin with the longest files, end with unit tests, whose files are short."""
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     place = {name: number for number, name in enumerate(_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    items.sort(key=lambda item: (place.get(item.path.stem, len(place)), _UNIT in item.path.parents))
 
 
 @pytest.hookimpl(wrapper=True)

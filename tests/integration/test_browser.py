@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def forward(self, images):
-        time.sleep(0.01 * self.training)  # as long as a small model on a GPU takes
+        time.sleep(0.04 * self.training)  # no faster than a page is looked at: what it shows is drawn here, too
         return self.layers(images.float() / 16)"""
 DATA = """from torch.utils.data import DataLoader, TensorDataset
 from guava_nb.datasets.digits import split_digits
