@@ -102,8 +102,10 @@ class RunBuilder:
             name = getattr(spec, role).name
             if shared is not None and isinstance(given.get(role, ""), str) and is_same_code(own.get(name), found):
                 given[role] = own[name]
-        facts = facts_of(roots_of(spec, lambda name: resolve(name, shared), given))
-        return CodeHere(facts, {role: getattr(spec, role).name for role in roots}, self._registry.cells)
+        found = roots_of(spec, lambda name: resolve(name, shared), given)
+        return CodeHere(
+            lambda: facts_of(found), {role: getattr(spec, role).name for role in roots}, self._registry.cells
+        )
 
     def question(
         self, model: Factory, workers: int, criterion: Reference | None, preprocess: Reference | None

@@ -2,7 +2,8 @@
 
 Workers import modules anew and run shared cells anew. What a script or a notebook changed there afterwards (a field of a
 configuration module, a method that was replaced) they do not have; two lists of these facts show it. Only names that reachable
-code reads are listed, and no counters or caches: what reachable code writes is left out. Knows Python's objects; runs nothing.
+code reads are listed; globals that it sets itself (counters) are marked, and what it fills (caches) is left out. Knows Python's
+objects; runs nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +13,32 @@ import dataclasses
 import dis
 import functools
 import hashlib
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["Facts", "facts_of", "is_alike", "is_same_code", "reads", "roots_of", "shown", "unlike"]
+__all__ = [
+    "Facts",
+    "facts_of",
+    "is_alike",
+    "is_same_code",
+    "module_of",
+    "moved",
+    "reads",
+    "roots_of",
+    "shown",
+    "unlike",
+]
 
 #: Place in the user's code to what is there, as text.
 Facts = Mapping[str, str]
@@ -37,6 +54,9 @@ _MUTATORS = frozenset(
 )
 _DEVICES = ("cuda", "cpu", "mps", "xpu")
 _CODE = "#"  # before the version of Python and the hash of a function's code
+_SET = "~"  # before the place of a global that reachable code sets itself
+#: Numbers of a tensor that are compared, and shown.
+_MOST_NUMBERS, _MOST_SHOWN = 1 << 16, 6
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,20 @@ def roots_of(
 
 def unlike(ours: Facts, theirs: Facts) -> list[str]:
     """Return the places that both know and that hold something else; code is compared under one version of Python only."""
+    return [place for place in _differing(ours, theirs) if not place.startswith(_SET)]
+
+
+def moved(ours: Facts, theirs: Facts) -> dict[str, tuple[str, str]]:
+    """Return globals that the code itself sets and that both have at other values: what they are on each side."""
+    return {p.removeprefix(_SET): (ours[p], theirs[p]) for p in _differing(ours, theirs) if p.startswith(_SET)}
+
+
+def module_of(place: str) -> str:
+    """Return the first part of the module that a place is in; of a shared cell, its name there."""
+    return place.removeprefix(_SET).partition(".")[0]
+
+
+def _differing(ours: Facts, theirs: Facts) -> list[str]:
     return [place for place, text in ours.items() if place in theirs and not is_alike(text, theirs[place])]
 
 
@@ -211,11 +245,18 @@ class _Walk:
                 yield from self._of_value(place, name, function.__globals__[name])
 
     def _of_value(self, place: str, name: str, value: Any) -> Iterator[tuple[str, str]]:
-        if place in self._written or name in self._stored:
+        if place in self._written:
+            if isinstance(value, bool | int | float):
+                yield f"{_SET}{place}", repr(value)
+            return
+        if name in self._stored:
             return
         if isinstance(value, _PLAIN):
             if not _is_machines(value):
                 yield place, repr(value)
+        elif isinstance(value, Tensor | np.ndarray):
+            if place not in self._filled and (text := _numbers(value)):
+                yield place, text
         elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
             yield place, _text(value)
         elif place in self._filled and isinstance(value, dict | list):
@@ -264,6 +305,20 @@ def _is_namespace(value: Any) -> bool:
     if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Namespace":
         return True
     return (dataclasses.is_dataclass(value) or _is_own_class(type(value))) and hasattr(value, "__dict__")
+
+
+def _numbers(value: Tensor | np.ndarray) -> str:
+    """Describe a tensor or an array on the CPU; "" for one that cannot be read without a wait, or has no plain numbers."""
+    array = value
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized or value.requires_grad:
+            return ""
+        array = value.resolve_conj().resolve_neg().contiguous().reshape(-1)[:_MOST_NUMBERS].view(torch.uint8).numpy()
+    elif value.dtype.hasobject:
+        return ""
+    digest = hashlib.blake2b(np.ascontiguousarray(array).reshape(-1)[: 16 * _MOST_NUMBERS].tobytes(), digest_size=6)
+    content = str(value.tolist()) if math.prod(value.shape) <= _MOST_SHOWN else f"with digest {digest.hexdigest()}"
+    return f"{type(value).__name__} {value.dtype}{[*value.shape]} {content}"
 
 
 def _is_machines(value: Any) -> bool:

@@ -37,7 +37,7 @@ from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
-from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, verdict_on
+from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, about_hooks, verdict_on
 
 __all__ = [
     "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "later_checks", "weights_of_pieces",
@@ -198,6 +198,8 @@ class FirstStepCheck:
         if replicas.spec.optimizer_site == "orchestrator":  # elsewhere a worker tells it with its state
             replicas.kept = tuple(verdict.record.get("kept_in_python", ()))
         self._tell(verdict, known is not None)
+        if known is None and (hooked := about_hooks(replicas.master.model)):
+            self._members.cluster.notice(hooked)
         return known is None
 
     def _again(self, question: Question, rank: int) -> None:

@@ -5,10 +5,13 @@ Knows findings and batches; asks nobody.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from torch import nn
 
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoadedBatch
@@ -24,8 +27,9 @@ from guava_nb.replica.one_step_check.whole_against_cut import (
     SUM,
     WEIGHTS,
 )
+from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "verdict_on"]
+__all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "about_hooks", "verdict_on"]
 
 OUT_OF_MEMORY = "memory"
 
@@ -103,6 +107,10 @@ class Verdict:
     is_refused: bool = False
 
 
+#: Modules that a message names.
+_MOST_HOOKED = 3
+
+
 def verdict_on(
     spec: RunSpec,
     question: Question,
@@ -149,7 +157,7 @@ def verdict_on(
     if refusal := _about_writes(spec, answer):
         return Verdict({**record, "outcome": "writes"}, f"{begin}: {refusal}", False, answer.compared, is_refused=True)
     if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):
-        drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
+        drawn = f", apart from {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         few = f". Not all of the batch was looked at ({unseen}), so what begins with more samples was not seen"
         equal = f"loss and gradient are equal{drawn}{few if unseen else ''}"
         return Verdict(record, f"{begin}: {equal}", True, answer.compared)
@@ -171,9 +179,11 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
             "the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. Each "
             "worker has its own of it; keep in a buffer (register_buffer) what must be alike"
         )
+    streams = [one for one in answer.drawn if not one.isidentifier()]
+    which = f" ({', '.join(streams)})" if streams else ""
     return (
-        f"the whole batch alone gives unlike losses on {name} with other random numbers, and these are not drawn by torch's own "
-        "functions, so they cannot be held still: draw them with torch (torch.rand), or before the batch is made"
+        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, so they cannot be held still, and "
+        "each worker draws its own: draw them with torch (torch.rand), or before the batch is made"
     )
 
 
@@ -317,3 +327,24 @@ def _whole_parts(question: Question) -> str:
     pairs = zip(leaves(question.content), leaves(piece), strict=False)
     shapes = [f"{[*a.shape]}" for a, b in pairs if a.ndim and a.shape == b.shape]
     return f" (parts of shape {', '.join(shapes[:3])} go to every worker whole)" if shapes else ""
+
+
+def about_hooks(model: nn.Module) -> str:
+    """Say which modules have hooks of the user's own, since these see one worker's samples; "" for none."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    names = [
+        name or type(module).__name__ for name, module in model.named_modules()
+        if any(_is_users(hook) for kind in kinds for hook in getattr(module, kind, {}).values())
+    ]  # fmt: skip
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_HOOKED} more modules" if len(names) > _MOST_HOOKED else ""
+    return (
+        f"The hooks on {', '.join(names[:_MOST_HOOKED])}{more} are called by each worker with its own samples, so what they "
+        "compute over a batch is of a part of it, and what they keep stays at that worker"
+    )
+
+
+def _is_users(hook: object) -> bool:
+    function = users_function(hook)
+    return is_own(getattr(function, "__globals__", vars(sys.modules.get(type(function).__module__, sys))))

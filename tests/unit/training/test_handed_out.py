@@ -1,9 +1,11 @@
 import gc
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from guava_nb.spec.changed_code import CodeHere
 from guava_nb.training.handed_out import HandedOut
 
 
@@ -59,3 +61,19 @@ def test_a_copy_that_nobody_holds_is_forgotten():
     gc.collect()
     handed.note(net())
     assert len(handed._handed) <= 2
+
+
+def test_a_global_that_the_runs_code_reads_is_told_and_looked_at_now_and_then():
+    looks, values = [], {"temperature": "1.0"}
+    code = CodeHere(lambda: looks.append(1) or dict(values), {}, ())
+    said, handed = [], HandedOut(lambda sentence: said.append(sentence), None, code)
+    handed.look("Mine.on_epoch")
+    values["temperature"] = "0.5"
+    handed._next_look = math.inf
+    handed.look("Mine.on_step", is_often=True)
+    assert said == [] and len(looks) == 2
+    with pytest.warns(UserWarning, match="no effect on the run"):
+        handed.look("Mine.on_epoch")
+    assert said[0].startswith(
+        "Mine.on_epoch changed temperature from 1.0 to 0.5, which the run's code reads. Workers have"
+    )
