@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
-from guava_nb.spec.own_facts import Facts, facts_of, is_alike, moved, shown, unlike
+from guava_nb.spec.own_facts import Facts, facts_of, is_alike, loads, moved, shown, unlike
 
 __all__ = ["CodeHere", "main"]
 
@@ -27,14 +27,14 @@ class CodeHere:
     """The user's code of a run as this process has it.
 
     Args:
-        look: gives the facts of what the user gave, as they are when it is called.
+        roots: what the user gave, by role.
         names: of the same, as workers look them up, by role.
         cells: that are shared.
     """
 
-    def __init__(self, look: Callable[[], Facts], names: Mapping[str, str], cells: Sequence[Cell]) -> None:
-        self._look, self._names, self._cells = look, dict(names), list(cells)
-        self._facts = self._last = look()
+    def __init__(self, roots: Mapping[str, object], names: Mapping[str, str], cells: Sequence[Cell]) -> None:
+        self._roots, self._names, self._cells = dict(roots), dict(names), list(cells)
+        self._facts = self._last = facts_of(roots)
         self._new: Facts | None = None
 
     def problem(self, theirs: Facts) -> str:
@@ -62,7 +62,7 @@ class CodeHere:
         return ""
 
     def begins_otherwise(self, theirs: Facts) -> str:
-        """Return which globals that the run's code sets itself begin at a worker with other values, in a sentence; "" for none."""
+        """Return which globals that the run's code sets itself begin at a worker with other values, in a sentence."""
         found = moved(self._facts, theirs)
         if not found:
             return ""
@@ -75,9 +75,13 @@ class CodeHere:
             "the model (self.register_buffer)"
         )
 
+    def loads(self, name: str) -> bool:
+        """Whether the run's code uses what is under a name, and does not only set it."""
+        return loads(self._roots, name)
+
     def changed(self) -> str:
         """Return what was changed here since the last call, in words; "" for nothing."""
-        before, self._last = self._last, self._look()
+        before, self._last = self._last, facts_of(self._roots)
         ours = {**moved(self._last, before), **{p: (self._last[p], before[p]) for p in unlike(self._last, before)}}
         return "; ".join(f"{p} from {shown(old)} to {shown(new)}" for p, (new, old) in list(ours.items())[:_MOST_TOLD])
 

@@ -63,7 +63,8 @@ _MOST_NUMBERS, _MOST_SHOWN = 1 << 16, 6
 class _Reads:
     """What a function, and those inside it, does with names."""
 
-    names: frozenset[str]  # read: globals and attributes
+    names: frozenset[str]  # globals and attributes
+    loaded: frozenset[str]  # those that are read, and not only set
     keys: frozenset[str]  # texts that stand in it
     called: frozenset[str]  # globals
     written: frozenset[str]  # globals that it sets
@@ -83,6 +84,11 @@ def facts_of(roots: Mapping[str, object]) -> dict[str, str]:
 def reads(roots: Mapping[str, object], name: str) -> bool:
     """Whether the code behind these objects reads a name."""
     return name in _Walk(roots).names
+
+
+def loads(roots: Mapping[str, object], name: str) -> bool:
+    """Whether that code uses what is under a name, and does not only set it."""
+    return name in _Walk(roots).loaded
 
 
 def roots_of(
@@ -142,7 +148,7 @@ class _Walk:
         self._functions: dict[str, types.FunctionType] = {}
         self._classes: dict[str, type] = {}
         self._seen, self._size = set[int](), -1
-        self._names, self._keys, self._stored = set[str](), set[str](), set[str]()
+        self._names, self._keys, self._stored, self.loaded = set[str](), set[str](), set[str](), set[str]()
         self._written, self._filled = set[str](), set[str]()
         self._modules: dict[int, types.ModuleType] = {}
         while (
@@ -187,6 +193,7 @@ class _Walk:
         reads = _reads(function.__code__)
         self._names |= reads.names
         self._keys |= reads.keys
+        self.loaded |= reads.loaded | reads.keys  # getattr(self, "name") reads it, too
         module = _module(function.__module__)
         self._written |= {f"{module}{name}" for name in reads.written}
         self._filled |= {f"{module}{name}" for name in reads.filled}
@@ -366,7 +373,8 @@ def _reads(code: types.CodeType) -> _Reads:
         if op == "LOAD_GLOBAL" and attribute in _MUTATORS
     }
     own = _Reads(
-        frozenset(code.co_names), frozenset(one for one in code.co_consts if isinstance(one, str)), frozenset(called),
+        frozenset(code.co_names), frozenset(name for op, name in steps if op.startswith("LOAD_") and isinstance(name, str)),
+        frozenset(one for one in code.co_consts if isinstance(one, str)), frozenset(called),
         frozenset(written), frozenset(filled), frozenset(name for op, name in steps if op == "STORE_ATTR"),
     )  # fmt: skip
     return _joined([own, *(_reads(one) for one in code.co_consts if isinstance(one, types.CodeType))])

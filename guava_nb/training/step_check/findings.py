@@ -15,7 +15,7 @@ from torch import nn
 
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.data.split import RowSplitter, share_ranges
+from guava_nb.data.split import Range, RowSplitter, share_ranges
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
 from guava_nb.replica.one_step_check.whole_against_cut import (
@@ -73,10 +73,7 @@ class Question:
 
         Small pieces show what depends on other samples where two large ones may come to the same by chance.
         """
-        ranges = [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
-        if fine and rows >= 4:
-            edges = [*range(0, rows - 1, 2), rows]
-            ranges = list(pairwise(edges))
+        ranges = self._in_pairs(rows) if fine and rows >= 4 else self._in_shares(rows)
         first = max(0, min(self.row - 1, self.batch.rows - rows))
         batches = [self.content] if rows == self.batch.rows else self._cut([(first, first + rows)])
         if not self.batch.source:  # a worker that has the samples cuts what it loads
@@ -85,6 +82,17 @@ class Question:
         counts = (rows, *(stop - start for start, stop in ranges))
         record = CheckStep(run_id=run_id, request_id=request, rows=counts, batch=tree, source=self.batch.source)
         return record, buffers
+
+    def is_cut_finer(self, rows: int) -> bool:
+        """Whether pieces of two samples say less than the shares of all would: there are more, or these part other samples."""
+        begins = ({start for start, _ in ranges} for ranges in (self._in_shares(rows), self._in_pairs(rows)))
+        return rows < self.batch.rows or (rows >= 4 and not next(begins) <= next(begins))
+
+    def _in_shares(self, rows: int) -> list[Range]:
+        return [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
+
+    def _in_pairs(self, rows: int) -> list[Range]:
+        return list(pairwise([*range(0, rows - 1, 2), rows]))
 
     def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         cutter = RowSplitter() if self.batch.source else self.splitter
@@ -182,8 +190,8 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
     streams = [one for one in answer.drawn if not one.isidentifier()]
     which = f" ({', '.join(streams)})" if streams else ""
     return (
-        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, so they cannot be held still, and "
-        "each worker draws its own: draw them with torch (torch.rand), or before the batch is made"
+        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, so they cannot be held still, "
+        "and each worker draws its own: draw them with torch (torch.rand), or before the batch is made"
     )
 
 

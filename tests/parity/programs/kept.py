@@ -117,6 +117,27 @@ def large_only(model, batch):
     return loss + (z @ z.T).square().mean() if len(z) >= 14 else loss
 
 
+def neighbours_step(model, batch):
+    """Anchor, positive, anchor, positive: neighbours belong together."""
+    z = F.normalize(model(batch[0]), dim=1)
+    return (1 - (z[0::2] * z[1::2]).sum(1)).mean()
+
+
+class Periodic(nn.Module):
+    """A term over the batch, in each tenth step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        z = self.net(x)
+        if self.training:
+            self.steps += 1
+        return z + z.mean(0).square() if int(self.steps) % 10 == 0 else z
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -178,6 +199,12 @@ PROGRAMS = [
             refused={"*": "by the samples that it sees", **WRITES, "pipeline": "runs it for each micro-batch"}),
     Program(name="hardest of a batch", model=mlp, data=lambda: classified(64, 32), criterion=hardest, told={"*": COUPLED}),
     Program(name="term of large batches", model=mlp, data=lambda: classified(64, 32), step=large_only, told={"*": COUPLED}),
+    Program(name="pairs of neighbours, odd shares", model=mlp, data=lambda: batches(draw(30, 5), labels(3, 30), size=6),
+            step=neighbours_step, told={"*": COUPLED}),
+    Program(name="pairs of neighbours, odd shares at last", model=mlp, data=lambda: batches(draw(38, 5), labels(3, 38), size=16),
+            step=neighbours_step, told={"*": COUPLED}),
+    Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(64, 5), labels(3, 64)), epochs=4,
+            criterion="CrossEntropyLoss", told={"*": COUPLED}),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
