@@ -86,7 +86,7 @@ def is_looked_at_whole(step: int) -> bool:
 
 def is_round(number: int) -> bool:
     """Whether a step of this number, from 1, is one of 10, 60, 600, ...: what comes every few steps falls on one of them."""
-    while number > 60 and number % 10 == 0:
+    while number >= 600 and number % 10 == 0:
         number //= 10
     return number in (10, 60)
 

@@ -2,16 +2,19 @@
 
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
-small containers and objects, and attributes of functions; of classes and of installed packages it sees nothing.
+small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
+their defaults, variables of the function around them. Of installed packages it sees nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dis
 import functools
 import hashlib
+import itertools
 import math
 import pickle
 import random
@@ -269,9 +272,67 @@ def _of_object(label: str, found: object, seen: set[int]) -> Iterator[_Owner]:
 
 
 def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owner]:
-    if id(function) not in seen:
-        seen.add(id(function))
-        yield _Owner(function.__name__, function.__dict__, lambda key, value: key != "__wrapped__")
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    yield _Owner(function.__name__, function.__dict__, lambda key, value: key != "__wrapped__")
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = function.__defaults__ or ()
+    defaults = {**dict(zip(names[len(names) - len(given) :], given, strict=False)), **(function.__kwdefaults__ or {})}
+    if held := {name: one for name, one in defaults.items() if _is_filled(one)}:  # these are filled in place
+        yield _Owner(function.__name__, held, lambda key, value: True)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # not filled yet
+            if isinstance(inner := cell.cell_contents, types.FunctionType) and is_own(inner.__globals__):
+                yield from _of_function(inner, seen)
+            elif isinstance(inner, _PLAIN) or _is_filled(inner):
+                yield _Owner(function.__name__, _Cell(name, cell), lambda key, value: True)
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value changes where it is, and is small."""
+    is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
+    return is_small or isinstance(value, (itertools.count, *_STREAMS))
+
+
+class _Cell(dict[str, Any]):
+    """A variable of the function around another one, as a namespace."""
+
+    def __init__(self, name: str, cell: types.CellType) -> None:
+        super().__init__({name: None})
+        self._cell = cell
+
+    def items(self) -> Any:
+        """Its name and value."""
+        return [(name, self._cell.cell_contents) for name in self]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Fill it anew."""
+        self._cell.cell_contents = value
+
+
+class _ClassAttributes(dict[str, Any]):
+    """What a class has itself, as a namespace."""
+
+    def __init__(self, cls: type) -> None:
+        super().__init__()
+        self._class = cls
+
+    def items(self) -> Any:
+        """Names and values."""
+        return list(vars(self._class).items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set one."""
+        setattr(self._class, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        """Take one away."""
+        delattr(self._class, name)
+
+
+def _is_of_class(key: str, value: Any) -> bool:
+    return not key.startswith("__") and (isinstance(value, _PLAIN) or _is_filled(value))
 
 
 def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
@@ -283,12 +344,14 @@ def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
     functions = [one for value in list(names.values()) for one in _functions_of(value, module)]
     changed = {name for one in functions for name in _written(one.__code__)}
     for key, value in names.items():
-        is_filled = isinstance(value, dict | list | set | deque) and not key.startswith("__") and _is_small(value)
-        if is_filled or isinstance(value, _STREAMS):
+        if not key.startswith("__") and _is_filled(value):
             changed.add(key)
     yield _Owner(module, names, lambda key, value: key in changed)
     for function in functions:
         yield from _of_function(function, seen)
+    for value in list(names.values()):
+        if isinstance(value, type) and value.__module__ == module:
+            yield _Owner(f"{module}.{value.__qualname__}", _ClassAttributes(value), _is_of_class)
     for other in {id(one): one for one in map(_namespace_of, list(names.values())) if one is not None}.values():
         yield from _of_globals(other, seen)
     for key, value in list(names.items()):
@@ -334,6 +397,8 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     elif isinstance(value, np.ndarray):
         found[path] = value.tobytes()
+    elif isinstance(value, itertools.count):
+        found[path] = repr(value)
     elif isinstance(value, _STREAMS):
         found[path] = pickle.dumps(_place_in(value))
     elif isinstance(value, nn.Module):
@@ -363,6 +428,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    if isinstance(value, itertools.count):  # Python will not copy these any more
+        start, step = (*map(ast.literal_eval, repr(value)[len("count(") : -1].split(",")), 1)[:2]
+        return itertools.count(start, step)
     return copy.deepcopy(value, memo)
 
 

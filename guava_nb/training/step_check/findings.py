@@ -185,7 +185,8 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
         return (
             f"the whole batch alone, computed twice on {name} with the same random numbers, gives unlike losses: what the model, "
             "the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. Each "
-            "worker has its own of it; keep in a buffer (register_buffer) what must be alike"
+            "worker has its own of it, and these tries have moved it there and could not put it back: keep it in a buffer "
+            "(register_buffer), or start again with check='off' (--check off)"
         )
     streams = [one for one in answer.drawn if not one.isidentifier()]
     which = f" ({', '.join(streams)})" if streams else ""

@@ -180,6 +180,7 @@ def square_step(model, batch):
 
 MOVED = {"zero 3": "writes into"}
 WRITES = dict.fromkeys(("site", "zero 3"), "the forward itself changes parameter")
+PARTED = {f"{mode}/3": "a piece cannot be computed" for mode in ("data", "relay", "site", "zero 1", "zero 3")}
 IDLE = {"*": "those without a sample make no forward"}
 PROGRAMS = [
     Program(name="moco", model=MoCo, data=views, step=moco_step, told={"*": "queue"}, refused=MOVED),
@@ -202,8 +203,8 @@ PROGRAMS = [
     Program(name="pairs of neighbours, odd shares", model=mlp, data=lambda: batches(draw(30, 5), labels(3, 30), size=6),
             step=neighbours_step, told={"*": COUPLED}),
     Program(name="pairs of neighbours, odd shares at last", model=mlp, data=lambda: batches(draw(38, 5), labels(3, 38), size=16),
-            step=neighbours_step, told={"*": COUPLED}),
-    Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(64, 5), labels(3, 64)), epochs=4,
+            step=neighbours_step, told={"*": COUPLED}, refused=PARTED),
+    Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(40, 5), labels(3, 40)), epochs=2,
             criterion="CrossEntropyLoss", told={"*": COUPLED}),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",

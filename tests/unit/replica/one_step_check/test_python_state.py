@@ -1,4 +1,5 @@
 import copy
+import itertools
 import random
 import sys
 
@@ -199,3 +200,46 @@ def test_globals_of_imported_modules_begin_again_with_each_run(tmp_path, monkeyp
     finally:
         for name in ("own_counter", "own_trainer"):
             sys.modules.pop(name, None)
+
+
+numbers = itertools.count(3)
+
+
+class Counted:
+    calls, log = 0, []
+
+
+def counting(model, batch, state={"n": 0}):  # noqa: B006
+    Counted.calls += 1
+    Counted.log.append(1)
+    state["n"] += 1
+    return next(numbers)
+
+
+def around():
+    calls, seen = 0, []
+
+    def step(model, batch):
+        nonlocal calls
+        calls += 1
+        seen.append(counting(model, batch))
+        return calls
+
+    return step
+
+
+def test_counters_in_classes_defaults_and_functions_around_are_put_back():
+    step = around()
+    state, module = PythonState(nn.Module(), {"step": step}), __name__
+    assert step(None, None) == 1
+    assert set(state.moved(state.read())) == {
+        "step.calls", "step.seen", f"{module}.numbers", f"{module}.Counted.calls", f"{module}.Counted.log", "counting.state",
+    }  # fmt: skip
+    state.restore()
+    assert state.moved(state.read()) == () and (Counted.calls, Counted.log, counting.__defaults__) == (
+        0,
+        [],
+        ({"n": 0},),
+    )
+    assert step(None, None) == 1 and step(None, None) == 2 and next(numbers) == 5
+    state.restore()
