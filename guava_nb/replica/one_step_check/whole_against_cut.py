@@ -131,7 +131,10 @@ def _try(
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
         with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
-            return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+            found = replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+        if spec.parallel is not None and spec.parallel.zero_stage >= 2:  # between two forwards, parts are written
+            found = replace(found, written=trial.written_inside)
+        return found
     except _NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
@@ -204,6 +207,7 @@ class _Trial(Replica):
         self.drawn, self.unruly, self.compared, self.has_backward = set[str](), set[str](), set[int](), False
         # Frozen ones that a forward moves are treated as buffers.
         self._writes = ParameterWrites({name: p for name, p in self._named.items() if p.requires_grad})
+        self._writes.watch(self.model)
         self._objective = self._watched(self._objective)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
@@ -310,6 +314,11 @@ class _Trial(Replica):
     def written(self) -> tuple[str, ...]:
         """Names of trained parameters that a forward writes into."""
         return self._writes.names
+
+    @property
+    def written_inside(self) -> tuple[str, ...]:
+        """Those that are written while a module computes, and not by the step around it."""
+        return self._writes.inside
 
     def written_unlike(self, one: Measured, many: Measured) -> tuple[str, ...]:
         """Return those that the pieces, or the last of several on one worker, leave unlike what the whole batch does."""
