@@ -71,9 +71,9 @@ class HandedOut:
         """
         if self._code is not None and not (is_often and time.monotonic() < self._next_look):
             began = time.monotonic()
-            if changed := self._code.changed():
+            if found := self._code.changed():
                 self._tell(
-                    f"{who} changed {changed}, which the run's code reads. Workers have modules and cells of their own, so this "
+                    f"{who} changed {found}, which the run's code reads. Workers have modules and cells of their own, so this "
                     f"has no effect on the run. {_SCHEDULE}, or end the run and start again, with the value in the module, the "
                     "shared cell or an argument (model_args and the like)"
                 )

@@ -15,8 +15,8 @@ from torch import nn
 
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoadedBatch
-from guava_nb.data.split import Range, RowSplitter, share_ranges
-from guava_nb.nested import leaves
+from guava_nb.data.split import RowSplitter, share_ranges
+from guava_nb.nested import Range, leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
 from guava_nb.replica.one_step_check.whole_against_cut import (
     BACKWARD,
