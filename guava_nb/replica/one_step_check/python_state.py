@@ -16,7 +16,6 @@ import functools
 import hashlib
 import itertools
 import math
-import pickle
 import random
 import sys
 import types
@@ -400,7 +399,8 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
     elif isinstance(value, itertools.count):
         found[path] = repr(value)
     elif isinstance(value, _STREAMS):
-        found[path] = pickle.dumps(_place_in(value))
+        place = _place_in(value)
+        found[path] = place if isinstance(place, Tensor) else repr(place)
     elif isinstance(value, nn.Module):
         inside = {**value.state_dict(), **{k: v for k, v in vars(value).items() if k not in _TORCHS}}
         _flatten(inside, path, found, seen, most)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -431,7 +430,7 @@ def _copied(model: nn.Module | None) -> nn.Module | None:
 
 def _places() -> dict[str, Any]:
     """Where the streams of Python and NumPy are that user code draws from without torch."""
-    return {"Python's random": random.getstate(), "NumPy's random": pickle.dumps(np.random.get_state())}
+    return {"Python's random": random.getstate(), "NumPy's random": repr(np.random.get_state())}
 
 
 @contextlib.contextmanager
