@@ -101,10 +101,11 @@ def _step_checks(run: RunFacts) -> Traffic:
     is_known = found_before(run.replica_set, digest_of(run.replica_set, first.batch, weights), run.plan.feed.data_set)
     steps = run.plan.steps_left(run.replica_set.step)
     whole = (is_known is None) + sum(map(is_looked_at_whole, range(1, 4096 if steps is None else steps)))
-    asked = [(few, later_checks(steps) + (is_known is None))] + ([(first.rows, whole)] if few < first.rows else [])
+    asked = [(few, True, later_checks(steps) + (is_known is None))]
+    asked += [(first.rows, False, whole)] if question.is_cut_finer(few) else []
     total = NOTHING
-    for rows, times in asked:
-        message, buffers = question.message(run.replica_set.run_id, 1, rows, rows == few)
+    for rows, fine, times in asked:
+        message, buffers = question.message(run.replica_set.run_id, 1, rows, fine)
         total = total + (run.sent(message, sum(buffer.nbytes for buffer in buffers)) + answer + run.acks(1, 1)) * times
     return total
 

@@ -21,7 +21,7 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
-from guava_nb.spec.own_facts import ROLES, facts_of, is_same_code, roots_of
+from guava_nb.spec.own_facts import ROLES, is_same_code, roots_of
 from guava_nb.spec.run_spec import build_spec, parallel_spec, precision_for, uses_gather
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
@@ -102,8 +102,8 @@ class RunBuilder:
             name = getattr(spec, role).name
             if shared is not None and isinstance(given.get(role, ""), str) and is_same_code(own.get(name), found):
                 given[role] = own[name]
-        facts = facts_of(roots_of(spec, lambda name: resolve(name, shared), given))
-        return CodeHere(facts, {role: getattr(spec, role).name for role in roots}, self._registry.cells)
+        found = roots_of(spec, lambda name: resolve(name, shared), given)
+        return CodeHere(found, {role: getattr(spec, role).name for role in roots}, self._registry.cells)
 
     def question(
         self, model: Factory, workers: int, criterion: Reference | None, preprocess: Reference | None

@@ -162,6 +162,7 @@ class WholeModelPart:
             loss = self._objective(
                 self.model, batch, rows, True, None if stand_in or observer is None else _whole(observer)
             )
+            self._data.end_gathers(loss.value.device)
         return _NOTHING if stand_in else measured(loss, rows)
 
     def predict_batch(self, batch: Any, rows: int, forward: Forward, stand_in: bool = False) -> list[Predicted]:

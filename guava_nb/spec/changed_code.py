@@ -15,7 +15,7 @@ import msgspec
 
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
-from guava_nb.spec.own_facts import Facts, facts_of, is_alike, shown, unlike
+from guava_nb.spec.own_facts import Facts, facts_of, is_alike, loads, moved, shown, unlike
 
 __all__ = ["CodeHere", "main"]
 
@@ -27,13 +27,14 @@ class CodeHere:
     """The user's code of a run as this process has it.
 
     Args:
-        facts: of what the user gave.
+        roots: what the user gave, by role.
         names: of the same, as workers look them up, by role.
         cells: that are shared.
     """
 
-    def __init__(self, facts: Facts, names: Mapping[str, str], cells: Sequence[Cell]) -> None:
-        self._facts, self._names, self._cells = facts, dict(names), list(cells)
+    def __init__(self, roots: Mapping[str, object], names: Mapping[str, str], cells: Sequence[Cell]) -> None:
+        self._roots, self._names, self._cells = dict(roots), dict(names), list(cells)
+        self._facts = self._last = facts_of(roots)
         self._new: Facts | None = None
 
     def problem(self, theirs: Facts) -> str:
@@ -59,6 +60,30 @@ class CodeHere:
                 "the worker anew there, or put the code into a %%guava_share cell"
             )
         return ""
+
+    def begins_otherwise(self, theirs: Facts) -> str:
+        """Return which globals that the run's code sets itself begin at a worker with other values, in a sentence."""
+        found = moved(self._facts, theirs)
+        if not found:
+            return ""
+        told = "; ".join(
+            f"{place} is {ours} here and {its} there" for place, (ours, its) in list(found.items())[:_MOST_TOLD]
+        )
+        return (
+            f"{told}. The run's code sets this itself, and workers begin with the value that the module or the shared cell gives "
+            "it, while plain PyTorch would go on from the one here. Set it back here before the run, or keep it in a buffer of "
+            "the model (self.register_buffer)"
+        )
+
+    def loads(self, name: str) -> bool:
+        """Whether the run's code uses what is under a name, and does not only set it."""
+        return loads(self._roots, name)
+
+    def changed(self) -> str:
+        """Return what was changed here since the last call, in words; "" for nothing."""
+        before, self._last = self._last, facts_of(self._roots)
+        ours = {**moved(self._last, before), **{p: (self._last[p], before[p]) for p in unlike(self._last, before)}}
+        return "; ".join(f"{p} from {shown(old)} to {shown(new)}" for p, (new, old) in list(ours.items())[:_MOST_TOLD])
 
 
 def _told(place: str, ours: str, theirs: str) -> str:

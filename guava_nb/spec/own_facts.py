@@ -2,7 +2,8 @@
 
 Workers import modules anew and run shared cells anew. What a script or a notebook changed there afterwards (a field of a
 configuration module, a method that was replaced) they do not have; two lists of these facts show it. Only names that reachable
-code reads are listed, and no counters or caches: what reachable code writes is left out. Knows Python's objects; runs nothing.
+code reads are listed; globals that it sets itself (counters) are marked, and what it fills (caches) is left out. Knows Python's
+objects; runs nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +13,32 @@ import dataclasses
 import dis
 import functools
 import hashlib
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["Facts", "facts_of", "is_alike", "is_same_code", "reads", "roots_of", "shown", "unlike"]
+__all__ = [
+    "Facts",
+    "facts_of",
+    "is_alike",
+    "is_same_code",
+    "module_of",
+    "moved",
+    "reads",
+    "roots_of",
+    "shown",
+    "unlike",
+]
 
 #: Place in the user's code to what is there, as text.
 Facts = Mapping[str, str]
@@ -37,13 +54,17 @@ _MUTATORS = frozenset(
 )
 _DEVICES = ("cuda", "cpu", "mps", "xpu")
 _CODE = "#"  # before the version of Python and the hash of a function's code
+_SET = "~"  # before the place of a global that reachable code sets itself
+#: Numbers of a tensor that are compared, and shown.
+_MOST_NUMBERS, _MOST_SHOWN = 1 << 16, 6
 
 
 @dataclass(frozen=True)
 class _Reads:
     """What a function, and those inside it, does with names."""
 
-    names: frozenset[str]  # read: globals and attributes
+    names: frozenset[str]  # globals and attributes
+    loaded: frozenset[str]  # those that are read, and not only set
     keys: frozenset[str]  # texts that stand in it
     called: frozenset[str]  # globals
     written: frozenset[str]  # globals that it sets
@@ -63,6 +84,11 @@ def facts_of(roots: Mapping[str, object]) -> dict[str, str]:
 def reads(roots: Mapping[str, object], name: str) -> bool:
     """Whether the code behind these objects reads a name."""
     return name in _Walk(roots).names
+
+
+def loads(roots: Mapping[str, object], name: str) -> bool:
+    """Whether that code uses what is under a name, and does not only set it."""
+    return name in _Walk(roots).loaded
 
 
 def roots_of(
@@ -86,6 +112,20 @@ def roots_of(
 
 def unlike(ours: Facts, theirs: Facts) -> list[str]:
     """Return the places that both know and that hold something else; code is compared under one version of Python only."""
+    return [place for place in _differing(ours, theirs) if not place.startswith(_SET)]
+
+
+def moved(ours: Facts, theirs: Facts) -> dict[str, tuple[str, str]]:
+    """Return globals that the code itself sets and that both have at other values: what they are on each side."""
+    return {p.removeprefix(_SET): (ours[p], theirs[p]) for p in _differing(ours, theirs) if p.startswith(_SET)}
+
+
+def module_of(place: str) -> str:
+    """Return the first part of the module that a place is in; of a shared cell, its name there."""
+    return place.removeprefix(_SET).partition(".")[0]
+
+
+def _differing(ours: Facts, theirs: Facts) -> list[str]:
     return [place for place, text in ours.items() if place in theirs and not is_alike(text, theirs[place])]
 
 
@@ -108,7 +148,7 @@ class _Walk:
         self._functions: dict[str, types.FunctionType] = {}
         self._classes: dict[str, type] = {}
         self._seen, self._size = set[int](), -1
-        self._names, self._keys, self._stored = set[str](), set[str](), set[str]()
+        self._names, self._keys, self._stored, self.loaded = set[str](), set[str](), set[str](), set[str]()
         self._written, self._filled = set[str](), set[str]()
         self._modules: dict[int, types.ModuleType] = {}
         while (
@@ -153,6 +193,7 @@ class _Walk:
         reads = _reads(function.__code__)
         self._names |= reads.names
         self._keys |= reads.keys
+        self.loaded |= reads.loaded | reads.keys  # getattr(self, "name") reads it, too
         module = _module(function.__module__)
         self._written |= {f"{module}{name}" for name in reads.written}
         self._filled |= {f"{module}{name}" for name in reads.filled}
@@ -211,11 +252,18 @@ class _Walk:
                 yield from self._of_value(place, name, function.__globals__[name])
 
     def _of_value(self, place: str, name: str, value: Any) -> Iterator[tuple[str, str]]:
-        if place in self._written or name in self._stored:
+        if place in self._written:
+            if isinstance(value, bool | int | float):
+                yield f"{_SET}{place}", repr(value)
+            return
+        if name in self._stored:
             return
         if isinstance(value, _PLAIN):
             if not _is_machines(value):
                 yield place, repr(value)
+        elif isinstance(value, Tensor | np.ndarray):
+            if place not in self._filled and (text := _numbers(value)):
+                yield place, text
         elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
             yield place, _text(value)
         elif place in self._filled and isinstance(value, dict | list):
@@ -266,6 +314,20 @@ def _is_namespace(value: Any) -> bool:
     return (dataclasses.is_dataclass(value) or _is_own_class(type(value))) and hasattr(value, "__dict__")
 
 
+def _numbers(value: Tensor | np.ndarray) -> str:
+    """Describe a tensor or an array on the CPU; "" for one that cannot be read without a wait, or has no plain numbers."""
+    array = value
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized or value.requires_grad:
+            return ""
+        array = value.resolve_conj().resolve_neg().contiguous().reshape(-1)[:_MOST_NUMBERS].view(torch.uint8).numpy()
+    elif value.dtype.hasobject:
+        return ""
+    digest = hashlib.blake2b(np.ascontiguousarray(array).reshape(-1)[: 16 * _MOST_NUMBERS].tobytes(), digest_size=6)
+    content = str(value.tolist()) if math.prod(value.shape) <= _MOST_SHOWN else f"with digest {digest.hexdigest()}"
+    return f"{type(value).__name__} {value.dtype}{[*value.shape]} {content}"
+
+
 def _is_machines(value: Any) -> bool:
     """Whether a text names a place or a device, which every machine has its own of."""
     return isinstance(value, str) and ("/" in value or "\\" in value or value.startswith(_DEVICES))
@@ -311,7 +373,8 @@ def _reads(code: types.CodeType) -> _Reads:
         if op == "LOAD_GLOBAL" and attribute in _MUTATORS
     }
     own = _Reads(
-        frozenset(code.co_names), frozenset(one for one in code.co_consts if isinstance(one, str)), frozenset(called),
+        frozenset(code.co_names), frozenset(name for op, name in steps if op.startswith("LOAD_") and isinstance(name, str)),
+        frozenset(one for one in code.co_consts if isinstance(one, str)), frozenset(called),
         frozenset(written), frozenset(filled), frozenset(name for op, name in steps if op == "STORE_ATTR"),
     )  # fmt: skip
     return _joined([own, *(_reads(one) for one in code.co_consts if isinstance(one, types.CodeType))])

@@ -6,6 +6,7 @@ A replica set outlives the job that made it, so that validation, checkpoints and
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class ReplicaSet(StateAtWorkers):
         self.gone_on_in = ""
         self._digest: str | None = None  # of the weights of step 0
         self.registered: nn.Module | None = None
+        self._told = set[str]()
         self._prepared: dict[int, Prepared] = {}
         self._loaded: dict[int, StateLoaded] = {}
         # By rank the generation of the last order to build the run; generation and step of the state that is waited for.
@@ -151,10 +153,18 @@ class ReplicaSet(StateAtWorkers):
         for rank in asked & self.prepared():
             if self.code is not None and (problem := self.code.problem(self._prepared[rank].facts)):
                 self._prepared[rank] = Prepared(run_id=self.run_id, ok=False, problem=problem)
+            elif self.code is not None and (anew := self.code.begins_otherwise(self._prepared[rank].facts)):
+                self._tell_once(job, anew)
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
         layouts = ("", self.master.layout.digest())
         return {r: answer for r, answer in answers.items() if not answer.ok or answer.layout not in layouts}
+
+    def _tell_once(self, job: Job, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            job.cluster.notice(sentence)
+            warnings.warn(sentence, stacklevel=2)
 
     def require(self, job: Job, ranks: Iterable[int]) -> None:
         """Have workers build the run.
@@ -162,9 +172,11 @@ class ReplicaSet(StateAtWorkers):
         Raises:
             PreparationError: one cannot; the message says who and why.
         """
-        problems = sorted(self.prepare(job, ranks).items())
+        problems: dict[str, list[str]] = {}
+        for rank, answer in sorted(self.prepare(job, ranks).items()):
+            problems.setdefault(preparation_text("", answer), []).append(job.cluster.name(rank))
         if problems:
-            raise PreparationError("\n".join(preparation_text(job.cluster.name(r), answer) for r, answer in problems))
+            raise PreparationError("\n".join(f"{', '.join(names)}{said}" for said, names in problems.items()))
 
     def prepared(self) -> set[int]:
         """Return the ranks that built their replicas."""
@@ -339,4 +351,4 @@ def preparation_text(name: str, answer: Prepared) -> str:
             f"{name} built a model with other parameters than the orchestrator's: use the same versions of the code and of "
             "torch on both sides"
         )
-    return f"{name} cannot build the run: {answer.problem}"
+    return f"{name} cannot take part in the run: {answer.problem}"

@@ -7,13 +7,15 @@ A few samples are enough to find most of these losses, so few are sent. Where th
 without the rest of their batch, the whole batch decides; and the first time all of it is looked at in any case, since what
 takes a fixed number of samples (the 16 hardest) does nothing odd to fewer.
 
-What couples samples may begin later: a schedule of the loss, targets that are ignored, weights that differ. So batches are
-checked again before steps 4, 8, 16 and so on, before the last one, and where a batch has what none before it had.
+What couples samples may begin later: a schedule of the loss, targets that are ignored, weights that differ, a term of each tenth
+step, a share that parts what belongs together. So batches are checked again before steps 4, 8, 16 and so on, before steps 10,
+60, 600 and so on, before the last one, and where a batch has what none before it had or is cut as none before it was.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 import weakref
@@ -26,7 +28,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.config.units import show_bytes
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.loader_wrappers import Unread
-from guava_nb.data.split import RowSplitter
+from guava_nb.data.split import RowSplitter, share_ranges
 from guava_nb.errors import ConfigError
 from guava_nb.nested import leaves
 from guava_nb.protocol.messages import Finding, ParallelSpec, RunSpec, StepChecked
@@ -37,10 +39,11 @@ from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
 from guava_nb.training.step_check.batch_traits import BatchTraits
-from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, verdict_on
+from guava_nb.training.step_check.findings import OUT_OF_MEMORY, Question, Verdict, about_hooks, verdict_on
 
 __all__ = [
-    "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "later_checks", "weights_of_pieces",
+    "FirstStepCheck", "digest_of", "first_rows", "found_before", "is_looked_at_whole", "is_round", "later_checks",
+    "weights_of_pieces",
 ]  # fmt: skip
 
 #: Samples that are sent first; a batch of at most twice as many is sent whole.
@@ -57,7 +60,7 @@ _FAILED = ("whole failed", "piece failed")
 
 
 def weights_of_pieces(spec: RunSpec, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights of the two pieces that are compared, the first one and all others; fewer where nothing is cut.
+    """Return the weights of the pieces that a batch is cut into; one where nothing is cut.
 
     Args:
         spec: of the run.
@@ -65,8 +68,9 @@ def weights_of_pieces(spec: RunSpec, weights: Sequence[float]) -> tuple[float, .
     """
     shape = spec.parallel or ParallelSpec()
     # A replica of several ranks takes the share of its first one, and a pipeline cuts that into micro-batches.
-    pieces = [w / shape.micro_batches for w in weights[:: shape.pp * shape.tp] for _ in range(shape.micro_batches) if w]
-    return (pieces[0], sum(pieces[1:])) if len(pieces) > 1 else tuple(pieces)
+    return tuple(
+        w / shape.micro_batches for w in weights[:: shape.pp * shape.tp] for _ in range(shape.micro_batches) if w
+    )
 
 
 def first_rows(rows: int) -> int:
@@ -80,11 +84,19 @@ def is_looked_at_whole(step: int) -> bool:
     return number >= 256 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
+def is_round(number: int) -> bool:
+    """Whether a step of this number, from 1, is one of 10, 60, 600, ...: what comes every few steps falls on one of them."""
+    while number >= 600 and number % 10 == 0:
+        number //= 10
+    return number in (10, 60)
+
+
 def later_checks(steps: int | None) -> int:
     """Return how many of so many steps are checked again by their number; None: as of a few thousand."""
     steps = 4096 if steps is None else steps
     doubled = max(0, steps.bit_length() - _FIRST_AGAIN.bit_length() + 1)
-    return doubled + (steps > _FIRST_AGAIN and steps & (steps - 1) != 0)
+    is_extra = steps > _FIRST_AGAIN and steps & (steps - 1) != 0 and not is_round(steps)
+    return doubled + sum(map(is_round, range(_FIRST_AGAIN, steps + 1))) + is_extra
 
 
 class FirstStepCheck:
@@ -104,6 +116,7 @@ class FirstStepCheck:
         self._splitter = RowSplitter(plan.split_fn, plan.feed.reading)
         self._is_over, self._has_begun = plan.check == "off", False
         self._traits, self._told = BatchTraits(), set[str]()
+        self._sizes, self._kept_together = set[int](), 0  # of batches; samples that lay in one share so far, at least
         self._step, self._news_left, self._next = -1, _MOST_NEWS, _FIRST_AGAIN
         self._answers = job.collect(StepChecked, self._is_asked)
         self._request, self._has_told_idle = -1, False
@@ -128,8 +141,8 @@ class FirstStepCheck:
         weights = weights_of_pieces(replicas.spec, self._plan.weights(team))
         if len(weights) < 2:
             return False
-        news = self._news_in(group)
-        if self._has_begun and not news and not self._is_due():
+        news, odd = self._news_in(group), self._cut_as_none_before(group, weights)
+        if self._has_begun and not news and not self._is_due() and odd is None:
             return False
         content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
         if not self._has_begun:
@@ -143,10 +156,13 @@ class FirstStepCheck:
             batch, text, row = news
             content = batch.batch
             self._news_left -= 1
+        elif odd is not None:
+            batch, text, row = odd, f"its {odd.rows} samples are cut as those of no batch before", 0
+            content = batch.batch.read() if isinstance(batch.batch, Unread) else batch.batch
         else:
             text, row = "", 0
         self._drain()
-        is_whole = is_looked_at_whole(self._step)
+        is_whole = odd is batch or is_looked_at_whole(self._step)
         question = Question(batch, content, weights, self._splitter, self._step, text, row, is_whole=is_whole)
         self._again(question, team[0])
         return True
@@ -179,13 +195,24 @@ class FirstStepCheck:
                     return batch, news.text, news.row
         return None
 
+    def _cut_as_none_before(self, group: Sequence[LoadedBatch], weights: Sequence[float]) -> LoadedBatch | None:
+        """Return a batch whose shares part pairs, or larger groups of samples, that no share before did; None for none."""
+        for batch in group:
+            if batch.rows > 1 and batch.rows not in self._sizes:
+                self._sizes.add(batch.rows)
+                kept = math.gcd(self._kept_together, *(start for start, _ in share_ranges(batch.rows, weights)))
+                self._kept_together, before = kept, self._kept_together
+                if kept != before and self._has_begun:
+                    return batch
+        return None
+
     def _is_due(self) -> bool:
-        """Whether a step's turn has come: each time after twice as many steps, and before the last one."""
+        """Whether a step's turn has come: each time after twice as many steps, at round numbers, and before the last one."""
         number, total = self._step + 1, self._run.total_steps
         if number >= self._next:
             self._next = 2 * number
             return True
-        return number == total and number >= _FIRST_AGAIN
+        return number >= _FIRST_AGAIN and (number == total or is_round(number))
 
     def _first(self, question: Question, rank: int) -> bool:
         replicas, data = self._members.replica_set, self._plan.feed.data_set
@@ -198,6 +225,8 @@ class FirstStepCheck:
         if replicas.spec.optimizer_site == "orchestrator":  # elsewhere a worker tells it with its state
             replicas.kept = tuple(verdict.record.get("kept_in_python", ()))
         self._tell(verdict, known is not None)
+        if known is None and (hooked := about_hooks(replicas.master.model)):
+            self._members.cluster.notice(hooked)
         return known is None
 
     def _again(self, question: Question, rank: int) -> None:
@@ -258,7 +287,7 @@ class FirstStepCheck:
                 rows //= 2
                 continue
             # The shares of the whole batch are what counts, and what begins with more samples is seen in it only.
-            is_more = question.is_whole and rows == first_rows(total) < total
+            is_more = question.is_whole and rows == first_rows(total) and question.is_cut_finer(rows)
             if answer is not None and fits and fine and (_is_doubtful(answer) or is_more):
                 earlier, rows, fine = (answer, rows), total, False
                 continue
@@ -313,8 +342,8 @@ def digest_of(replicas: ReplicaSet, content: Any, weights: Sequence[float]) -> b
     record = (spec.model, spec.criterion, spec.step, spec.preprocess, spec.augment, spec.precision, spec.parallel,
               spec.sync_batchnorm, spec.optimizer_site, replicas.cells)  # fmt: skip
     form = [(str(getattr(leaf, "dtype", type(leaf))), getattr(leaf, "shape", ())[1:]) for leaf in leaves(content)]
-    ratio = weights[0] / sum(weights)
-    return hashlib.blake2b(msgspec.msgpack.encode(record) + repr((form, ratio)).encode()).digest()
+    ratios = [weight / sum(weights) for weight in weights]
+    return hashlib.blake2b(msgspec.msgpack.encode(record) + repr((form, ratios)).encode()).digest()
 
 
 def found_before(replicas: ReplicaSet, digest: bytes, data: Any) -> Verdict | None:

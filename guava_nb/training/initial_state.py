@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
+from guava_nb.spec.own_code import is_own
 from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
@@ -125,6 +127,7 @@ def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     if last.spec.optimizer_site == "orchestrator":  # that optimizer is here
         now, fresh = (digests(None, {}, one.master.optimizer) for one in (last, replica_set))
         kept += [name for name in changed_since(fresh, now) if name not in kept]
+    kept = [name for name in kept if _is_used(replica_set, name.strip("()"))]
     if not kept or unlike(replica_set, last):
         return ""
     names = ", ".join(name.strip("()") for name in kept[:4])
@@ -136,6 +139,18 @@ def begun_anew(replica_set: ReplicaSet, last: ReplicaSet, strict: bool) -> str:
     if strict and any(not name.startswith("(") for name in kept):
         raise ConfigError(f"{sentence}. To begin with all of it anew: fresh=True (--fresh)")
     return sentence
+
+
+def _is_used(replica_set: ReplicaSet, place: str) -> bool:
+    """Whether anything may read what is kept there: the user's code, as far as it is seen, or a library."""
+    owner, _, name = place.rpartition(".")
+    if replica_set.code is None or owner.partition(".")[0] != "model":
+        return True
+    modules = dict(replica_set.master.model.named_modules())
+    module = modules.get(owner.partition(".")[2])
+    if module is None or not is_own(vars(sys.modules.get(type(module).__module__, sys))):
+        return True
+    return replica_set.code.loads(name)
 
 
 def goes_on(replica_set: ReplicaSet, last: ReplicaSet) -> bool:

@@ -85,7 +85,8 @@ class TrainingJob(Job):
         self._energy = RunEnergy(
             cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
         )
-        self._handed_out = HandedOut(cluster.notice, replica_set.registered if plan.callbacks else None)
+        registered = replica_set.registered if plan.callbacks else None
+        self._handed_out = HandedOut(cluster.notice, registered, replica_set.code)
         self.run = run = self._new_run(model)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
@@ -344,9 +345,11 @@ class TrainingJob(Job):
                 continue
             who = f"{type(callback).__name__}.{hook}"
             wants_end = method(self.run, record)
-            self._handed_out.look(who)
+            self._handed_out.look(who, is_often=hook == "on_step")
             if wants_end and not self.interrupts:
                 self._stop_here(f"{who} asked to stop")
+        if hook == "on_epoch":
+            self._handed_out.look("Code of this process")
 
     # ------------------------------------------------------------------------------------------------------------- the end
 

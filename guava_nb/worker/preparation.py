@@ -31,12 +31,13 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.base_replica import BaseReplica
 from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_model
+from guava_nb.replica.one_step_check.python_state import ModuleGlobals
 from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.state_dict import weights_digest
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
-from guava_nb.spec.own_facts import facts_of, roots_of
+from guava_nb.spec.own_facts import facts_of, module_of, roots_of
 from guava_nb.worker.error_text import error_text, problem_text, sendable, trace_text
 from guava_nb.worker.evaluate import Evaluator
 from guava_nb.worker.process_group import GroupSeat
@@ -98,6 +99,7 @@ class Preparation:
         self._default_dtype, self._threads = torch.get_default_dtype(), torch.get_num_threads()
         self.datasets = OwnData()
         self._first_facts: dict[str, str] = {}
+        self._globals = ModuleGlobals()
 
     def build(self, message: Prepare) -> PreparedRun:
         """Build what a run needs; raises what the user's code raises.
@@ -119,7 +121,10 @@ class Preparation:
         def resolve(name: str) -> object:
             return self._resolve(name, module)
 
+        if self._own is None:  # else the modules are the user's own process's
+            self._globals.restore()
         replica = self._replica(spec, resolve)
+        self._globals.note(roots_of(spec, resolve).values())
         evaluator, facts = Evaluator(replica, resolve, spec.metrics), self._facts_of(spec, resolve, module)
         return PreparedRun(message.run_id, spec, module, resolve, replica, evaluator, message.cells, facts)
 
@@ -174,7 +179,7 @@ class Preparation:
         shared = "" if module is None else module.__name__
         for place, text in found.items():
             # What a role names is another object from run to run.
-            if place not in roots and (not shared or place.partition(".")[0] in sys.modules):
+            if place not in roots and (not shared or module_of(place) in sys.modules):
                 found[place] = self._first_facts.setdefault(place, text)
         return {sendable(place): sendable(text) for place, text in found.items()}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.replicas.batch_norm import SyncedNorms
 from guava_nb.parallel.replicas.buffer_sync import BufferSync
 from guava_nb.parallel.replicas.call_order import Habit
-from guava_nb.parallel.replicas.gather_batch import gather_over, gathering, refusing
+from guava_nb.parallel.replicas.gather_batch import end_gathers, gather_over, gathering, refusing
 from guava_nb.parallel.replicas.gradient_sum import GradientSum, sum_gradients
 from guava_nb.parallel.replicas.zero23_fsdp import Sharded, shard_over_data
 
@@ -66,7 +67,17 @@ class DataAxis:
 
     def end_forward(self, loss: Tensor) -> Tensor:
         """A forward of training is over; returns the loss to go backward from."""
+        self.end_gathers(loss.device)
         return self.sharded.units.end_forward(loss) if self.sharded else loss
+
+    def end_gathers(self, device: torch.device) -> None:
+        """No `gather_batch` follows in this forward.
+
+        Raises:
+            TrainingError: another replica calls it once more.
+        """
+        if self.gathers and self.group is not None:
+            end_gathers(self.group, device)
 
     @contextmanager
     def forward_only(self, kind: str) -> Iterator[None]:

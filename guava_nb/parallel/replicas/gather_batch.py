@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from guava_nb.errors import ConfigError
+from guava_nb.errors import ConfigError, TrainingError
 
-__all__ = ["Gather", "gather_batch", "gather_over", "gathering", "refusing"]
+__all__ = ["Gather", "end_gathers", "gather_batch", "gather_over", "gathering", "refusing"]
+
+_NO_MORE = -1
 
 #: Gives the rows of all replicas for those of this one.
 Gather = Callable[[Tensor], Tensor]
@@ -37,7 +39,8 @@ def gather_batch(tensor: Tensor) -> Tensor:
         z1, z2 = gather_batch(model(x1)), gather_batch(model(x2))
         return info_nce(z1, z2)                                     # of the whole batch, on every worker
 
-    Every worker must call it equally often and in the same order, so not under a condition that depends on the samples.
+    Every worker must call it equally often and in the same order, so not under a condition that depends on the samples; a
+    run in which they do not ends with a sentence.
 
     Args:
         tensor: [samples of this worker, ...]; of views that were put together by torch.cat, gather each by itself.
@@ -80,15 +83,35 @@ def gather_over(group: dist.ProcessGroup, stand_in: bool) -> Gather:
     return lambda tensor: _Gathered.apply(tensor[:0] if stand_in else tensor, group)  # type: ignore[no-untyped-call]
 
 
+def end_gathers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """A forward is over. Without this word, a replica that gathers once more would wait for this one without an end.
+
+    Raises:
+        TrainingError: another replica gathers.
+    """
+    _rows_of_all(group, device, _NO_MORE)
+
+
+def _rows_of_all(group: dist.ProcessGroup, device: torch.device, rows: int) -> list[int]:
+    counts = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(counts, counts.new_tensor([rows]), group=group)
+    found: list[int] = counts.tolist()
+    if 0 < found.count(_NO_MORE) < len(found):
+        raise TrainingError(
+            f"{len(found) - found.count(_NO_MORE)} of {len(found)} workers called gather_batch once more than the others in a "
+            "forward: each must call it equally often, so not under a condition that depends on the samples or on chance. The "
+            "step counts nowhere. Call it in each forward, and put the condition after it, on what it returned"
+        )
+    return found
+
+
 class _Gathered(torch.autograd.Function):
     """Rows of all ranks; backward sums what all ranks found out about them, and keeps this rank's."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        counts = torch.empty(ranks, dtype=torch.int64, device=tensor.device)
-        dist.all_gather_into_tensor(counts, counts.new_tensor([len(tensor)]), group=group)
-        rows = counts.tolist()
+        rows = _rows_of_all(group, tensor.device, len(tensor))
         ctx.group, ctx.first, ctx.rows = group, sum(rows[:rank]), rows[rank]
         # Collectives want equal shapes: replicas with fewer rows fill up.
         sent = tensor.new_zeros(max(rows), *tensor.shape[1:])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["ParameterWrites"]
@@ -30,6 +30,7 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, value in self._first.items():
             self._by_memory.setdefault(value.untyped_storage().data_ptr(), []).append(name)
         self._saved, self._moved = dict[str, Tensor](), set[str]()
+        self._depth, self._inside = 0, set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,15 +40,37 @@ class ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             for tensor in _written_by(func, args, words):
                 for name in self._by_memory.get(tensor.untyped_storage().data_ptr(), ()):
+                    if self._depth:
+                        self._inside.add(name)
                     if name not in self._saved:
                         self._saved[name] = self._first[name].clone()
         return func(*args, **words)
 
+    def watch(self, model: nn.Module) -> None:
+        """Tell what is written while a module of this model computes from what is written between."""
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: self._enter())
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _enter(self) -> None:
+        self._depth += 1
+
+    def _leave(self) -> None:
+        self._inside.update(name for name in self._given_memory() if self._depth)
+        self._depth -= 1
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Those of `names` that a module wrote while it computed."""
+        return tuple(name for name in self.names if name in self._inside)
+
+    def _given_memory(self) -> list[str]:
+        return [name for name, value in self._first.items() if self._named[name].data_ptr() != value.data_ptr()]
+
     @property
     def names(self) -> tuple[str, ...]:
         """Parameters that were written into, or were given other memory, since this was made."""
-        moved = (name for name, value in self._first.items() if self._named[name].data_ptr() != value.data_ptr())
-        self._moved.update(moved)
+        self._moved.update(self._given_memory())
         return tuple(name for name in self._named if name in self._saved or name in self._moved)
 
     def values(self) -> dict[str, Tensor]:

@@ -2,20 +2,25 @@
 
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
-small containers and objects, and attributes of functions; of classes and of installed packages it sees nothing.
+small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
+their defaults, variables of the function around them. Of installed packages it sees nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dis
 import functools
 import hashlib
+import itertools
 import math
+import random
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from guava_nb.data.codec import tensor_bytes
-from guava_nb.spec.own_code import is_own
+from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["Kept", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
+__all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
 
 #: What a place holds: its numbers, texts and tensors, by their paths.
 Kept = Mapping[str, Any]
@@ -34,6 +39,10 @@ Kept = Mapping[str, Any]
 _TORCHS = frozenset(vars(nn.Module()))
 #: Values that a global container may hold in order to be looked at.
 _MOST_VALUES = 256
+#: Modules and functions that are looked into.
+_MOST_PLACES = 2000
+#: Streams of random numbers; torch's own one and those of `random` and `numpy.random` belong to nobody's code.
+_STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -56,19 +65,24 @@ class PythonState:
     Args:
         model: its parameters, buffers and modules are left alone.
         others: criterion, step and other functions, by what they are called in messages.
+        seen: places that others look after; those found here are added.
     """
 
-    def __init__(self, model: nn.Module, others: Mapping[str, object]) -> None:
+    def __init__(self, model: nn.Module, others: Mapping[str, object], seen: set[int] | None = None) -> None:
         self._fixed: dict[int, Any] = {
             id(one): one for one in (*model.modules(), *model.parameters(), *model.buffers())
         }
-        self._owners = list(_owners(model, others))
+        self._owners = list(_owners(model, others, set() if seen is None else seen))
         memo, self._first = dict(self._fixed), dict[str, tuple[Any, Any]]()
         for owner in self._owners:
             for _, name, value in owner.items():
                 with contextlib.suppress(Exception):  # what cannot be copied is not put back
                     self._first[name] = value, _copied(value, memo)
         self._kept_first = self.read()
+
+    def __bool__(self) -> bool:
+        """Whether there is any place to look at."""
+        return bool(self._kept_first)
 
     def read(self) -> dict[str, Kept]:
         """Return what each place holds; tensors are copied."""
@@ -83,6 +97,10 @@ class PythonState:
     def moved(self, now: Mapping[str, Kept]) -> tuple[str, ...]:
         """Return the places that hold something else than at first."""
         return tuple(name for name, kept in now.items() if not is_alike(kept, self._kept_first.get(name), 0.0))
+
+    def streams(self) -> dict[str, object]:
+        """Return the places that hold a stream of random numbers of the user's own."""
+        return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, _STREAMS)}
 
     def restore(self, but: Set[str] = frozenset()) -> None:
         """Put back what was there at first, except in these places."""
@@ -99,6 +117,25 @@ class PythonState:
                 owner.values[key] = _refilled(first if first is value else value, _copied(saved, dict(self._fixed)))
 
 
+class ModuleGlobals:
+    """What globals of the user's imported modules held when a run had been built for the first time: each run begins with it."""
+
+    def __init__(self) -> None:
+        self._states, self._seen = list[PythonState](), set[int]()
+
+    def note(self, roots: Iterable[object]) -> None:
+        """Remember the modules behind what a run names, if they are new; shared cells are run anew for each run."""
+        modules = [sys.modules.get(getattr(users_function(root), "__module__", None) or "") for root in roots]
+        files = [module for module in modules if module is not None and not (module.__file__ or "<").startswith("<")]
+        if state := PythonState(nn.Module(), {module.__name__: module for module in files}, self._seen):
+            self._states.append(state)
+
+    def restore(self) -> None:
+        """Put it back."""
+        for state in self._states:
+            state.restore()
+
+
 def digests(model: nn.Module | None, others: Mapping[str, object], optimizer: object = None) -> dict[str, bytes]:
     """Return a digest of what each place holds, for seeing later what has changed; b"" for what holds nothing.
 
@@ -108,7 +145,9 @@ def digests(model: nn.Module | None, others: Mapping[str, object], optimizer: ob
     """
     parts = {} if model is None else {id(vars(part)): part for part in model.modules()}
     carried = {key for key, part in parts.items() if type(part).get_extra_state is not nn.Module.get_extra_state}
-    owners = [one for one in _owners(nn.Module() if model is None else model, others) if id(one.values) not in carried]
+    owners = [
+        one for one in _owners(nn.Module() if model is None else model, others, set()) if id(one.values) not in carried
+    ]
     if optimizer is not None and hasattr(optimizer, "__dict__"):
         owners.append(_Owner("optimizer", vars(optimizer), _is_beside_state))
     fixed = set() if model is None else {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
@@ -200,8 +239,7 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the places
 
 
-def _owners(model: nn.Module, others: Mapping[str, object]) -> Iterator[_Owner]:
-    seen: set[int] = set()
+def _owners(model: nn.Module, others: Mapping[str, object], seen: set[int]) -> Iterator[_Owner]:
     yield from _of_module("model", model, seen)
     for label, found in others.items():
         yield from _of_object(label, found, seen)
@@ -228,31 +266,105 @@ def _of_object(label: str, found: object, seen: set[int]) -> Iterator[_Owner]:
     elif isinstance(found, types.FunctionType):
         yield from _of_function(found, seen)
         yield from _of_globals(found.__globals__, seen)
+    elif isinstance(found, types.ModuleType):
+        yield from _of_globals(vars(found), seen)
 
 
 def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owner]:
-    if id(function) not in seen:
-        seen.add(id(function))
-        yield _Owner(function.__name__, function.__dict__, lambda key, value: key != "__wrapped__")
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    yield _Owner(function.__name__, function.__dict__, lambda key, value: key != "__wrapped__")
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = function.__defaults__ or ()
+    defaults = {**dict(zip(names[len(names) - len(given) :], given, strict=False)), **(function.__kwdefaults__ or {})}
+    if held := {name: one for name, one in defaults.items() if _is_filled(one)}:  # these are filled in place
+        yield _Owner(function.__name__, held, lambda key, value: True)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # not filled yet
+            if isinstance(inner := cell.cell_contents, types.FunctionType) and is_own(inner.__globals__):
+                yield from _of_function(inner, seen)
+            elif isinstance(inner, _PLAIN) or _is_filled(inner):
+                yield _Owner(function.__name__, _Cell(name, cell), lambda key, value: True)
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value changes where it is, and is small."""
+    is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
+    return is_small or isinstance(value, (itertools.count, *_STREAMS))
+
+
+class _Cell(dict[str, Any]):
+    """A variable of the function around another one, as a namespace."""
+
+    def __init__(self, name: str, cell: types.CellType) -> None:
+        super().__init__({name: None})
+        self._cell = cell
+
+    def items(self) -> Any:
+        """Its name and value."""
+        return [(name, self._cell.cell_contents) for name in self]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Fill it anew."""
+        self._cell.cell_contents = value
+
+
+class _ClassAttributes(dict[str, Any]):
+    """What a class has itself, as a namespace."""
+
+    def __init__(self, cls: type) -> None:
+        super().__init__()
+        self._class = cls
+
+    def items(self) -> Any:
+        """Names and values."""
+        return list(vars(self._class).items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set one."""
+        setattr(self._class, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        """Take one away."""
+        delattr(self._class, name)
+
+
+def _is_of_class(key: str, value: Any) -> bool:
+    return not key.startswith("__") and (isinstance(value, _PLAIN) or _is_filled(value))
 
 
 def _of_globals(names: dict[str, Any], seen: set[int]) -> Iterator[_Owner]:
     """The globals of a module of the user's own that its functions change, and attributes of its functions and objects."""
-    if id(names) in seen or not is_own(names):
+    if id(names) in seen or not is_own(names) or len(seen) > _MOST_PLACES:
         return
     seen.add(id(names))
     module = names.get("__name__", "")
     functions = [one for value in list(names.values()) for one in _functions_of(value, module)]
     changed = {name for one in functions for name in _written(one.__code__)}
     for key, value in names.items():
-        if isinstance(value, dict | list | set | deque) and not key.startswith("__") and _is_small(value):
+        if not key.startswith("__") and _is_filled(value):
             changed.add(key)
     yield _Owner(module, names, lambda key, value: key in changed)
     for function in functions:
         yield from _of_function(function, seen)
+    for value in list(names.values()):
+        if isinstance(value, type) and value.__module__ == module:
+            yield _Owner(f"{module}.{value.__qualname__}", _ClassAttributes(value), _is_of_class)
+    for other in {id(one): one for one in map(_namespace_of, list(names.values())) if one is not None}.values():
+        yield from _of_globals(other, seen)
     for key, value in list(names.items()):
         if getattr(type(value), "__module__", "") == module and hasattr(value, "__dict__") and _is_small(value):
             yield _Owner(f"{module}.{key}", vars(value), lambda key, value: True)
+
+
+def _namespace_of(value: Any) -> dict[str, Any] | None:
+    """The module that a value is, or that a function or a class comes from."""
+    if isinstance(value, types.ModuleType):
+        return vars(value)
+    if isinstance(value, types.FunctionType):
+        return value.__globals__
+    return vars(sys.modules[value.__module__]) if isinstance(value, type) and value.__module__ in sys.modules else None
 
 
 def _functions_of(value: Any, module: str) -> Iterator[types.FunctionType]:
@@ -284,6 +396,11 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     elif isinstance(value, np.ndarray):
         found[path] = value.tobytes()
+    elif isinstance(value, itertools.count):
+        found[path] = repr(value)
+    elif isinstance(value, _STREAMS):
+        place = _place_in(value)
+        found[path] = place if isinstance(place, Tensor) else repr(place)
     elif isinstance(value, nn.Module):
         inside = {**value.state_dict(), **{k: v for k, v in vars(value).items() if k not in _TORCHS}}
         _flatten(inside, path, found, seen, most)
@@ -309,6 +426,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a value; a tensor that was computed from parameters without its history, since torch copies none."""
     if isinstance(value, Tensor) and not value.is_leaf:
         return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, itertools.count):  # Python will not copy these any more
+        start, step = (*map(ast.literal_eval, repr(value)[len("count(") : -1].split(",")), 1)[:2]
+        return itertools.count(start, step)
     return copy.deepcopy(value, memo)
 
 
@@ -341,6 +463,21 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
+    elif isinstance(value, torch.Generator):
+        value.set_state(_place_in(saved))
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = _place_in(saved)
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(_place_in(saved))
+    elif isinstance(value, random.Random):
+        value.setstate(_place_in(saved))
     else:
         return saved
     return value
+
+
+def _place_in(stream: Any) -> Any:
+    """Where a stream of random numbers is."""
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import random
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -37,7 +39,7 @@ from guava_nb.replica.one_step_check.differences import (
     is_sum,
     is_unlike,
 )
-from guava_nb.replica.one_step_check.python_state import PythonState, adopt, is_alike, is_apart
+from guava_nb.replica.one_step_check.python_state import Kept, PythonState, adopt, is_alike, is_apart
 from guava_nb.replica.one_step_check.simulated_gather import SimulatedGather, no_process_group
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rng import seeded
@@ -129,7 +131,10 @@ def _try(
         trial.go_on_from(replica, is_copy=copied is not None)
         halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in trial.model.parameters())
         with trial.fixed_statistics() if spec.sync_batchnorm else contextlib.nullcontext():
-            return replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+            found = replace(_look(trial, whole, pieces), precision="bf16" if halves else precision)
+        if spec.parallel is not None and spec.parallel.zero_stage >= 2:  # between two forwards, parts are written
+            found = replace(found, written=trial.written_inside)
+        return found
     except _NO_MEMORY:
         return Finding("memory", precision=precision)
     except _USER_ERRORS as error:
@@ -155,7 +160,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
     unlike = tuple(name for name in kept if trial.is_unlike(name, one, pieces))
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
-        tuple(sorted(trial.drawn)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
+        tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
         kept_looking=trial.moved_looking(kept, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
     )  # fmt: skip
@@ -168,8 +173,8 @@ def _causes(trial: _Trial, whole: _Pieces, pieces: _Pieces, one: Measured) -> tu
     """Take away one cause after another, and see whether the difference goes with it."""
     if differ(one, trial.measure(whole)):
         return (STATE,)
-    if differ(one, trial.measure(whole, seed=1)):
-        return (RANDOMNESS,)
+    if differ(one, trial.measure(whole, seed=1)) or any("." in name for name in trial.unruly):
+        return (RANDOMNESS,)  # streams of the user's own begin nowhere else with another seed
     causes = []
     with trial.fixed_statistics() as fixed:
         if fixed:
@@ -190,6 +195,7 @@ class _Trial(Replica):
 
     Attributes:
         drawn: random functions that were replaced by constants.
+        unruly: streams that random numbers were drawn from by other functions.
         compared: whole numbers that targets were compared with.
         has_backward: the user's step or loss called backward by itself.
     """
@@ -198,14 +204,15 @@ class _Trial(Replica):
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
-        self.drawn, self.compared, self.has_backward = set[str](), set[int](), False
+        self.drawn, self.unruly, self.compared, self.has_backward = set[str](), set[str](), set[int](), False
         # Frozen ones that a forward moves are treated as buffers.
         self._writes = ParameterWrites({name: p for name, p in self._named.items() if p.requires_grad})
+        self._writes.watch(self.model)
         self._objective = self._watched(self._objective)
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:  # it drops below torch's functions
                 module.dropout, self.drawn = 0.0, {"dropout"}
-        self._gathered = SimulatedGather()
+        self._gathered, self._streams = SimulatedGather(), set[str]()
         norms = [norm for norm in self.model.modules() if isinstance(norm, _BatchNorm)]
         self._norms = [norm for norm in norms if norm.training or norm.running_mean is None]
 
@@ -213,8 +220,9 @@ class _Trial(Replica):
         def measure(
             model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
         ) -> Loss:
-            before = [p.grad is None for p in self._named.values()]
+            before, places = [p.grad is None for p in self._named.values()], _places()
             loss = objective(model, batch, rows, want_scores, observer)
+            self.unruly.update(name for name, place in _places().items() if place != places[name])
             self.has_backward |= any(
                 was and p.grad is not None for was, p in zip(before, self._named.values(), strict=True)
             )
@@ -267,6 +275,7 @@ class _Trial(Replica):
                     self._move_gradients(gradients)  # a step that calls zero_grad() takes them from no other worker
                     loss_sum, count = loss_sum + result.loss_sum, count + result.count
                     left.append(self._state.read())
+                    self._note_streams(left[-1])
                     written.append(self._writes.values())
                     if merge is not None:
                         present, changes = self._buffers.flatten()
@@ -287,6 +296,12 @@ class _Trial(Replica):
         loss = loss_sum / count if count else math.nan
         return Measured(loss, {n: g * scale for n, g in gradients.items()}, buffers, left, written)
 
+    def _note_streams(self, now: Mapping[str, Kept]) -> None:
+        streams = self._state.streams()
+        self._streams |= streams.keys()
+        moved = (name for name in self._state.moved(now) if name in streams)
+        self.unruly.update(name for name in moved if not isinstance(streams[name], torch.Generator))
+
     def _move_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Add the parameters' gradients to these, and leave none there."""
         for name, parameter in self._named.items():
@@ -300,6 +315,11 @@ class _Trial(Replica):
         """Names of trained parameters that a forward writes into."""
         return self._writes.names
 
+    @property
+    def written_inside(self) -> tuple[str, ...]:
+        """Those that are written while a module computes, and not by the step around it."""
+        return self._writes.inside
+
     def written_unlike(self, one: Measured, many: Measured) -> tuple[str, ...]:
         """Return those that the pieces, or the last of several on one worker, leave unlike what the whole batch does."""
         pieces = many.written[-1:] if self._is_staged else many.written
@@ -310,7 +330,7 @@ class _Trial(Replica):
 
     def kept_by(self, one: Measured, whole: _Pieces, piece: _Pieces) -> tuple[str, ...]:
         """Return what a measurement left in Python that another one depends on: what is only written counts for nothing."""
-        moved = self._state.moved(one.left[-1])[:_MOST_NAMES]
+        moved = [name for name in self._state.moved(one.left[-1]) if name not in self._streams][:_MOST_NAMES]
         found = []
         for name in moved:
             self.measure(whole, keep=True)
@@ -406,6 +426,11 @@ def _copied(model: nn.Module | None) -> nn.Module | None:
         raise
     except Exception:
         return None
+
+
+def _places() -> dict[str, Any]:
+    """Where the streams of Python and NumPy are that user code draws from without torch."""
+    return {"Python's random": random.getstate(), "NumPy's random": repr(np.random.get_state())}
 
 
 @contextlib.contextmanager

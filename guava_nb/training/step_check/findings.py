@@ -5,15 +5,18 @@ Knows findings and batches; asks nobody.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from torch import nn
+
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter, share_ranges
-from guava_nb.nested import leaves
+from guava_nb.nested import Range, leaves
 from guava_nb.protocol.messages import CheckStep, Finding, RunSpec
 from guava_nb.replica.one_step_check.whole_against_cut import (
     BACKWARD,
@@ -24,8 +27,9 @@ from guava_nb.replica.one_step_check.whole_against_cut import (
     SUM,
     WEIGHTS,
 )
+from guava_nb.spec.own_code import is_own, users_function
 
-__all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "verdict_on"]
+__all__ = ["OUT_OF_MEMORY", "Question", "Verdict", "about_hooks", "verdict_on"]
 
 OUT_OF_MEMORY = "memory"
 
@@ -69,10 +73,7 @@ class Question:
 
         Small pieces show what depends on other samples where two large ones may come to the same by chance.
         """
-        ranges = [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
-        if fine and rows >= 4:
-            edges = [*range(0, rows - 1, 2), rows]
-            ranges = list(pairwise(edges))
+        ranges = self._in_pairs(rows) if fine and rows >= 4 else self._in_shares(rows)
         first = max(0, min(self.row - 1, self.batch.rows - rows))
         batches = [self.content] if rows == self.batch.rows else self._cut([(first, first + rows)])
         if not self.batch.source:  # a worker that has the samples cuts what it loads
@@ -81,6 +82,17 @@ class Question:
         counts = (rows, *(stop - start for start, stop in ranges))
         record = CheckStep(run_id=run_id, request_id=request, rows=counts, batch=tree, source=self.batch.source)
         return record, buffers
+
+    def is_cut_finer(self, rows: int) -> bool:
+        """Whether pieces of two samples say less than the shares of all would: there are more, or these part other samples."""
+        begins = ({start for start, _ in ranges} for ranges in (self._in_shares(rows), self._in_pairs(rows)))
+        return rows < self.batch.rows or (rows >= 4 and not next(begins) <= next(begins))
+
+    def _in_shares(self, rows: int) -> list[Range]:
+        return [part for part in share_ranges(rows, self.weights) if part[1] > part[0]]
+
+    def _in_pairs(self, rows: int) -> list[Range]:
+        return list(pairwise([*range(0, rows - 1, 2), rows]))
 
     def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         cutter = RowSplitter() if self.batch.source else self.splitter
@@ -101,6 +113,10 @@ class Verdict:
     is_clean: bool
     compared: tuple[int, ...] = ()
     is_refused: bool = False
+
+
+#: Modules that a message names.
+_MOST_HOOKED = 3
 
 
 def verdict_on(
@@ -149,7 +165,7 @@ def verdict_on(
     if refusal := _about_writes(spec, answer):
         return Verdict({**record, "outcome": "writes"}, f"{begin}: {refusal}", False, answer.compared, is_refused=True)
     if answer.outcome == "same" and not (_is_pipeline(spec) and answer.moved) and not _looked(question, answer):
-        drawn = f"; without {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
+        drawn = f", apart from {', '.join(answer.drawn)}, whose draws depend on the shares" if answer.drawn else ""
         few = f". Not all of the batch was looked at ({unseen}), so what begins with more samples was not seen"
         equal = f"loss and gradient are equal{drawn}{few if unseen else ''}"
         return Verdict(record, f"{begin}: {equal}", True, answer.compared)
@@ -169,11 +185,14 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
         return (
             f"the whole batch alone, computed twice on {name} with the same random numbers, gives unlike losses: what the model, "
             "the loss or the step keeps outside parameters, buffers and plain Python attributes changes with each call. Each "
-            "worker has its own of it; keep in a buffer (register_buffer) what must be alike"
+            "worker has its own of it, and these tries have moved it there and could not put it back: keep it in a buffer "
+            "(register_buffer), or start again with check='off' (--check off)"
         )
+    streams = [one for one in answer.drawn if not one.isidentifier()]
+    which = f" ({', '.join(streams)})" if streams else ""
     return (
-        f"the whole batch alone gives unlike losses on {name} with other random numbers, and these are not drawn by torch's own "
-        "functions, so they cannot be held still: draw them with torch (torch.rand), or before the batch is made"
+        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, so they cannot be held still, "
+        "and each worker draws its own: draw them with torch (torch.rand), or before the batch is made"
     )
 
 
@@ -317,3 +336,24 @@ def _whole_parts(question: Question) -> str:
     pairs = zip(leaves(question.content), leaves(piece), strict=False)
     shapes = [f"{[*a.shape]}" for a, b in pairs if a.ndim and a.shape == b.shape]
     return f" (parts of shape {', '.join(shapes[:3])} go to every worker whole)" if shapes else ""
+
+
+def about_hooks(model: nn.Module) -> str:
+    """Say which modules have hooks of the user's own, since these see one worker's samples; "" for none."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    names = [
+        name or type(module).__name__ for name, module in model.named_modules()
+        if any(_is_users(hook) for kind in kinds for hook in getattr(module, kind, {}).values())
+    ]  # fmt: skip
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_HOOKED} more modules" if len(names) > _MOST_HOOKED else ""
+    return (
+        f"The hooks on {', '.join(names[:_MOST_HOOKED])}{more} are called by each worker with its own samples, so what they "
+        "compute over a batch is of a part of it, and what they keep stays at that worker"
+    )
+
+
+def _is_users(hook: object) -> bool:
+    function = users_function(hook)
+    return is_own(getattr(function, "__globals__", vars(sys.modules.get(type(function).__module__, sys))))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from guava_nb import gather_batch
-from tests.parity.programs.program import COUPLED, Program, batches, draw, labels
+from tests.parity.programs.program import COUPLED, NOISY, Program, batches, draw, labels
 
 
 def mlp():
@@ -115,6 +117,55 @@ def large_only(model, batch):
     return loss + (z @ z.T).square().mean() if len(z) >= 14 else loss
 
 
+def neighbours_step(model, batch):
+    """Anchor, positive, anchor, positive: neighbours belong together."""
+    z = F.normalize(model(batch[0]), dim=1)
+    return (1 - (z[0::2] * z[1::2]).sum(1)).mean()
+
+
+class Periodic(nn.Module):
+    """A term over the batch, in each tenth step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        z = self.net(x)
+        if self.training:
+            self.steps += 1
+        return z + z.mean(0).square() if int(self.steps) % 10 == 0 else z
+
+
+def forced_step(model, batch):
+    """Teacher forcing: a coin of Python's decides for the whole batch."""
+    outputs = model(batch[0])
+    return F.cross_entropy(outputs, batch[1]) if random.random() < 0.5 else outputs.square().mean()
+
+
+class OwnNoise(nn.Module):
+    """Noise of a stream of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.rng = mlp(), np.random.default_rng(0)
+
+    def forward(self, x):
+        return self.net(x + torch.from_numpy(0.1 * self.rng.standard_normal(x.shape)))
+
+
+class OwnGenerator(OwnNoise):
+    """The same, of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return self.net(x + 0.1 * torch.randn(x.shape, generator=self.rng, dtype=x.dtype))
+
+
 def classified(rows=30, size=8):
     return batches(draw(rows, 5), labels(3, rows), size=size)
 
@@ -129,6 +180,7 @@ def square_step(model, batch):
 
 MOVED = {"zero 3": "writes into"}
 WRITES = dict.fromkeys(("site", "zero 3"), "the forward itself changes parameter")
+PARTED = {f"{mode}/3": "a piece cannot be computed" for mode in ("data", "relay", "site", "zero 1", "zero 3")}
 IDLE = {"*": "those without a sample make no forward"}
 PROGRAMS = [
     Program(name="moco", model=MoCo, data=views, step=moco_step, told={"*": "queue"}, refused=MOVED),
@@ -148,4 +200,15 @@ PROGRAMS = [
             refused={"*": "by the samples that it sees", **WRITES, "pipeline": "runs it for each micro-batch"}),
     Program(name="hardest of a batch", model=mlp, data=lambda: classified(64, 32), criterion=hardest, told={"*": COUPLED}),
     Program(name="term of large batches", model=mlp, data=lambda: classified(64, 32), step=large_only, told={"*": COUPLED}),
+    Program(name="pairs of neighbours, odd shares", model=mlp, data=lambda: batches(draw(30, 5), labels(3, 30), size=6),
+            step=neighbours_step, told={"*": COUPLED}),
+    Program(name="pairs of neighbours, odd shares at last", model=mlp, data=lambda: batches(draw(38, 5), labels(3, 38), size=16),
+            step=neighbours_step, told={"*": COUPLED}, refused=PARTED),
+    Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(40, 5), labels(3, 40)), epochs=2,
+            criterion="CrossEntropyLoss", told={"*": COUPLED}),
+    Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
+    Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
+            told={"*": "not drawn by torch's own functions (model.rng)"}),
+    Program(name="noise of torch's own stream", model=OwnGenerator, data=classified, criterion="CrossEntropyLoss",
+            told={"*": NOISY}),
 ]  # fmt: skip

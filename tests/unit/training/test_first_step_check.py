@@ -8,7 +8,13 @@ from guava_nb.data.codec import unpack
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, ParallelSpec, RunSpec
-from guava_nb.training.first_step_check import first_rows, is_looked_at_whole, weights_of_pieces
+from guava_nb.training.first_step_check import (
+    first_rows,
+    is_looked_at_whole,
+    is_round,
+    later_checks,
+    weights_of_pieces,
+)
 from guava_nb.training.step_check.findings import Question
 
 PLAIN = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
@@ -24,12 +30,12 @@ def spread(**shape: object) -> RunSpec:
         (PLAIN, [1.0], (1.0,)),
         (PLAIN, [1.0, 0.0], (1.0,)),
         (PLAIN, [1.0, 1.0], (1.0, 1.0)),
-        (PLAIN, [2.0, 1.0, 1.0], (2.0, 2.0)),
+        (PLAIN, [2.0, 1.0, 1.0], (2.0, 1.0, 1.0)),
         (PLAIN, [0.0, 2.0, 1.0], (2.0, 1.0)),
         (spread(mode="tensor", tp=2), [1.0, 1.0], (1.0,)),
-        (spread(mode="zero", dp=3, zero_stage=3), [1.0, 1.0, 1.0], (1.0, 2.0)),
+        (spread(mode="zero", dp=3, zero_stage=3), [1.0, 1.0, 1.0], (1.0, 1.0, 1.0)),
         (spread(mode="pipeline", pp=2, micro_batches=1), [1.0, 1.0], (1.0,)),
-        (spread(mode="pipeline", pp=2, micro_batches=4), [1.0, 1.0], (0.25, 0.75)),
+        (spread(mode="pipeline", pp=2, micro_batches=4), [1.0, 1.0], (0.25,) * 4),
         (spread(mode="hybrid", dp=2, tp=2), [1.0, 1.0, 3.0, 3.0], (1.0, 3.0)),
     ],
 )
@@ -53,6 +59,22 @@ def test_a_question_has_the_first_samples_whole_and_cut(rows: int, data: st.Data
 
 def test_whole_batches_are_looked_at_again_ever_more_rarely() -> None:
     assert [step + 1 for step in range(1100) if is_looked_at_whole(step)] == [256, 1024]
+
+
+def test_what_comes_every_few_steps_falls_on_a_step_that_is_checked() -> None:
+    checked = [step for step in range(1, 2000) if is_round(step)]
+    assert checked == [10, 60, 600] and later_checks(600) == len({4, 8, 16, 32, 64, 128, 256, 512, 10, 60, 600})
+    assert later_checks(16) == 4 and later_checks(20) == 5 and later_checks(3) == 0
+    assert all(
+        any(step % every == 0 for step in checked) for every in (2, 3, 4, 5, 6, 10, 12, 15, 20, 25, 30, 50, 100, 200)
+    )
+
+
+def test_shares_that_part_other_samples_than_pieces_of_two_say_more() -> None:
+    for rows, weights, says_more in ((6, (1, 1), True), (8, (1, 1), False), (8, (1, 1, 1), True), (3, (1, 1), False)):
+        batch = LoadedBatch(0, torch.arange(rows), tuple(range(rows)), rows)
+        assert Question(batch, batch.batch, weights, RowSplitter()).is_cut_finer(rows) == says_more
+    assert Question(batch, batch.batch, (1, 1), RowSplitter()).is_cut_finer(2)
 
 
 def test_small_batches_are_looked_at_whole() -> None:

@@ -1,9 +1,11 @@
 import gc
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from guava_nb.spec.changed_code import CodeHere
 from guava_nb.training.handed_out import HandedOut
 
 
@@ -59,3 +61,26 @@ def test_a_copy_that_nobody_holds_is_forgotten():
     gc.collect()
     handed.note(net())
     assert len(handed._handed) <= 2
+
+
+temperature = 1.0
+
+
+def step(model, batch):
+    return model(batch) * temperature
+
+
+def test_a_global_that_the_runs_code_reads_is_told_and_looked_at_now_and_then(monkeypatch):
+    said = []
+    handed = HandedOut(said.append, None, CodeHere({"step": step}, {}, ()))
+    handed.look("Mine.on_epoch")
+    monkeypatch.setitem(globals(), "temperature", 0.5)
+    handed._next_look = math.inf
+    handed.look("Mine.on_step", is_often=True)
+    assert said == []
+    with pytest.warns(UserWarning, match="no effect on the run"):
+        handed.look("Mine.on_epoch")
+    place = f"{__name__}.temperature"
+    assert said[0].startswith(
+        f"Mine.on_epoch changed {place} from 1.0 to 0.5, which the run's code reads. Workers have"
+    )

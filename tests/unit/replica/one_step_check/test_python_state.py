@@ -1,10 +1,22 @@
 import copy
+import itertools
+import random
+import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from guava_nb.replica.one_step_check.python_state import PythonState, adopt, changed_since, digests, is_alike, is_apart
+from guava_nb.replica.one_step_check.python_state import (
+    ModuleGlobals,
+    PythonState,
+    adopt,
+    changed_since,
+    digests,
+    is_alike,
+    is_apart,
+)
 
 calls = 0
 seen = {"batches": 0, "names": ["a"]}
@@ -149,3 +161,85 @@ def test_what_spreads_a_module_over_ranks_is_not_looked_at():
     first = digests(model, {})
     model.spread["state"].gathered += 1
     assert first["model.spread"] == b"" and changed_since(first, digests(model, {})) == ()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.Generator().manual_seed(0), lambda: np.random.default_rng(0), lambda: np.random.RandomState(0),
+    lambda: random.Random(0),
+])  # fmt: skip
+def test_a_stream_of_random_numbers_is_put_back_in_place(make):
+    def drawn(stream):
+        return float(torch.rand(1, generator=stream)) if isinstance(stream, torch.Generator) else stream.random()
+
+    model = Net()
+    model.rng = stream = make()
+    state, first = PythonState(model, {}), drawn(make())
+    assert (
+        drawn(stream) == first
+        and state.moved(state.read()) == ("model.rng",)
+        and state.streams().keys() == {"model.rng"}
+    )
+    state.restore()
+    assert model.rng is stream and drawn(stream) == first
+
+
+def test_globals_of_imported_modules_begin_again_with_each_run(tmp_path, monkeypatch):
+    (tmp_path / "own_counter.py").write_text("count = 0\ndef up():\n    global count\n    count += 1\n")
+    (tmp_path / "own_trainer.py").write_text("import own_counter\nlog = []\ndef step(model, batch): own_counter.up()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        import own_trainer
+
+        kept = ModuleGlobals()
+        for _ in range(2):
+            kept.restore()
+            kept.note([own_trainer.step, torch.nn.Linear])
+            assert own_trainer.own_counter.count == 0 and own_trainer.log == []
+            own_trainer.step(None, None)
+            own_trainer.log.append(1)
+    finally:
+        for name in ("own_counter", "own_trainer"):
+            sys.modules.pop(name, None)
+
+
+numbers = itertools.count(3)
+
+
+class Counted:
+    calls, log = 0, []
+
+
+def counting(model, batch, state={"n": 0}):  # noqa: B006
+    Counted.calls += 1
+    Counted.log.append(1)
+    state["n"] += 1
+    return next(numbers)
+
+
+def around():
+    calls, seen = 0, []
+
+    def step(model, batch):
+        nonlocal calls
+        calls += 1
+        seen.append(counting(model, batch))
+        return calls
+
+    return step
+
+
+def test_counters_in_classes_defaults_and_functions_around_are_put_back():
+    step = around()
+    state, module = PythonState(nn.Module(), {"step": step}), __name__
+    assert step(None, None) == 1
+    assert set(state.moved(state.read())) == {
+        "step.calls", "step.seen", f"{module}.numbers", f"{module}.Counted.calls", f"{module}.Counted.log", "counting.state",
+    }  # fmt: skip
+    state.restore()
+    assert state.moved(state.read()) == () and (Counted.calls, Counted.log, counting.__defaults__) == (
+        0,
+        [],
+        ({"n": 0},),
+    )
+    assert step(None, None) == 1 and step(None, None) == 2 and next(numbers) == 5
+    state.restore()

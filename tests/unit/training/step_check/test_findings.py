@@ -1,11 +1,12 @@
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import nn
 
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.protocol.messages import Factory, Finding, ParallelSpec, RunSpec
-from guava_nb.training.step_check.findings import Question, verdict_on
+from guava_nb.training.step_check.findings import Question, about_hooks, verdict_on
 
 SPEC = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
 STAGED = replace(SPEC, parallel=ParallelSpec(mode="pipeline", pp=2, micro_batches=2))
@@ -83,3 +84,12 @@ def test_what_was_not_looked_at_is_told():
 def test_the_samples_around_the_news_are_asked_about():
     message, _ = asked(row=6).message("run-1", 1, 4, True)
     assert message.rows == (4, 2, 2)
+
+
+def test_modules_with_hooks_of_the_user_are_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert about_hooks(model) == ""
+    model = nn.utils.spectral_norm(model[0])  # torch's own hook
+    assert about_hooks(model) == ""
+    model.register_forward_hook(lambda module, args, output: None)
+    assert about_hooks(model).startswith("The hooks on Linear are called by each worker with its own samples")
