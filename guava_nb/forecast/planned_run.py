@@ -75,7 +75,7 @@ class PlannedRun:
         """Look at the first batches of both loaders."""
         given = self.composed.spec.data
         known = all(spec.length >= 0 for spec in given) and bool(given or not self.composed.own)
-        train = peeked(self.plan.feed, self.plan.accumulation_steps, known)
+        train = peeked(self.plan.feed, self.plan.batches_per_exchange, known)
         val = None if self.plan.val_feed is None else peeked(self.plan.val_feed, 1, known)
         return RunFacts(
             self.replica_set, self.plan, self.replica_set.spec, self.workers, self.resolve, train, val,
