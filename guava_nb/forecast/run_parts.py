@@ -126,6 +126,9 @@ def _state_bytes(state: Any) -> tuple[messages.Tree, int]:
 def _trained_state(run: RunFacts) -> dict[str, Any]:
     """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
     state = run.replica_set.master.state()
+    if run.spec.rounds is not None and run.spec.rounds.outer_momentum:
+        trained = [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
+        state["outer"]["momentum"] = {name: torch.empty_like(value, device="meta") for name, value in trained}
     for device in ("meta", "cpu"):  # not every optimizer computes on the meta device
         with contextlib.suppress(Exception):
             state["optimizer"] = _stepped(run, device)

@@ -75,3 +75,13 @@ def test_local_steps_equal_loops_by_hand(
     model, losses = by_hand(run_spec, loader(rows, batch), workers, every, shares=shares)
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)
     assert difference(run.model(), model) <= 1e-9
+
+
+def test_a_round_sends_the_gradient_bytes_of_one_step(cluster: Cluster) -> None:
+    """Seven steps an epoch by step sync against one round: a seventh up and down, whatever else travels."""
+    _, one = train(cluster, 2, spec(), loader(101, 16))
+    other = make_cluster()
+    _, two = train(other, 2, spec(rounds=NESTEROV), loader(101, 16), sync_every=7)
+    assert len(one.history) == 14 and len(two.history) == 2
+    assert two.wire.gradient_bytes * 7 == one.wire.gradient_bytes > 0
+    other.close()

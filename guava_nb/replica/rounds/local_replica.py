@@ -12,21 +12,23 @@ import copy
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from guava_nb.errors import LocalProtocolError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, pseudo_gradient
 from guava_nb.parallel.replicas.gather_batch import Gather, refusing
 from guava_nb.protocol.messages import Commit, RunSpec
-from guava_nb.replica.base_replica import Buckets
-from guava_nb.replica.buckets import BUFFERS, pack_present
+from guava_nb.replica.base_replica import Buckets, explained, pick
+from guava_nb.replica.buckets import BUFFERS, Bucket, pack_present
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_parts
-from guava_nb.replica.state_dict import copied, plain
+from guava_nb.replica.state_dict import plain
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["LocalReplica", "whole_replica"]
@@ -52,9 +54,9 @@ class LocalReplica(Replica):
         assert spec.rounds is not None
         self.steps = 0
         self._undo = None  # a round that fails is undone as a whole
-        trained = [parameter for some in self._parameters for parameter in some]
-        momentum = spec.rounds.outer_momentum
-        self._outer = optim.SGD(trained, lr=spec.rounds.outer_lr, momentum=momentum, nesterov=momentum > 0)
+        rounds, known = spec.rounds, OUTER_METHODS[spec.rounds.outer]
+        self._method = replace(known, learning_rate=rounds.outer_lr, momentum=rounds.outer_momentum)
+        self._momentum: dict[str, Tensor] = {}  # of the outer step, by parameter
         self._after: list[dict[str, Any]] | None = None  # optimizer and schedule at the end of the open round
         self._own: dict[int, tuple[bytes, Tensor]] = {}  # what a lone worker's round came to
 
@@ -124,8 +126,8 @@ class LocalReplica(Replica):
         changes = {}
         with torch.no_grad():
             for bucket in self.layout.buckets:
-                pairs = [(weights[name], self._named[name].detach()) for name in bucket.names]
-                parts = [(start.to(bucket.dtype) - end.to(bucket.dtype)).reshape(-1) for start, end in pairs]
+                pairs = [(weights[name], self._named[name]) for name in bucket.names]
+                parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
                 flat = torch.cat(parts).mul_(part)
                 changes[bucket.index] = (pack_present([True] * len(parts)), flat.cpu() if shared else flat)
         if self.layout.buffers is not None:
@@ -138,7 +140,7 @@ class LocalReplica(Replica):
         for number, (present, flat) in changes.items():
             if not is_finite(flat):
                 name = self.layout.bucket(number).not_finite(flat, present)[0]
-                return _with(result, finite=False, nonfinite=name)
+                return replace(result, finite=False, nonfinite=name)
         return result
 
     # ------------------------------------------------------------------------------------------------- the round's start
@@ -193,9 +195,9 @@ class LocalReplica(Replica):
         if not sums:
             raise LocalProtocolError("a round was committed of which nothing came")
         self._buffers.begin_step()
-        self._take_sums(sums, 1.0)
+        for bucket in self.layout.buckets:
+            self._take_outer_step(bucket, pick(sums, bucket.index)[1].to(self.device))
         self._adopt_buffers(sums)
-        self._outer.step()
         self._finish_step(sums)
         self._after, self._own = None, {}
         self.steps += commit.steps
@@ -204,6 +206,19 @@ class LocalReplica(Replica):
         else:
             for _ in range(commit.steps):
                 self._advance_schedule()
+
+    @torch.no_grad()
+    def _take_outer_step(self, bucket: Bucket, mean: Tensor) -> None:
+        """Step a bucket's parameters with the mean of the pseudo-gradients, `[numel]`."""
+        parameters = [self._named[name] for name in bucket.names]
+        before = torch.cat([parameter.detach().reshape(-1).to(bucket.dtype) for parameter in parameters])
+        kept = [self._momentum[name].reshape(-1) for name in bucket.names if name in self._momentum]
+        known = torch.cat(kept) if len(kept) == len(bucket.names) else None
+        after, momentum = self._method.step(before, mean, known)
+        for parameter, view in zip(parameters, bucket.views(after), strict=True):
+            parameter.copy_(view)
+        if momentum is not None:
+            self._momentum.update(zip(bucket.names, bucket.views(momentum), strict=True))
 
     def _advance_schedule(self) -> None:
         with warnings.catch_warnings():
@@ -229,7 +244,7 @@ class LocalReplica(Replica):
         """Return the state at the end of the last round; "outer", with the optimizer, is that of the outer step."""
         state = super().state(model, optimizer)
         if optimizer:
-            state["outer"] = {"steps": self.steps, "state": plain(self._outer.state_dict()["state"], "outer")}
+            state["outer"] = {"steps": self.steps, "momentum": plain(self._momentum, "outer")}
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -237,20 +252,17 @@ class LocalReplica(Replica):
         super().load_state(state)
         if outer := state.get("outer"):
             self.steps = int(outer["steps"])
-            groups = self._outer.state_dict()["param_groups"]  # rates are this run's own
-            self._outer.load_state_dict({"state": copied(outer["state"]), "param_groups": groups})
+            with explained("outer"):
+                momentum = {name: outer["momentum"][name] for name in self._named if name in outer["momentum"]}
+            self._momentum = {name: value.to(self.device, copy=True) for name, value in momentum.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-def _with(result: ShardResult, **changes: Any) -> ShardResult:
-    return ShardResult(**{name: getattr(result, name) for name in ShardResult.__slots__} | changes)
-
-
 def _timed(result: ShardResult, seconds: float) -> ShardResult:
     """Count all that is no forward as backward: the optimizer's steps too, since they are this worker's work on the shard."""
-    return _with(result, backward_s=max(0.0, seconds - result.forward_s))
+    return replace(result, backward_s=max(0.0, seconds - result.forward_s))
 
 
 def _together(results: Sequence[ShardResult], work: ShardWork) -> ShardResult:

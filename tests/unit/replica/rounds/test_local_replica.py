@@ -150,5 +150,5 @@ def test_the_outer_rates_of_a_state_are_those_of_the_run_that_loads_it() -> None
     replica.apply(None, Commit(1.0, False, steps=3))
     other = made(replace(SPEC, rounds=RoundSpec("nesterov", 0.3, 0.5)))
     other.load_state(replica.state())
-    assert other._outer.param_groups[0]["lr"] == 0.3 and other.steps == 3
+    assert other._method.learning_rate == 0.3 and other.steps == 3
     assert alike(other.state()["outer"], replica.state()["outer"])
