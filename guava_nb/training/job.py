@@ -424,7 +424,9 @@ class TrainingJob(Job):
         if self.interrupts == 1:
             self._stop_after = self.replica_set.step + 1
             self._stop_deadline = time.monotonic() + self.plan.interrupt_grace_s
-            self.run.move("stopping", f"stops after step {self._stop_after + 1}; interrupt again to stop at once")
+            self.run.move(
+                "stopping", f"stops after {self.replica_set.nth(self._stop_after)}; interrupt again to stop at once"
+            )
 
     def on_suspected(self, rank: int) -> None:
         """Give its shards to others at once; it keeps its seat."""

@@ -83,5 +83,7 @@ def test_a_round_sends_the_gradient_bytes_of_one_step(cluster: Cluster) -> None:
     other = make_cluster()
     _, two = train(other, 2, spec(rounds=NESTEROV), loader(101, 16), sync_every=7)
     assert len(one.history) == 14 and len(two.history) == 2
+    assert (two.status().step, two.status().rounds, one.status().rounds) == (14, 2, 0)
+    assert (two.report()["sync"], two.report()["steps"]) == ("local", 14)
     assert two.wire.gradient_bytes * 7 == one.wire.gradient_bytes > 0
     other.close()

@@ -229,3 +229,29 @@ def test_the_record_is_read_without_torch() -> None:
     source = inspect.getsource(sys.modules[TrainingOptions.__module__])
     assert "import torch" not in source
     assert [one.name for one in fields(TrainingOptions)] == [info.name for info in option_infos()]
+
+
+def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
+    config = DistributedConfig()
+    step = TrainingOptions().settled(config)
+    assert (step.sync_every, step.outer, step.outer_lr) == (1, None, None)
+    local = TrainingOptions(sync="local").settled(config)
+    assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "nesterov", 0.7, 0.9)
+    mean = TrainingOptions(sync="local", sync_every=5, outer="average").settled(config)
+    assert (mean.sync_every, mean.outer, mean.outer_lr, mean.outer_momentum) == (5, "average", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync_every": 5}, "sync_every has no effect without sync='local'"),
+        ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
+        ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
+        ({"sync": "local", "outer_momentum": 1.0}, "below 1"),
+        ({"sync": "local", "check": "strict"}, "no step is taken on a whole batch"),
+        ({"sync": "local", "sync_every": 0}, "at least 1"),
+    ],
+)
+def test_what_contradicts_local_sync_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainingOptions.of("start_training", **options)
