@@ -69,7 +69,8 @@ def stop_at_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_option_reaches_both_calls(stop_at_the_record: None, call: str, info: OptionInfo) -> None:
     value = value_of(info)
     assert value != info.default
-    companions = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}}.get(info.needs, {})
+    needed = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}, "sync": {"sync": "local"}}
+    companions: dict[str, Any] = needed.get(info.needs, {})  # type: ignore[assignment]
     with pytest.raises(Reached) as reached:
         getattr(Orchestrator(), call)([1], **companions, **{info.name: value})
     assert getattr(reached.value.options, info.name) == value
@@ -135,7 +136,8 @@ def test_a_line_says_every_option_or_the_reason_is_known(info: OptionInfo) -> No
     word = "" if info.kind == "switch" else value if info.choices else WORDS[info.kind][0]
     assert flag in TRAIN.flags() and flag in TRAIN.help()
     assert flag in TRAIN.completions([], flag, {})
-    companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB"}
+    companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB",
+                  "sync": "--sync local"}  # fmt: skip
     loss = "" if info.name in ("criterion", "step") else "--loss L"
     line = f"--model Net --data loader {loss} {companions.get(info.needs, '')} {flag} {word}"
     args = TRAIN.parse(line, {"loader": [1]})
@@ -215,6 +217,7 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
 USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
+    "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
 }  # fmt: skip
 
