@@ -140,6 +140,7 @@ class RunStatus:
     loaded_batches: int = 0  # ready at the orchestrator, not sent yet
     loaded_bytes: int = 0
     joules: float | None = None  # of all workers, each board once
+    rounds: int = 0  # of local sync; 0 by step sync
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
     budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
     waits_s: float | None = None  # for how much longer it waits for workers to join

@@ -37,6 +37,7 @@ class DemoOptions:
         shares: relative share of each worker; None shares equally.
         precision: "fp32" or "fp64".
         check: also train plain PyTorch and compare.
+        sync: "step", or "local" for rounds of `sync_every` local steps.
     """
 
     workers: int = 2
@@ -48,6 +49,8 @@ class DemoOptions:
     seed: int = 0
     precision: str = "fp32"
     check: bool = False
+    sync: str = "step"
+    sync_every: int = 10
     report: Path | None = None
     tls: bool = True
 
@@ -55,6 +58,8 @@ class DemoOptions:
         """Refuse what the configuration cannot know of."""
         if self.mode not in MODES:
             raise ConfigError(f"--mode {self.mode} is unknown; choose one of: {', '.join(MODES)}")
+        if self.sync == "local" and self.mode != "data":
+            raise ConfigError(f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can")
         if self.mode == "hybrid" and (self.workers < 4 or self.workers % 2):
             raise ConfigError(f"--mode hybrid makes pairs of stages and needs 4, 6, ... workers, not {self.workers}")
         if self.mode not in ("data", "zero") and self.shares is not None:
@@ -95,6 +100,12 @@ def add_command(commands: Any) -> None:
     add("--seed", type=int, help="root of every random stream (%(default)s)")
     add("--precision", choices=("fp32", "fp64"), help="fp32; with --check fp64, where parity is sharpest")
     add("--check", action="store_true", help="train plain PyTorch too and compare the weights")
+    add(
+        "--sync",
+        choices=("step", "local"),
+        help="exchange gradients in each step, or rounds of local steps (%(default)s)",
+    )
+    add("--sync-every", type=int, metavar="H", help="steps of a round of --sync local (%(default)s)")
     add("--report", type=Path, metavar="FILE", help="write all figures as JSON")
     add("--no-tls", dest="tls", action="store_false", help="do not encrypt the connections")
     parser.set_defaults(**{**asdict(DemoOptions()), "precision": None})
@@ -182,6 +193,8 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
             optimizer="Adam",
             optimizer_args={"lr": options.learning_rate},
             shares=options.shares,
+            sync=options.sync,
+            sync_every=options.sync_every if options.sync == "local" else None,
         )
         report = training.result().report()
         if options.mode != "data":
@@ -194,11 +207,15 @@ def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str
     import torch
 
     from guava_nb.cli.demo_model import DigitNet
-    from guava_nb.cli.reference import measure_parity, train_plain
+    from guava_nb.cli.reference import measure_parity, train_local, train_plain
 
     torch.manual_seed(options.seed)
     plain = DigitNet().to(torch.float64 if options.precision == "fp64" else torch.float32)
-    plain_losses = train_plain(plain, make_loaders(options)[0], options.epochs, options.learning_rate)
+    loader, shares = make_loaders(options)[0], options.shares or (1.0,) * options.workers
+    if options.sync == "local":
+        plain_losses = train_local(plain, loader, options.epochs, options.learning_rate, shares, options.sync_every)
+    else:
+        plain_losses = train_plain(plain, loader, options.epochs, options.learning_rate)
     return measure_parity(model, losses, plain, plain_losses, options.precision).as_dict()
 
 

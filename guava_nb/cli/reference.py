@@ -5,6 +5,7 @@ Knows nothing of workers. A reader who doubts the demo can check this file inste
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Parity", "evaluate", "largest_difference", "measure_parity", "train_plain"]
+from guava_nb.data.split import share_ranges
+
+__all__ = ["Parity", "evaluate", "largest_difference", "measure_parity", "train_local", "train_plain"]
 
 Batches = Iterable[Sequence[torch.Tensor]]
 
@@ -69,6 +72,53 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def train_local(
+    model: nn.Module, loader: Batches, num_epochs: int, learning_rate: float, shares: Sequence[float], every: int
+) -> list[float]:
+    """Train in place by DiLoCo (arXiv 2311.08105), all workers in turn, a row range of each batch for each.
+
+    Args:
+        shares: relative share of each worker.
+        every: local steps of a round; an epoch ends one.
+
+    Returns:
+        The mean loss of every round.
+    """
+    replicas = [copy.deepcopy(model) for _ in shares]
+    inner = [torch.optim.Adam(replica.parameters(), lr=learning_rate) for replica in replicas]
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    losses = []
+    for _ in range(num_epochs):
+        batches = iter(loader)
+        while batch := list(itertools.islice(batches, every)):
+            loss_sum, seen = 0.0, [0] * len(replicas)
+            for images, labels in batch:
+                for worker, (first, last) in enumerate(share_ranges(len(labels), shares)):
+                    if last > first:
+                        inner[worker].zero_grad()
+                        loss = criterion(replicas[worker](images[first:last]), labels[first:last])
+                        (loss / (last - first)).backward()
+                        inner[worker].step()
+                        loss_sum, seen[worker] = loss_sum + float(loss.detach()), seen[worker] + last - first
+            losses.append(loss_sum / sum(seen))
+            _take_outer_step(model, outer, replicas, seen)
+    return losses
+
+
+@torch.no_grad()
+def _take_outer_step(
+    model: nn.Module, outer: torch.optim.Optimizer, replicas: Sequence[nn.Module], seen: Sequence[int]
+) -> None:
+    ends = zip(*(replica.parameters() for replica in replicas), strict=True)
+    for start, of_workers in zip(model.parameters(), ends, strict=True):
+        moved = [(start - end) * (rows / sum(seen)) for end, rows in zip(of_workers, seen, strict=True)]
+        start.grad = torch.stack(moved).sum(0)
+    outer.step()
+    for replica in replicas:
+        replica.load_state_dict(model.state_dict())
 
 
 @torch.no_grad()

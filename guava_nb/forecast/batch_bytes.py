@@ -38,7 +38,9 @@ def training_batches(run: RunFacts, exchanged: Traffic = NOTHING) -> Feeding:
     """Return what the batches of training take; `exchanged`: between the ranks of a group, for a batch."""
     mesh, team, plan = run.mesh, tuple(range(run.workers)), run.plan
     splitter = RowSplitter(plan.split_fn, plan.feed.reading)
-    head, weights = StepHead(run.replica_set.run_id, 1, STEP, solo=run.solo), plan.weights(team)
+    per_step = 0 if run.spec.rounds is None else run.spec.rounds.batches_per_step
+    head = StepHead(run.replica_set.run_id, 1, STEP, solo=run.solo, batches_per_step=per_step)
+    weights = plan.weights(team)
 
     def orders(group: Sequence[LoadedBatch], writer: RowWriter) -> Iterable[_Order]:
         if run.spec.parallel is None:

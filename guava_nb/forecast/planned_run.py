@@ -75,7 +75,7 @@ class PlannedRun:
         """Look at the first batches of both loaders."""
         given = self.composed.spec.data
         known = all(spec.length >= 0 for spec in given) and bool(given or not self.composed.own)
-        train = peeked(self.plan.feed, self.plan.accumulation_steps, known)
+        train = peeked(self.plan.feed, self.plan.batches_per_exchange, known)
         val = None if self.plan.val_feed is None else peeked(self.plan.val_feed, 1, known)
         return RunFacts(
             self.replica_set, self.plan, self.replica_set.spec, self.workers, self.resolve, train, val,
@@ -136,12 +136,15 @@ def forecast_of(
     run = planned.facts()
     left, said = squeezed_in(run, config, rates[0], squeezed)
     plain = parts_of(run)
-    parts = plain.squeezed(left.of)
+    parts, is_local = plain.squeezed(left.of), run.spec.rounds is not None
+    per_epoch = parts.steps_per_epoch
+    if is_local and planned.plan.feed.batches_per_epoch is not None:
+        per_epoch = -(-planned.plan.feed.batches_per_epoch // planned.plan.accumulation_steps)
     return Forecast(
         mode=mode_of(run.spec),
         workers=run.workers,
-        steps=parts.steps(),
-        steps_per_epoch=parts.steps_per_epoch,
+        steps=planned.plan.steps_left(run.replica_set.step) if is_local else parts.steps(),
+        steps_per_epoch=per_epoch,
         start=parts.start,
         step=parts.one_step(run.train.batch_rows * parts.accumulation),
         validation=None if parts.validation is None else parts.validation.part(0),
@@ -196,10 +199,18 @@ def _notes(run: RunFacts, own: bool, config: DistributedConfig) -> Iterator[str]
         yield "The loader is an iterator that can be drawn once only, so no batch was looked at: samples are not counted."
     if own:
         yield "How many samples lie at the workers is known when the run asks them; here their ids are counted per step."
+    if run.spec.rounds is not None:
+        yield f"With sync='local' what is told of a step is that of a round of up to {run.plan.sync_every} steps: one exchange."
     if shape is not None and shape.path != "relay":
         yield (
             "Counted by way of the orchestrator (path relay); where the workers reach each other directly, "
             "what they exchange does not pass here."
         )
-    elif shape is None and run.workers > 1 and config.path == "auto" and torch.cuda.is_available():
+    elif (
+        shape is None
+        and run.spec.rounds is None
+        and run.workers > 1
+        and config.path == "auto"
+        and torch.cuda.is_available()
+    ):
         yield "Where all workers have GPUs and reach each other, gradients do not pass here."

@@ -191,7 +191,7 @@ class RunFacts:
     @property
     def hashes(self) -> Traffic:
         """What hashes of the parameters add to a worker's report on a step."""
-        every = self.spec.hash_every_steps
+        every = min(self.spec.hash_every_steps, 1) if self.spec.rounds else self.spec.hash_every_steps
         return Traffic.coming("control", len(HASH) / every if every else 0.0)
 
     def moving_elements(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -53,12 +54,14 @@ def parts_of(run: RunFacts) -> Parts:
         start=_starting(run, after) * run.workers + exchanged.joining + _step_checks(run),
         step=exchanged.step,
         train=training_batches(run, exchanged.batch),
-        accumulation=plan.accumulation_steps,
+        accumulation=plan.batches_per_exchange,
         epochs=(1.0 - begun, *[1.0] * (plan.num_epochs - plan.start.epoch - 1)),
         validation=validation_batches(run, exchanged.looked),
-        val_interval=plan.val_interval,
+        val_interval=plan.val_interval and math.ceil(plan.val_interval / plan.sync_every),
         state=NOTHING if run.at_orchestrator else _coming_state(run, after) + exchanged.gathering,
-        state_every=tuple(every for every in (plan.snapshot_every_steps, plan.save_every_steps) if every),
+        state_every=tuple(
+            math.ceil(every / plan.sync_every) for every in (plan.snapshot_every_steps, plan.save_every_steps) if every
+        ),
         each_epoch=plan.snapshot_every_steps is None and exchanged.spread,
         ends_with_state=not run.at_orchestrator,
     )
@@ -90,7 +93,7 @@ def _step_checks(run: RunFacts) -> Traffic:
     """Return what one worker is asked before the first step and later ones; where it finds something it is asked once more."""
     first = next((batch for group in run.train.groups for batch in group if batch.rows > 1), None)
     weights = weights_of_pieces(run.spec, run.plan.weights(range(run.workers)))
-    if run.plan.check == "off" or first is None or len(weights) < 2:
+    if run.plan.check == "off" or run.spec.rounds is not None or first is None or len(weights) < 2:
         return NOTHING
     splitter = RowSplitter(run.plan.split_fn, run.plan.feed.reading)
     if splitter.problem:
@@ -124,6 +127,9 @@ def _state_bytes(state: Any) -> tuple[messages.Tree, int]:
 def _trained_state(run: RunFacts) -> dict[str, Any]:
     """Return the state of the model after a step, as to sizes: its optimizer's on the meta device where that goes."""
     state = run.replica_set.master.state()
+    if run.spec.rounds is not None and run.spec.rounds.outer_momentum:
+        trained = [(name, value) for name, value in run.model.named_parameters() if value.requires_grad]
+        state["outer"]["momentum"] = {name: torch.empty_like(value, device="meta") for name, value in trained}
     for device in ("meta", "cpu"):  # not every optimizer computes on the meta device
         with contextlib.suppress(Exception):
             state["optimizer"] = _stepped(run, device)

@@ -81,7 +81,7 @@ def _is_here(replica_set: ReplicaSet) -> bool:
 
 
 def _name(replica_set: ReplicaSet) -> str:
-    return f"the state after step {replica_set.step + 1} of {replica_set.run_id}"
+    return f"the state after {replica_set.nth(replica_set.step)} of {replica_set.run_id}"
 
 
 def _left_over(replica_set: ReplicaSet) -> str:

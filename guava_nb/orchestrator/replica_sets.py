@@ -20,6 +20,7 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.training_options import Reference, TrainingOptions
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.replica_set import ReplicaSet
@@ -375,7 +376,7 @@ class ReplicaSets:
 def _like(replica_set: ReplicaSet) -> Replica:
     """Make a master like that of other replicas, with an optimizer that has done nothing yet."""
     master = replica_set.master
-    return Replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
+    return whole_replica(replica_set.spec, master.resolve, master.device, _copy_of(master.model))
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

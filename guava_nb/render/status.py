@@ -120,6 +120,7 @@ def _headline(run: RunStatus, workers: Sequence[WorkerStatus] = ()) -> str:
     parts = [f"for {awaited}"] if awaited else []
     parts += [f"for workers, up to {show_seconds(round(run.waits_s))} more"] if run.waits_s is not None else []
     parts += [f"epoch {run.epoch}/{run.num_epochs}", f"step {run.step}{total}{resumed}"]
+    parts += [f"round {run.rounds}"] if run.rounds else []
     parts += [f"loss {show_float(run.loss)}"] if run.loss is not None else []
     parts += [f"val {_validation(run.val[-1])}"] if run.val else []
     waits = bool(awaited) or run.waits_s is not None

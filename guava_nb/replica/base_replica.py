@@ -32,7 +32,7 @@ from guava_nb.replica.shard import EvalSums, LaunchedShard, ShardResult, ShardWo
 from guava_nb.replica.state_dict import copied, like, plain
 from guava_nb.spec.factories import Resolve
 
-__all__ = ["BaseReplica", "Buckets", "explained", "load_scheduler"]
+__all__ = ["BaseReplica", "Buckets", "explained", "load_scheduler", "pick"]
 
 #: What came for a bucket: its presence bits and its flat tensor, `[numel]` in the wire dtype.
 Buckets = Mapping[int, tuple[bytes, Tensor]]
@@ -401,3 +401,14 @@ def explained(part: str) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"the {part} state does not fit this run's {part}: {error}") from error
+
+
+def pick(sums: Buckets, number: int) -> tuple[bytes, Tensor]:
+    """Return what came for a bucket.
+
+    Raises:
+        LocalProtocolError: nothing did.
+    """
+    if number not in sums:
+        raise LocalProtocolError(f"bucket {number} is missing; {sorted(sums)} came")
+    return sums[number]

@@ -94,6 +94,15 @@ class BufferBook:
             for i, value in values.items():
                 self._replace(i, value)  # its mark stays that of the committed value: it has moved
 
+    @property
+    def saved(self) -> list[Tensor]:
+        """The committed values, to be given to `reopen`."""
+        return list(self._saved)
+
+    def reopen(self, saved: list[Tensor]) -> None:
+        """Take earlier committed values for the committed ones again; what moved since is what one shard moved."""
+        self._saved, self._touched = list(saved), bool(saved)
+
     def write_committed(self) -> None:
         """Make the live buffers the committed ones, whatever happened to either."""
         self._write(range(len(self._owners)), self._saved)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError, TrainingError
+from guava_nb.errors import CheckpointError, ConfigError, TrainingError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
 from guava_nb.protocol.messages import ParameterChange, RunSpec
-from guava_nb.replica.base_replica import BaseReplica, Buckets, explained
+from guava_nb.replica.base_replica import BaseReplica, Buckets, explained, pick
 from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.device_figures import DeviceFigures, norms
@@ -334,7 +334,7 @@ class Replica(BaseReplica):
         self._adopt_buffers(buckets)
         with torch.no_grad():
             for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
-                _, flat = _pick(buckets, bucket.index)
+                _, flat = pick(buckets, bucket.index)
                 for parameter, view in zip(parameters, bucket.views(flat), strict=True):
                     parameter.copy_(view)
         self._finish_step(buckets)
@@ -370,11 +370,11 @@ class Replica(BaseReplica):
 
     def _adopt_buffers(self, sums: Buckets) -> None:
         if self.layout.buffers is not None:
-            self._buffers.adopt(*_pick(sums, BUFFERS))
+            self._buffers.adopt(*pick(sums, BUFFERS))
 
     def _take_sums(self, sums: Buckets, factor: float) -> None:
         for bucket, parameters in zip(self.layout.buckets, self._parameters, strict=True):
-            present, flat = _pick(sums, bucket.index)
+            present, flat = pick(sums, bucket.index)
             flat = flat.to(self.device, non_blocking=True)
             if factor != 1.0:
                 flat.mul_(factor)
@@ -488,9 +488,3 @@ def _scale(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
 
 def _values(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-
-
-def _pick(sums: Buckets, number: int) -> tuple[bytes, Tensor]:
-    if number not in sums:
-        raise LocalProtocolError(f"bucket {number} is missing; {sorted(sums)} came")
-    return sums[number]

@@ -31,6 +31,8 @@ class ShardWork:
         part_rows: samples of each part; None: counted from the first tensor of each.
         is_cut: parts are pieces of loader batches that did not fit the memory as a whole.
         axes: how each part is cut into micro-batches, by `guava_nb.nested.marks_of`; empty: its replica reads it.
+        part_steps: in a round of local steps the one that each part belongs to, from 0; empty: all parts are one step.
+        num_steps: optimizer steps of the round.
     """
 
     step: int
@@ -41,6 +43,8 @@ class ShardWork:
     part_rows: Sequence[int] | None = None
     is_cut: bool = False
     axes: Sequence[bytes] = ()
+    part_steps: Sequence[int] = ()
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,16 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import CacheSpec, Cell, Factory, Hello, MetricSpec, ParallelSpec, RunSpec
+from guava_nb.protocol.messages import (
+    CacheSpec,
+    Cell,
+    Factory,
+    Hello,
+    MetricSpec,
+    ParallelSpec,
+    RoundSpec,
+    RunSpec,
+)
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_facts import reads
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
@@ -215,6 +224,8 @@ def build_spec(
             else f"in mode {parallel.mode} the workers hold parts of the model, and each steps its own; use data mode"
         )
         raise ConfigError(f"optimizer_site is 'orchestrator', and {cause}, or leave optimizer_site at 'workers'")
+    if options.sync == "local":
+        _refuse_local(config, options, parallel)
     return RunSpec(
         **{
             **same_named(RunSpec.__struct_fields__, config, options),
@@ -227,8 +238,34 @@ def build_spec(
             "cache": _cache_spec(config, options.cache),
             "data": (),  # what lies at the workers, they tell
             "lockstep": any(map(_looks_at_steps, options.callbacks)),
+            "rounds": _rounds(options),
         }
     )
+
+
+def _rounds(options: TrainingOptions) -> RoundSpec | None:
+    if options.sync == "step":
+        return None
+    assert options.outer is not None and options.outer_lr is not None and options.accumulation_steps is not None
+    return RoundSpec(options.outer, options.outer_lr, options.outer_momentum or 0.0, options.accumulation_steps)
+
+
+def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:
+    cause = ""
+    if parallel is not None and parallel.mode == "data":
+        cause = f"{_past_the_orchestrator(config, parallel)}"
+    elif parallel is not None:
+        cause = (
+            f"in mode {parallel.mode} workers hold parts of one model, and none can take a step alone; use data mode"
+        )
+    elif options.optimizer_site == "orchestrator":
+        cause = (
+            "optimizer_site is 'orchestrator', so no worker has an optimizer to take steps with; leave it at 'workers'"
+        )
+    elif options.precision == "fp16":
+        cause = "fp16 scales the loss alike on all workers, while each takes steps of its own; use bf16 or fp32 (--precision)"
+    if cause:
+        raise ConfigError(f"sync is 'local', and {cause}, or leave sync at 'step'")
 
 
 def _past_the_orchestrator(config: DistributedConfig, parallel: ParallelSpec) -> str:

@@ -107,6 +107,14 @@ class TrainingOptions:
             epoch), its "accuracy" (with mode "max"), or one of `metrics`; by default "loss".
         max_grad_norm: largest global L2 norm of the gradients; 0: no clipping; by default the configuration's, None: none.
         accumulation_steps: loader batches per optimizer step; by default the configuration's.
+        sync: when workers exchange what they learned: "step" sums the gradients of every step, and equals training on one
+            machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
+            step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
+        sync_every: optimizer steps of a round of local sync; by default 30.
+        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo) or "average", the mean of their weights; by
+            default nesterov.
+        outer_lr: learning rate of that common step; by default 0.7, of average 1.
+        outer_momentum: momentum of nesterov, below 1; by default 0.9.
         precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
             else fp32; by default the configuration's.
         compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs
@@ -168,6 +176,11 @@ class TrainingOptions:
     scheduler_metric: str | None = option(None, "text", flag="scheduler-metric", needs="scheduler")
     max_grad_norm: float | None = option(None, "norm", flag="clip", setting="max_grad_norm")
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
+    sync: str = option("step", "choice", flag="sync", choices=("step", "local"))
+    sync_every: int | None = option(None, "count", flag="sync-every", needs="sync")
+    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average"), needs="sync")
+    outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
+    outer_momentum: float | None = option(None, "norm", flag="outer-momentum", needs="sync")
     precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
     compile: bool = option(False, "switch", flag="compile")
     channels_last: bool = option(False, "switch", flag="channels-last")
@@ -213,9 +226,23 @@ class TrainingOptions:
                 raise ConfigError(f"{one.name} is {shown}; {rule}")
         if self.batch and self.split_fn is not None:
             raise ConfigError("batch= says how batches are cut, and so does split_fn=: give one of them")
+        if self.sync == "local":
+            self._check_local()
         if (self.criterion is None) == (self.step is None):
             raise ConfigError(
                 "give either a criterion (loss of outputs and targets) or a step (of model and batch), exactly one"
+            )
+
+    def _check_local(self) -> None:
+        if self.outer_momentum and (self.outer == "average" or self.outer_momentum >= 1):
+            raise ConfigError(
+                f"outer_momentum is {self.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
+                "(--outer nesterov): an average has none"
+            )
+        if self.check == "strict":
+            raise ConfigError(
+                "check='strict' compares a whole batch with its pieces, and with sync='local' no step is taken on a whole batch: "
+                "leave check at 'warn'"
             )
 
     @classmethod
@@ -242,9 +269,10 @@ class TrainingOptions:
                     f"{pair[0]} and {pair[1]} contradict each other: one would have no effect; leave one out"
                 )
         for one in option_infos(cls):
-            lacks = {"val": not has_val, "scheduler": "scheduler" not in set_here}.get(one.needs, False)
-            if lacks and one.name in set_here:
-                other = {"val": "val_loader"}.get(one.needs, one.needs)
+            steps_alone = set_here.get("sync") != "local"
+            needed = {"val": not has_val, "scheduler": "scheduler" not in set_here, "sync": steps_alone}
+            if needed.get(one.needs, False) and one.name in set_here:
+                other = {"val": "val_loader", "sync": "sync='local'"}.get(one.needs, one.needs)
                 raise ConfigError(
                     f"{one.name} has no effect without {other}: give {other} too, or leave {one.name} out"
                 )
@@ -258,7 +286,18 @@ class TrainingOptions:
         """
         missing = [one for one in option_infos(type(self)) if one.setting and getattr(self, one.name) is None]
         settled = replace(self, **{one.name: getattr(config, one.setting) for one in missing})
+        settled = settled._with_rounds()
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
+
+    def _with_rounds(self) -> Self:
+        """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""
+        if self.sync == "step":
+            return replace(self, sync_every=1)
+        outer = self.outer or "nesterov"
+        usual: dict[str, Any] = {"sync_every": 30, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
+        if outer == "average":
+            usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+        return replace(self, **{name: value for name, value in usual.items() if getattr(self, name) is None})
 
 
 def option_infos(options: type[TrainingOptions] = TrainingOptions) -> tuple[OptionInfo, ...]:

@@ -45,9 +45,13 @@ class Replicas(Protocol):
     master: Replica
     step: int
     master_step: int
+    unit: str
     writer: RowWriter
 
     count_ahead: Callable[[int], None]
+
+    def nth(self, step: int) -> str:
+        """Return a step of this number in words."""
 
     def sent(self, ranks: Collection[int], step: int, alone: bool) -> None:
         """Note that workers were sent a step; `alone`: to one that may commit it by itself."""
@@ -135,11 +139,14 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._credit.clear()
 
     def _head(self, generation: int, solo: bool = False) -> StepHead:
-        every = self._replicas.spec.hash_every_steps
+        spec = self._replicas.spec
+        every, per_step = spec.hash_every_steps, 0
+        if spec.rounds is not None:  # weights are compared after each round
+            every, per_step = min(every, 1), spec.rounds.batches_per_step
         # After the first step too: a forward that changes weights by the rows it sees leaves them unlike. A lone worker has
         # none to be compared with.
         want_hash = bool(every) and not solo and (self.next_step == 0 or (self.next_step + 1) % every == 0)
-        return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo)
+        return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo, per_step)
 
     def _send_shard(self, in_flight: StepInFlight, shard: int, rank: int) -> None:
         message, outgoing = in_flight.shards[shard]
@@ -202,10 +209,11 @@ class StepExchange(ABC, Generic[_Replicas]):
         if new:
             shown, more = ", ".join(new[:3]), f" and {len(new) - 3} more" if len(new) > 3 else ""
             self._job.cluster.notice(
-                f"the workers changed {shown}{more} by different amounts in step {step + 1}, or what had counted samples went "
-                "back: each saw its own samples, and one process would have seen them all. Changes that differ are averaged by "
-                "samples, those of whole numbers added up. If that is not right: buffers='sum' (--buffers sum) adds up, 'first' "
-                "takes those of the first samples; a whole batch on one worker is always right: shares=[1, 0, ...] (--shares 1,0)"
+                f"the workers changed {shown}{more} by different amounts in {self._replicas.nth(step)}, or what had counted "
+                "samples went back: each saw its own samples, and one process would have seen them all. Changes that differ are "
+                "averaged by samples, those of whole numbers added up. If that is not right: buffers='sum' (--buffers sum) adds "
+                "up, 'first' takes those of the first samples; a whole batch on one worker is always right: shares=[1, 0, ...] "
+                "(--shares 1,0)"
             )
 
     def _compare_changes(self, in_flight: StepInFlight, rank: int, change: ParameterChange | None) -> None:
@@ -291,8 +299,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         kind = "buffer" if buffers is not None and nonfinite in buffers.names else "the gradient of"
         where = f"{kind} {nonfinite}" if nonfinite else "the loss"
         return NotFinite(
-            f"NaN or Inf in {where} {self._origin(in_flight, halt)} at step {in_flight.machine.step + 1} "
-            f"({sample_text(ids)}, {rows} rows). The step "
+            f"NaN or Inf in {where} {self._origin(in_flight, halt)} at {self._replicas.nth(in_flight.machine.step)} "
+            f"({sample_text(ids)}, {rows} rows). The {self._replicas.unit} "
             "was not applied anywhere. Look at these samples, lower the learning rate, or clip "
             "with max_grad_norm"
         )

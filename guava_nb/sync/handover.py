@@ -38,8 +38,9 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
         return state
     if replica_set.gone_on_in:
         raise WorkerLost(
-            f"{replica_set.gone_on_in} went on from the state after step {replica_set.step + 1} of {replica_set.run_id} before "
-            f"that was copied here, so it is there no more: ask for the model of {replica_set.gone_on_in}"
+            f"{replica_set.gone_on_in} went on from the state after {replica_set.nth(replica_set.step)} of "
+            f"{replica_set.run_id} before that was copied here, so it is there no more: ask for the model "
+            f"of {replica_set.gone_on_in}"
         )
     job = _Fetching(cluster)
     replica_set.attach(job)
@@ -48,7 +49,7 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
             return replica_set.fetch(job, timeout_s=timeout_s)
     except NobodyLeft as error:
         raise WorkerLost(
-            f"the workers that hold the state of step {replica_set.step + 1} are gone; {replica_set.rest()}. {WAYS_ON}"
+            f"the workers that hold the state of {replica_set.nth(replica_set.step)} are gone; {replica_set.rest()}. {WAYS_ON}"
         ) from error
 
 

@@ -79,6 +79,7 @@ class ReplicaSet(StateAtWorkers):
         """Start with no worker prepared."""
         super().__init__(run_id, master, elastic)
         self.spec = spec
+        self.unit = "step" if spec.rounds is None else "round"
         self.cells = tuple(cells)
         self.route = route
         self.least = least
@@ -329,7 +330,7 @@ class ReplicaSet(StateAtWorkers):
         made = self._new(run_id, master)
         made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
         made.schedule, made._device_kind = self.schedule, dict(self._device_kind)
-        name = f"the state after step {self.step + 1} of {self.run_id}"
+        name = f"the state after {self.nth(self.step)} of {self.run_id}"
         if master is self.master:
             made.beginning = Beginning.at_workers(name, master, lambda: self.copy, self.join, self.fallback())
         else:  # it is here, and stays with this run

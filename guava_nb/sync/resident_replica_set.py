@@ -18,6 +18,7 @@ from guava_nb.errors import ClusterError, ConfigError, PreparationError
 from guava_nb.protocol.messages import Cell, Prepare, Prepared, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL, held, likeness
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.replica_set import Given, preparation_text
 from guava_nb.sync.state_at_workers import NOT_HERE
@@ -96,7 +97,7 @@ def adopt(
         )
     origin = ranks[0]
     answer = _prepare(run_id, spec, cells, cluster, origin)
-    master = Replica(
+    master = whole_replica(
         spec,
         lambda name: held(name) if name.startswith("@") else resolve(name, shared),
         torch.device("cpu"),

@@ -48,7 +48,8 @@ class StarExchange(StepExchange[Replicas]):
         buckets = () if alone else self._replicas.master.layout.numbers
         scaled = self._replicas.spec.precision == "fp16"
         solo = alone and not self._replicas.spec.lockstep
-        return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo), shards
+        num_steps = head.num_steps(len(batches))
+        return StepMachine(head.step, head.generation, tasks, buckets, scaled, solo, num_steps=num_steps), shards
 
     def parts(self, weights: Sequence[float]) -> list[float]:
         """Return which part of a step's bytes each member of a team with these weights is sent."""

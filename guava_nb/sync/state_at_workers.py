@@ -42,11 +42,13 @@ class StateAtWorkers(StepsHeld, ABC):
         beginning: the state with which the run begins.
         copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
         count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
+        unit: what a step of these replicas is: "step", or "round" of local steps.
         schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
     """
 
     #: Finds the classes that may come in a worker's state.
     _resolve: Resolve | None = None
+    unit = "step"
 
     def __init__(self, run_id: str, master: Replica, elastic: bool) -> None:
         """No worker holds anything."""
@@ -62,6 +64,10 @@ class StateAtWorkers(StepsHeld, ABC):
         self._requests = itertools.count(1)
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+
+    def nth(self, step: int) -> str:
+        """Return a step of this number, from 0, in words."""
+        return f"{self.unit} {step + 1}"
 
     @abstractmethod
     def abort(self, job: Job, ranks: Collection[int], reason: str, last: int | None = None) -> None:
@@ -112,7 +118,7 @@ class StateAtWorkers(StepsHeld, ABC):
             holders = self.in_step(job)
             if not holders:
                 raise WorkerLost(
-                    f"no worker that holds the state of step {self.step + 1} is left or answers; {self.rest()}. {WAYS_ON}"
+                    f"no worker that holds the state of {self.nth(self.step)} is left or answers; {self.rest()}. {WAYS_ON}"
                 )
             prompt = [rank for rank in holders if rank not in late]
             if not prompt:
@@ -132,7 +138,7 @@ class StateAtWorkers(StepsHeld, ABC):
 
     def _late(self, names: str, timeout_s: float | None) -> StateLate:
         return StateLate(
-            f"{names} did not hand over the state of step {self.step + 1} within {timeout_s:g} s: a long step is still in work "
+            f"{names} did not hand over the state of {self.nth(self.step)} within {timeout_s:g} s: a long step is still in work "
             "there. Nothing is lost: ask again when it is over"
         )
 
@@ -157,7 +163,7 @@ class StateAtWorkers(StepsHeld, ABC):
         except Exception as error:  # what came has the form of a state, and is none of this model
             who = " and ".join(map(job.cluster.name, ranks))
             raise TrainingError(
-                f"the state of step {self.step + 1} from {who} cannot be taken ({type(error).__name__}: {error}). {WAYS_ON}"
+                f"the state of {self.nth(self.step)} from {who} cannot be taken ({type(error).__name__}: {error}). {WAYS_ON}"
             ) from error
         self.master_step = self.step
         return state
@@ -205,7 +211,7 @@ class StateAtWorkers(StepsHeld, ABC):
         """Say which state the orchestrator has."""
         if self.master_step == NOT_HERE:
             return f"the orchestrator has {self.beginning.name}"
-        return f"the orchestrator has that of step {self.master_step + 1}"
+        return f"the orchestrator has that of {self.nth(self.master_step)}"
 
     def fallback(self) -> Beginning:
         """Return what is left where the workers that hold the state of the last step are lost."""
@@ -213,7 +219,7 @@ class StateAtWorkers(StepsHeld, ABC):
             return self.beginning
         if self.master_step < 0:
             return Beginning(self.beginning.name, self.master)
-        return Beginning(f"the state after step {self.master_step + 1} of {self.run_id}", self.master)
+        return Beginning(f"the state after {self.nth(self.master_step)} of {self.run_id}", self.master)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Make one state of the parts that workers hold."""

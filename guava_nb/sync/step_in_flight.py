@@ -81,6 +81,7 @@ class StepHead:
         step: number of the optimizer step.
         want_hash: workers report a hash of their parameters after it.
         solo: of the only worker, see `Shard`.
+        batches_per_step: in a round of local steps the loader batches of each; 0: all batches are one step.
     """
 
     run_id: str
@@ -88,6 +89,11 @@ class StepHead:
     step: int
     want_hash: bool = False
     solo: bool = False
+    batches_per_step: int = 0
+
+    def num_steps(self, num_batches: int) -> int:
+        """Return how many optimizer steps these batches are."""
+        return -(-num_batches // self.batches_per_step) if self.batches_per_step else 1
 
     def shard(self, task: ShardTask, global_rows: int, source: int = 0) -> Shard:
         """Return a shard's record, still without its batch."""
@@ -99,20 +105,22 @@ class StepHead:
 
 @dataclass(slots=True)
 class Share:
-    """What one worker, or one replica of a group, does of a step: a piece of every loader batch, its rows, and all ids."""
+    """What one worker, or one replica of a group, does of a step: pieces of loader batches, which, their rows, and all ids."""
 
     pieces: list[Any] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
 
 def add_to_shares(
-    shares: Sequence[Share], batch: LoadedBatch, pieces: Sequence[tuple[int, Any, Sequence[int]]]
+    shares: Sequence[Share], batch: LoadedBatch, pieces: Sequence[tuple[int, Any, Sequence[int]]], number: int = 0
 ) -> None:
-    """Add pieces of a loader batch, each with the place of its share and its rows, to the shares."""
+    """Add pieces of a loader batch, each with the place of its share and its rows, to the shares; `number`: of the batch."""
     has_ids = len(batch.sample_ids) == batch.rows
     for place, piece, rows in pieces:
         shares[place].pieces.append(piece)
+        shares[place].batches.append(number)
         shares[place].rows.append(len(rows))
         if has_ids:
             shares[place].ids.extend(batch.sample_ids[i] for i in rows)
@@ -138,8 +146,8 @@ def plan_step(
         ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
     shares = [Share() for _ in team]
-    for batch in batches:
-        add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer))
+    for number, batch in enumerate(batches):
+        add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer), number)
     busy = [place for place, share in enumerate(shares) if share.pieces]
     if not busy:  # a step without shards would never be reported
         raise no_samples(batches)
@@ -152,7 +160,10 @@ def plan_step(
         shard = head.shard(tasks[-1], global_rows, batches[0].source)
         several = tuple(share.rows) if len(share.rows) > 1 else ()
         axes = () if batches[0].source else marks_for(splitter, share.pieces, share.rows)
-        shards.append((replace(shard, part_rows=several, axes=axes), OutgoingBatch(share.pieces)))
+        shard = replace(shard, part_rows=several, axes=axes, num_steps=head.num_steps(len(batches)))
+        if head.batches_per_step:
+            shard = replace(shard, part_steps=tuple(number // head.batches_per_step for number in share.batches))
+        shards.append((shard, OutgoingBatch(share.pieces)))
     return tasks, shards
 
 

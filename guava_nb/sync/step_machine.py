@@ -111,6 +111,7 @@ class StepMachine:
         solo: a lone worker commits by itself and sends no buckets.
         mesh: `group`: of its ranks. All of them are heard before a step halts, since what is not finite on one is so on
             others after their sums.
+        num_steps: optimizer steps in it: more than one in a round of local steps.
         max_grad_norm: `group`: clip to this; the ranks report their shares of the squared norm.
     """
 
@@ -122,6 +123,7 @@ class StepMachine:
     solo: bool = False
     max_grad_norm: float | None = None
     mesh: Mesh | None = None
+    num_steps: int = 1
     decided: bool = False
     _arrived: dict[int, set[int]] = field(default_factory=dict)
     _ready: dict[int, Ready] = field(default_factory=dict)
@@ -250,6 +252,6 @@ class StepMachine:
         loss_sum = sum(self._ready[task.index].loss_sum for task in self.tasks)
         count = sum(self._ready[task.index].count for task in self.tasks)
         scale = self.rows / count if count else 0.0
-        commit = Commit(scale=scale, skip=self._skip, clip=self._clip(scale))
+        commit = Commit(scale=scale, skip=self._skip, clip=self._clip(scale), steps=self.num_steps)
         out: list[Instruction] = [] if self._held is None else [SendBucket(self._held, commit)]
         return [*out, Decided(commit, loss_sum, count)]

@@ -87,14 +87,14 @@ class Boundary:
     due: set[str] = field(default_factory=set)
     calls: BoundaryCalls = field(default_factory=BoundaryCalls)
 
-    def mark_due(self, issued: int) -> None:
-        """Note what shall follow a step of this number, counted from 1 within the run."""
+    def mark_due(self, issued: int, num_steps: int = 1) -> None:
+        """Note what shall follow when so many optimizer steps of the run are issued, `num_steps` of them just now."""
         for name, every in (
             ("validate", self.plan.val_interval if self.plan.val_feed is not None else None),
             ("snapshot", self.plan.snapshot_every_steps),
             ("save", self.plan.save_every_steps),
         ):
-            if every and issued % every == 0:
+            if every and issued // every > (issued - num_steps) // every:
                 self.due.add(name)
 
     def reach(self) -> None:
@@ -132,7 +132,7 @@ class Boundary:
         with self.budget_gate.validation():
             self.walk.run(self.plan.val_feed, question)
         result = question.result()
-        record = {"step": self.membership.replica_set.step + 1, **result.record()}
+        record = {"step": self.accounting.steps, **result.record()}
         self.run.add_validation(record)
         self.run.move("training")
         self.tick("validation", record)

@@ -114,7 +114,8 @@ class FirstStepCheck:
         self._job, self._members, self._plan, self._run, self._gate = job, members, plan, run, gate
         self._drain = drain
         self._splitter = RowSplitter(plan.split_fn, plan.feed.reading)
-        self._is_over, self._has_begun = plan.check == "off", False
+        is_local = members.replica_set.spec.rounds is not None  # a step has no whole batch there
+        self._is_over, self._has_begun = plan.check == "off" or is_local, False
         self._traits, self._told = BatchTraits(), set[str]()
         self._sizes, self._kept_together = set[int](), 0  # of batches; samples that lay in one share so far, at least
         self._step, self._news_left, self._next = -1, _MOST_NEWS, _FIRST_AGAIN

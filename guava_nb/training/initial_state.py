@@ -16,7 +16,7 @@ from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.build import build_model
 from guava_nb.replica.model.structure import first_difference
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
-from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.cell_checks import cells_behind
 from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_code import is_own
@@ -30,7 +30,7 @@ __all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goe
 
 #: What a run begins with; what of the optimizer and what changed.
 GOES_ON = "goes on from the weights of the last run{}{}; --fresh (fresh=True) starts anew"
-_STATES = ("model", "buffers", "optimizer", "scheduler", "scaler")
+_STATES = ("model", "buffers", "optimizer", "scheduler", "scaler", "outer")
 
 
 def build_ensemble(
@@ -52,7 +52,7 @@ def build_ensemble(
         module._compiled_call_impl = None
     if weights is not None:
         _check_instance(spec, weights, model)
-    master = Replica(spec, find, torch.device("cpu"), model)
+    master = whole_replica(spec, find, torch.device("cpu"), model)
     if weights is not None:
         built, state = dict(master.model.named_buffers()), weights.state_dict()
         hidden = {n: b for n, b in weights.named_buffers() if n not in state and not torch.equal(b.cpu(), built[n])}

@@ -90,7 +90,7 @@ class TrainingJob(Job):
         self.run = run = self._new_run(model)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
-        credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.accumulation_steps))
+        credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.batches_per_exchange))
         walk = pass_over(self, replica_set, split_fn=plan.split_fn)
         exchange = replica_set.exchange(self, replica_set, accounting.on_commit, accounting.on_applied, credit)
         self.window = window = StepWindow(self, members, plan, exchange, credit)
@@ -122,6 +122,7 @@ class TrainingJob(Job):
             interrupt=self.interrupt,
             model=lambda: self._handed_out.note(model()) if self.is_current() else model(),
             budget=plan.budget,
+            is_local=replica_set.spec.rounds is not None,
         )
         return Run(
             replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, plan.steps_left(replica_set.step), sources
@@ -191,7 +192,7 @@ class TrainingJob(Job):
             CheckpointError: the file cannot be written.
         """
         replica_set = self.replica_set
-        checkpoint.write(path, replica_set.master.state(), replica_set.step, self.where(), replica_set.spec)
+        checkpoint.write(path, replica_set.master.state(), self.accounting.steps - 1, self.where(), replica_set.spec)
 
     # --------------------------------------------------------------------------------------------------- the whole run
 
@@ -264,8 +265,8 @@ class TrainingJob(Job):
         if self.replica_set.master_step == self.replica_set.step or not holders:
             return ""
         return (
-            f"the state after step {self.replica_set.step + 1} is with {holders} and comes here in the background; run.model() "
-            "and save_checkpoint (%guava_save) bring it at once"
+            f"the state after {self.replica_set.nth(self.replica_set.step)} is with {holders} and comes here in the "
+            "background; run.model() and save_checkpoint (%guava_save) bring it at once"
         )
 
     def _may_leave(self) -> bool:
@@ -313,7 +314,9 @@ class TrainingJob(Job):
         self.accounting.note_team(team)
         self.accounting.draw(epoch, batches)
         step = self.window.issue(epoch, batches, team)
-        self._boundary.mark_due(step + 1 - self.accounting.first_step)
+        in_flight = self.window.exchange.in_flight
+        issued = sum(one.machine.num_steps for one in in_flight.values()) + self.accounting.steps
+        self._boundary.mark_due(issued - self.accounting.first_step, in_flight[step].machine.num_steps)
         if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
             self._boundary.due.add("snapshot")  # all that was trained before lies there alone
         return step
@@ -392,14 +395,14 @@ class TrainingJob(Job):
         except StopRequested:
             return self._spent(budget, saved)
         if self.replica_set.step >= 0:
-            saved = budget.path(self.plan.save_folder, self.replica_set.run_id, self.replica_set.step + 1)
+            saved = budget.path(self.plan.save_folder, self.replica_set.run_id, self.accounting.steps)
             self.save(saved)
         self._boundary.calls.answer()
         return self._spent(budget, saved)
 
     def _spent(self, budget: Budget, saved: Path | None) -> str:
         """The sentence on a budget that is used up; steps count from the very beginning, as in the checkpoint's name."""
-        at, steps = self.accounting.position, len(self.run.history)
+        at, steps = self.accounting.position, self.accounting.steps - self.accounting.first_step
         ended = at.batches and at.batches == self.plan.feed.batches_per_epoch and self.plan.val_feed is not None
         lacks = f" (the validation that ends epoch {at.epoch + 1} had no room, and comes first then)" if ended else ""
         return budget.sentence(steps, self.run.total_steps, saved, self.accounting.first_step, lacks)
@@ -425,7 +428,9 @@ class TrainingJob(Job):
         if self.interrupts == 1:
             self._stop_after = self.replica_set.step + 1
             self._stop_deadline = time.monotonic() + self.plan.interrupt_grace_s
-            self.run.move("stopping", f"stops after step {self._stop_after + 1}; interrupt again to stop at once")
+            self.run.move(
+                "stopping", f"stops after {self.replica_set.nth(self._stop_after)}; interrupt again to stop at once"
+            )
 
     def on_suspected(self, rank: int) -> None:
         """Give its shards to others at once; it keeps its seat."""

@@ -94,6 +94,7 @@ class TrainingPlan:
     Attributes:
         val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
         accumulation_steps: loader batches per optimizer step.
+        sync_every: optimizer steps between two exchanges: 1, or those of a round of local steps.
         batch: how the user says that batches are read; the feeds have it.
         split_fn: cuts batches; None cuts them as the feed reads them.
         shares: relative share of each worker that was here when the run began; one that joins later gets the least of them.
@@ -119,6 +120,7 @@ class TrainingPlan:
     num_epochs: int
     val_interval: int | None = None
     accumulation_steps: int = 1
+    sync_every: int = 1
     shares: Sequence[float] | None = None
     seats: Sequence[int] = ()
     callbacks: Sequence[Any] = ()
@@ -139,6 +141,11 @@ class TrainingPlan:
     validation: Callable[[], Validation] = Validation
     scheduler_metric: str | None = None
     log_step_every: int = 100
+
+    @property
+    def batches_per_exchange(self) -> int:
+        """Loader batches between two exchanges: those that are issued, committed and counted together."""
+        return self.accumulation_steps * self.sync_every
 
     def steps_left(self, step: int) -> int | None:
         """Return how many optimizer steps follow the one of this number; None where the data has no length."""

@@ -95,7 +95,7 @@ class Recovery:
     def go_back(self) -> None:
         """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
         snapshot = self.accounting.snapshot
-        self.run.move("preparing", f"the run goes on from the state after step {snapshot.step + 1}")
+        self.run.move("preparing", f"the run goes on from the state after {self._replica_set.nth(snapshot.step)}")
         self.accounting.go_back()
         self.boundary.due.clear()
         self.membership.go_back(snapshot)
@@ -115,8 +115,8 @@ class Recovery:
             return
         self.go_back()
         self.membership.cluster.notice(
-            f"the error left no whole state of step {lost} anywhere: the session holds that of step "
-            f"{self.accounting.snapshot.step + 1}, the last snapshot (snapshot_every_steps takes more of them)"
+            f"the error left no whole state of {replica_set.unit} {lost} anywhere: the session holds that of "
+            f"{replica_set.nth(self.accounting.snapshot.step)}, the last snapshot (snapshot_every_steps takes more of them)"
         )
 
     def _rescued(self) -> bool:
@@ -183,9 +183,9 @@ class Recovery:
             self.run.move(
                 "waiting",
                 f"too few workers are left; waiting {self.plan.rejoin_timeout_s:g} s for {what}, and then the run goes on by "
-                f"itself from step {self.accounting.snapshot.step + 1}: %guava_worker with the join code elsewhere does it. To "
-                "start one here while this cell is busy, or to see the code: interrupt, then %guava_up --local 1 (--show-code), "
-                "and train again",
+                f"itself from {self._replica_set.nth(self.accounting.snapshot.step)}: %guava_worker with the join code "
+                "elsewhere does it. To start one here while this cell is busy, or to see the code: interrupt, then %guava_up "
+                "--local 1 (--show-code), and train again",
                 self.plan.rejoin_timeout_s,
             )
 
@@ -204,7 +204,7 @@ class Recovery:
         least, few = self._replica_set.least, len(self.membership.fit)
         who = f"{least} workers are needed, {few} left, and too few" if few else "all workers are gone and none"
         snapshot = self.accounting.snapshot
-        here = snapshot.kept.loss or f"The state of step {snapshot.step + 1} is here"
+        here = snapshot.kept.loss or f"The state of {self._replica_set.nth(snapshot.step)} is here"
         return WorkerLost(
             f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
             "machine and train again"

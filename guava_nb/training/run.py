@@ -58,6 +58,7 @@ class RunSources:
     interrupt: Callable[[], None] = lambda: None
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
+    is_local: bool = False
 
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
@@ -80,7 +81,7 @@ class Run:
     Attributes:
         run_id: short name, unique in the session.
         history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
-            seconds.
+            seconds. With local sync one per round: step is its last one, round its number, steps how many it had.
         validations: one dict per validation: step, loss, accuracy, samples.
         wire: bytes by kind so far.
         budget: most bytes that it may take; None without.
@@ -223,7 +224,7 @@ class Run:
                 mode=self.mode,
                 epoch=self._epoch,
                 num_epochs=self.num_epochs,
-                step=len(history),
+                step=sum(record.get("steps", 1) for record in history),
                 total_steps=self.total_steps,
                 samples=samples,
                 elapsed_s=elapsed,
@@ -242,7 +243,8 @@ class Run:
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
-                steps_before=history[0]["step"] - 1 if history else 0,
+                rounds=len(history) if self._sources.is_local else 0,
+                steps_before=history[0]["step"] - history[0].get("steps", 1) if history else 0,
                 budget_bytes=0 if self.budget is None else self.budget.limit.limit_bytes,
             )
 
@@ -253,13 +255,13 @@ class Run:
         return {
             "run_id": self.run_id,
             "mode": self.mode,
-            "sync": "step",
+            "sync": "local" if self._sources.is_local else "step",
             "path": None if route is None else route.record(),
             "layout": self._sources.layout(),
             "batch": self._sources.reading(),
             "state": self._state,
             "workers": self.workers,
-            "steps": len(self.history),
+            "steps": sum(record.get("steps", 1) for record in self.history),
             "epochs": self._epoch,
             "samples": sum(record["samples"] for record in self.history),
             "tokens": _tokens(self.history),
@@ -360,9 +362,9 @@ def thin(records: list[dict[str, Any]], most: int = CURVE_POINTS) -> list[dict[s
 
 
 def _step_seconds(history: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Median and 95th percentile of the time between commits; None with fewer than two steps."""
-    times = [record["seconds"] for record in history]
-    gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+    """Median and 95th percentile of the time that a step took, of several in a round; None with fewer than two commits."""
+    pairs = zip(history, history[1:], strict=False)
+    gaps = sorted((now["seconds"] - before["seconds"]) / now.get("steps", 1) for before, now in pairs)
     if not gaps:
         return {"p50": None, "p95": None}
     return {"p50": statistics.median(gaps), "p95": gaps[min(len(gaps) - 1, int(0.95 * len(gaps)))]}

@@ -83,8 +83,10 @@ class StepAccounting:
         at = self._before = self.position
         self.position = Position(at.epoch, at.batches + step.batches, at.samples + len(ids))
         self._feed_batches = self.position.batches
+        before = self.steps
+        steps = before + machine.num_steps
         record = {
-            "step": machine.step + 1,
+            "step": steps,
             "epoch": step.epoch + 1,
             "loss": loss_sum / count if count else float("nan"),
             "count": count,
@@ -93,18 +95,23 @@ class StepAccounting:
             "skipped": commit.skip,
             "learning_rate": self._replica_set.learning_rate(machine.step),
         }
+        if self._replica_set.spec.rounds is not None:
+            record |= {"round": machine.step + 1, "steps": machine.num_steps}
         self._run.add_step(record)
-        if (machine.step + 1) % self._plan.log_step_every == 0:
-            log.info(
-                "%s: step %d, epoch %d, loss %.6g", self._run.run_id, machine.step + 1, step.epoch + 1, record["loss"]
-            )
+        if steps // self._plan.log_step_every > before // self._plan.log_step_every:
+            log.info("%s: step %d, epoch %d, loss %.6g", self._run.run_id, steps, step.epoch + 1, record["loss"])
         self.call("on_step", record)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that are committed, counted from the very beginning; a round of local steps has several."""
+        return int(self._run.history[-1]["step"]) if self._run.history else self.first_step
 
     def _tell_empty(self, step: StepInFlight) -> None:
         if not self._told_empty:
             self._told_empty = True
             self._membership.cluster.notice(
-                f"step {step.machine.step + 1} counted nothing: its {step.machine.rows} samples have no target that "
+                f"step {self.steps + 1} counted nothing: its {step.machine.rows} samples have no target that "
                 "is not ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
             )
 
@@ -146,7 +153,7 @@ class StepAccounting:
         Args:
             step: whose state is left, where workers that held a later one are lost; None: that of the last step.
         """
-        if step is not None and self._run.history and step + 1 < self._run.history[-1]["step"]:
+        if step is not None and self._run.history and step + 1 - self.first_step < len(self._run.history):
             return self.snapshot.position if self.snapshot.step <= step else self._plan.start
         if not self._run.history or self._went_back:
             return self.snapshot.position
@@ -158,7 +165,7 @@ class StepAccounting:
         self.snapshot = Snapshot(self._replica_set.step, self.where(), Beginning(self._name(), None, state))
 
     def _name(self) -> str:
-        return f"the state after step {self._replica_set.step + 1} of {self._replica_set.run_id}"
+        return f"the state after {self._replica_set.nth(self._replica_set.step)} of {self._replica_set.run_id}"
 
     def go_back(self) -> None:
         """Forget what came after the snapshot: it will be done again."""

@@ -52,7 +52,7 @@ class StepWindow:
 
     def load_epoch(self) -> BatchFeeder:
         """Begin to load the data's next epoch; the caller closes what is returned."""
-        every = self._plan.accumulation_steps
+        every = self._plan.batches_per_exchange
         self._feeder = BatchFeeder(
             self._plan.feed.epoch(),
             every,

@@ -34,6 +34,7 @@ from guava_nb.replica.model.resident import OWN_MODEL, ResidentParts, describe_m
 from guava_nb.replica.one_step_check.python_state import ModuleGlobals
 from guava_nb.replica.one_step_check.whole_against_cut import compare
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.replica.state_dict import weights_digest
 from guava_nb.spec.cells import build_module, cause_is_missing, resolve
 from guava_nb.spec.factories import Resolve
@@ -130,7 +131,7 @@ class Preparation:
 
     def _replica(self, spec: RunSpec, resolve: Resolve) -> BaseReplica:
         if spec.parallel is None:
-            return Replica(spec, resolve, self._device, None if self._own is None else self._own.model)
+            return whole_replica(spec, resolve, self._device, None if self._own is None else self._own.model)
         if self._seat is None or self._own is not None:
             raise PreparationError(
                 "a worker inside the user's own process trains whole replicas in data mode only: start it with "

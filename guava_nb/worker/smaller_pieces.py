@@ -12,11 +12,12 @@ from guava_nb.data.batch_reading import BatchReading
 from guava_nb.errors import TrainingError
 from guava_nb.nested import marks_of
 from guava_nb.protocol.messages import Shard
-from guava_nb.replica.batch import cut_at
+from guava_nb.replica.batch import cut, cut_at
 from guava_nb.replica.one_step_check.whole_against_cut import COUPLED, WEIGHTS, compare
+from guava_nb.replica.shard import ShardWork
 from guava_nb.worker.preparation import PreparedRun
 
-__all__ = ["axes_for", "memory_advice", "refuse_coupled"]
+__all__ = ["axes_for", "memory_advice", "refuse_coupled", "work_of"]
 
 
 def memory_advice(run: PreparedRun | None, request: int, rows: int, pieces: int) -> str:
@@ -74,3 +75,18 @@ def axes_for(message: Shard, parts: Sequence[Any], rows: Sequence[int]) -> Seque
     if any(reading.problem for reading in readings):
         return ()
     return [marks_of(part, one.axes(count)) for one, part, count in zip(readings, parts, rows, strict=True)]
+
+
+def work_of(message: Shard, parts: Sequence[Any], rows: Sequence[int], num_pieces: int) -> ShardWork:
+    """Return a shard's work, its parts cut into so many pieces each, where they can be cut."""
+    pieces, steps = list(zip(parts, rows, strict=True)), message.part_steps
+    if num_pieces > 1 and (axes := axes_for(message, parts, rows)):
+        finer = [list(cut(part, marks, count, num_pieces)) for (part, count), marks in zip(pieces, axes, strict=True)]
+        pieces = [piece for some in finer for piece in some]
+        if steps:
+            steps = tuple(step for some, step in zip(finer, steps, strict=True) for _ in some)
+    return ShardWork(
+        message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
+        [count for _, count in pieces], is_cut=num_pieces > 1, axes=message.axes, part_steps=steps,
+        num_steps=message.num_steps,
+    )  # fmt: skip

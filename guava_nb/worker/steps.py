@@ -34,13 +34,12 @@ from guava_nb.protocol.messages import (
     SumBucket,
 )
 from guava_nb.replica.base_replica import BaseReplica
-from guava_nb.replica.batch import cut
 from guava_nb.replica.flops import FlopCount
 from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.one_step_check.python_state import changed_since, digests
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
-from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
+from guava_nb.replica.shard import LaunchedShard, ShardResult
 from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
@@ -49,14 +48,14 @@ from guava_nb.worker.error_text import error_text, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
-from guava_nb.worker.smaller_pieces import axes_for, memory_advice, refuse_coupled
+from guava_nb.worker.smaller_pieces import axes_for, memory_advice, refuse_coupled, work_of
 
 __all__ = ["StepRunner"]
 
 log = logging.getLogger(__name__)
 
 #: What a worker did of a step when something was raised, and what helps where that was a lack of memory.
-_IN, _APPLYING, _COPYING = "in step {}", "while step {} was applied", "while the state after step {} was copied"
+_IN, _APPLYING, _COPYING = "in {} {}", "while {} {} was applied", "while the state after {} {} was copied"
 _MEMORY_ADVICE = {
     _APPLYING: "The optimizer's own step did not fit here: use an optimizer that keeps less, zero mode, or another device",
     _COPYING: "The copy of the state did not fit here; the state itself is as it was: free some memory there and ask again",
@@ -294,7 +293,7 @@ class StepRunner:
         if is_alone and (result.finite or run.spec.precision == "fp16"):
             # The orchestrator does not wait for this report, so it travels with the commit: one message a step instead of two.
             scale = message.global_rows / result.count if result.count else 0.0
-            step.ready, step.commit = ready, Commit(scale, skip=not result.finite)
+            step.ready, step.commit = ready, Commit(scale, skip=not result.finite, steps=message.num_steps)
         else:
             self._send(ready, ())
         self.restart_wait_clock()
@@ -368,14 +367,7 @@ class StepRunner:
         replica = run.replica
         rows = message.part_rows or (message.rows,)
         while True:
-            pieces = list(zip(parts, rows, strict=True))
-            if self._pieces > 1 and (axes := axes_for(message, parts, rows)):
-                each = list(zip(pieces, axes, strict=True))
-                pieces = [piece for (part, count), marks in each for piece in cut(part, marks, count, self._pieces)]
-            work = ShardWork(
-                message.step, message.shard, [part for part, _ in pieces], message.rows, message.global_rows,
-                [count for _, count in pieces], is_cut=self._pieces > 1, axes=message.axes,
-            )  # fmt: skip
+            work = work_of(message, parts, rows, self._pieces)
             try:
                 with self._flops.around(message.rows):
                     on_bucket = None if message.solo else bucket_sender(self._send, message)
@@ -472,7 +464,8 @@ class StepRunner:
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in
         elif doing:
-            text += f" ({doing.format(step + 1)})"
+            unit = "step" if self._run is None or self._run.spec.rounds is None else "round"
+            text += f" ({doing.format(unit, step + 1)})"
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
             text += f". {_MEMORY_ADVICE.get(doing) or memory_advice(self._run, request, rows, self._pieces)}"

@@ -18,7 +18,7 @@ from guava_nb.errors import ConfigError
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of
-from guava_nb.protocol.messages import CacheSpec, Factory, GradientBucket, Message, RunSpec, StepApplied
+from guava_nb.protocol.messages import CacheSpec, Factory, GradientBucket, Message, RoundSpec, RunSpec, StepApplied
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.byte_budget import Budget, Limit
@@ -155,6 +155,16 @@ def test_what_a_plan_asks_for_is_in_the_forecast(cluster: Cluster, tmp_path: Pat
     made = forecast(session, run_spec, plan_for(loader(rows=203), loader(rows=60), **changes))
     run = session.train(run_spec, plan_for(loader(rows=203), loader(rows=60), **changes, **extra), tmp_path)
     assert made.steps == len(run.history)
+    assert_close(made, run)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_of_local_rounds_takes_what_was_forecast(cluster: Cluster, tmp_path: Path, workers: int) -> None:
+    session, run_spec = Session(cluster, workers), spec(model=WIDE, rounds=RoundSpec())
+    made = forecast(session, run_spec, plan_for(loader(rows=203), loader(rows=60), sync_every=3, val_interval=5))
+    run = session.train(run_spec, plan_for(loader(rows=203), loader(rows=60), sync_every=3, val_interval=5), tmp_path)
+    assert (made.steps, made.steps_per_epoch) == (run.history[-1]["step"], 7) == (21, 7)
+    assert "a round of up to 3 steps" in repr(made)
     assert_close(made, run)
 
 

@@ -162,6 +162,7 @@ class Relay:
     Args:
         target_port: where everything goes, on `host`.
         rate_bytes_s: of each direction, all links together; None is as fast as it gets.
+        down_bytes_s: of the way down where that is another; as a home line has.
         round_trip_s: there and back; half of it each way.
     """
 
@@ -171,10 +172,12 @@ class Relay:
         host: str = "127.0.0.1",
         *,
         rate_bytes_s: float | None = None,
+        down_bytes_s: float | None = None,
         round_trip_s: float = 0.0,
     ) -> None:
         self.target = (host, target_port)
-        self._ways = {way: Way(rate_bytes_s, round_trip_s / 2) for way in (UP, DOWN)}
+        rates = {UP: rate_bytes_s, DOWN: down_bytes_s or rate_bytes_s}
+        self._ways = {way: Way(rate, round_trip_s / 2) for way, rate in rates.items()}
         self._small_buffers = rate_bytes_s is not None
         self.links: list[Link] = []
         self.accepting = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
+from guava_nb.data.split import share_ranges
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.replica import Replica
+from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.cells import resolve
 from guava_nb.sync.handover import fetch_between_runs
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
@@ -64,7 +67,7 @@ def spec(**changes: Any) -> RunSpec:
 
 def replica(run_spec: RunSpec) -> Replica:
     with RANDOM_STATE:
-        return Replica(run_spec, lambda name: resolve(name, None), torch.device("cpu"))
+        return whole_replica(run_spec, lambda name: resolve(name, None), torch.device("cpu"))
 
 
 def job_for(cluster: Cluster, run_spec: RunSpec, plan: TrainingPlan, run_id: str = "run-1") -> TrainingJob:
@@ -114,6 +117,48 @@ def plain(
             group = []
             if limit is not None and len(losses) == limit:
                 return model, losses
+    return model, losses
+
+
+def by_hand(
+    run_spec: RunSpec, data: Any, workers: int, every: int, epochs: int = 2, shares: Sequence[float] | None = None
+) -> tuple[torch.nn.Module, list[float]]:
+    """The oracle: local SGD or DiLoCo as the papers have it, with nothing of ours but the initial weights and the cut."""
+    rounds = run_spec.rounds
+    assert rounds is not None
+    model = replica(run_spec).model
+    locals_ = [copy.deepcopy(model) for _ in range(workers)]
+    inner = [
+        getattr(torch.optim, run_spec.optimizer.name)(one.parameters(), **run_spec.optimizer.args) for one in locals_
+    ]
+    schedules = [torch.optim.lr_scheduler.StepLR(one, **run_spec.scheduler.args) for one in inner if run_spec.scheduler]
+    outer = torch.optim.SGD(
+        model.parameters(), rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.outer_momentum > 0
+    )
+    criterion, losses = torch.nn.CrossEntropyLoss(reduction="sum"), []
+    for _ in range(epochs):
+        batches = list(data)
+        for start in range(0, len(batches), every):
+            seen, total = [0] * workers, 0.0
+            for x, y in batches[start : start + every]:
+                for k, (first, last) in enumerate(share_ranges(len(x), shares or [1.0] * workers)):
+                    if last > first:
+                        loss = criterion(locals_[k](x[first:last]), y[first:last])
+                        inner[k].zero_grad()
+                        (loss / (last - first)).backward()
+                        if run_spec.max_grad_norm is not None:
+                            torch.nn.utils.clip_grad_norm_(locals_[k].parameters(), run_spec.max_grad_norm)
+                        inner[k].step()
+                        seen[k], total = seen[k] + last - first, total + float(loss.detach())
+                    if schedules:
+                        schedules[k].step()
+            losses.append(total / sum(seen))
+            with torch.no_grad():
+                for parameter, *ends in zip(model.parameters(), *(one.parameters() for one in locals_), strict=True):
+                    parameter.grad = sum(n / sum(seen) * (parameter - end) for n, end in zip(seen, ends, strict=True))  # type: ignore[assignment]
+            outer.step()
+            for one in locals_:
+                one.load_state_dict(model.state_dict())
     return model, losses
 
 

@@ -9,7 +9,7 @@ import msgspec
 from guava_nb.protocol.messages.wire_types import Message
 
 __all__ = ["Accept", "CacheSpec", "Cell", "DataSpec", "EndRun", "Factory", "Hello", "Leave", "MetricSpec"]
-__all__ += ["ParallelSpec", "Prepare", "Prepared", "RunSpec", "TensorInfo"]
+__all__ += ["ParallelSpec", "Prepare", "Prepared", "RoundSpec", "RunSpec", "TensorInfo"]
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -124,6 +124,22 @@ class CacheSpec(msgspec.Struct, frozen=True, array_like=True):
     directory: str = ""
 
 
+class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Rounds of local steps between two exchanges. How many steps a round has, each shard says.
+
+    Attributes:
+        outer: what the exchanged mean of the pseudo-gradients goes into: "nesterov" or "average".
+        outer_lr: learning rate of that outer step; 1 with momentum 0 takes the mean of the workers' weights.
+        outer_momentum: of the outer step.
+        batches_per_step: loader batches of one local step.
+    """
+
+    outer: str = "nesterov"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    batches_per_step: int = 1
+
+
 class DataSpec(msgspec.Struct, frozen=True, array_like=True):
     """A data set that lies at the workers: who makes it there, and what it must be like.
 
@@ -174,6 +190,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         lockstep: a lone worker, too, waits for the commit of each step: a callback may ask for the state after it.
         compile: the model is compiled where it is built.
         channels_last: parameters of four dimensions lie in that memory format.
+        rounds: workers take local steps between two exchanges; None: they exchange gradients in every step.
     """
 
     model: Factory | None
@@ -204,6 +221,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     lockstep: bool = False
     compile: bool = False
     channels_last: bool = False
+    rounds: RoundSpec | None = None
 
     @property
     def wants_whole_batches(self) -> bool:

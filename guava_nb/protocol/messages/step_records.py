@@ -95,6 +95,8 @@ class Shard(Message, frozen=True, kw_only=True):
         batch: a list of parts, each of rows of one loader batch; more than one with accumulation.
         source: the parts are int64 tensors of sample ids in this data set of `RunSpec.data`, from 1; 0: they are batches.
         axes: how each part is cut further, by `guava_nb.nested.marks_of`; empty where it must not be.
+        part_steps: in a round of local steps the one that each part belongs to, from 0, in order; empty where it is one step.
+        num_steps: optimizer steps of the round; this worker may have no samples in some.
     """
 
     NUMBER: ClassVar[int] = 24
@@ -113,6 +115,8 @@ class Shard(Message, frozen=True, kw_only=True):
     cached: tuple[CachedRows, ...] = ()
     source: int = 0
     axes: tuple[bytes, ...] = ()
+    part_steps: tuple[int, ...] = ()
+    num_steps: int = 1
 
 
 class StepWithoutShard(Message, frozen=True):
@@ -181,12 +185,14 @@ class Ready(Message, frozen=True, kw_only=True):
 class Commit(msgspec.Struct, frozen=True, array_like=True):
     """Apply the step: every sum is multiplied by `scale`; with `skip` only the scaler learns of it.
 
-    `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike.
+    `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike. `steps`
+    are the optimizer steps of a round of local steps, else 1.
     """
 
     scale: float
     skip: bool
     clip: float = 1.0
+    steps: int = 1
 
 
 class SumBucket(Message, frozen=True, kw_only=True):

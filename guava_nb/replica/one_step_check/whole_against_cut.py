@@ -415,6 +415,7 @@ def _record(spec: RunSpec, precision: str) -> RunSpec:
     return replace(
         spec, precision=precision, parallel=None, sync_batchnorm=False, optimizer=Factory("SGD", {"lr": 0.0}),
         scheduler=None, optimizer_site="workers", max_grad_norm=None, metrics=(), tokens=None,
+        rounds=None,
     )  # fmt: skip
 
 

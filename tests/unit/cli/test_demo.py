@@ -280,3 +280,9 @@ def test_the_packaged_digits_are_learnt() -> None:
     _, accuracy, samples = evaluate(model, val_loader)
     assert (len(losses), samples) == (230, 360)
     assert accuracy >= 0.95
+
+
+def test_local_sync_is_of_data_mode() -> None:
+    with pytest.raises(ConfigError, match="--sync local lets every worker take steps of its own"):
+        demo.DemoOptions(mode="zero", sync="local")
+    assert demo.DemoOptions(sync="local").sync_every == 10

@@ -11,7 +11,7 @@ import torch
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError, SourceError
-from guava_nb.protocol.messages import Cell, Factory, Hello
+from guava_nb.protocol.messages import Cell, Factory, Hello, ParallelSpec, RoundSpec
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.spec.run_spec import (
     build_spec,
@@ -211,3 +211,28 @@ def test_precision_auto_is_bf16_where_every_card_computes_it() -> None:
     assert precision_for("auto", [card(True), card(False)]) == "fp32"
     assert precision_for("auto", []) == "fp32"
     assert precision_for("fp16", [card(True)]) == "fp16"
+
+
+def test_rounds_stand_in_the_record_without_their_length() -> None:
+    assert build().rounds is None
+    assert build(sync="local", accumulation_steps=2).rounds == RoundSpec("nesterov", 0.7, 0.9, 2)
+    assert build(sync="local", sync_every=7) == build(sync="local", sync_every=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "said"),
+    [
+        ({"optimizer_site": "orchestrator"}, None, "no worker has an optimizer"),
+        ({"precision": "fp16"}, None, "use bf16 or fp32"),
+        ({}, ParallelSpec(mode="zero", dp=2), "in mode zero workers hold parts"),
+        ({}, ParallelSpec(dp=2, path="direct"), "past the orchestrator; choose path='relay'"),
+        ({}, ParallelSpec(dp=2, gather=True), "gather_batch"),
+    ],
+)
+def test_local_sync_is_refused_where_no_worker_takes_steps_alone(
+    changes: dict[str, Any], parallel: ParallelSpec | None, said: str
+) -> None:
+    config = DistributedConfig()
+    options = TrainingOptions(sync="local", **changes).settled(config)
+    with pytest.raises(ConfigError, match=f"sync is 'local', and .*{said}.*leave sync at 'step'"):
+        build_spec(config, None, Factory("Net"), options, parallel)

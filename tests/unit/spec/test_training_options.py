@@ -69,7 +69,8 @@ def stop_at_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_option_reaches_both_calls(stop_at_the_record: None, call: str, info: OptionInfo) -> None:
     value = value_of(info)
     assert value != info.default
-    companions = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}}.get(info.needs, {})
+    needed = {"val": {"val_loader": [1]}, "scheduler": {"scheduler": "S"}, "sync": {"sync": "local"}}
+    companions: dict[str, Any] = needed.get(info.needs, {})  # type: ignore[assignment]
     with pytest.raises(Reached) as reached:
         getattr(Orchestrator(), call)([1], **companions, **{info.name: value})
     assert getattr(reached.value.options, info.name) == value
@@ -135,7 +136,8 @@ def test_a_line_says_every_option_or_the_reason_is_known(info: OptionInfo) -> No
     word = "" if info.kind == "switch" else value if info.choices else WORDS[info.kind][0]
     assert flag in TRAIN.flags() and flag in TRAIN.help()
     assert flag in TRAIN.completions([], flag, {})
-    companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB"}
+    companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB",
+                  "sync": "--sync local"}  # fmt: skip
     loss = "" if info.name in ("criterion", "step") else "--loss L"
     line = f"--model Net --data loader {loss} {companions.get(info.needs, '')} {flag} {word}"
     args = TRAIN.parse(line, {"loader": [1]})
@@ -215,6 +217,7 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
 USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
+    "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
 }  # fmt: skip
 
@@ -229,3 +232,29 @@ def test_the_record_is_read_without_torch() -> None:
     source = inspect.getsource(sys.modules[TrainingOptions.__module__])
     assert "import torch" not in source
     assert [one.name for one in fields(TrainingOptions)] == [info.name for info in option_infos()]
+
+
+def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
+    config = DistributedConfig()
+    step = TrainingOptions().settled(config)
+    assert (step.sync_every, step.outer, step.outer_lr) == (1, None, None)
+    local = TrainingOptions(sync="local").settled(config)
+    assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "nesterov", 0.7, 0.9)
+    mean = TrainingOptions(sync="local", sync_every=5, outer="average").settled(config)
+    assert (mean.sync_every, mean.outer, mean.outer_lr, mean.outer_momentum) == (5, "average", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync_every": 5}, "sync_every has no effect without sync='local'"),
+        ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
+        ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
+        ({"sync": "local", "outer_momentum": 1.0}, "below 1"),
+        ({"sync": "local", "check": "strict"}, "no step is taken on a whole batch"),
+        ({"sync": "local", "sync_every": 0}, "at least 1"),
+    ],
+)
+def test_what_contradicts_local_sync_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainingOptions.of("start_training", **options)

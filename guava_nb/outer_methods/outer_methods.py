@@ -1,0 +1,97 @@
+"""Outer steps over flat tensors: local SGD, DiLoCo, SparseLoCo.
+
+A round begins with the same weights at every member. Each takes its inner steps, and what it came away from the beginning is its
+pseudo-gradient. The outer step takes their mean, weighted by samples, as the gradient of the weights at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from guava_nb.wire_formats.dense import Unchanged
+from guava_nb.wire_formats.error_feedback import ErrorFeedback
+from guava_nb.wire_formats.top_k import TopK
+from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
+
+__all__ = ["OUTER_METHODS", "OuterMethod", "pseudo_gradient", "weighted_mean"]
+
+
+def pseudo_gradient(before: Tensor, after: Tensor) -> Tensor:
+    """Return which way a member's inner steps went, as a gradient: what it began with less what it has, `[numel]`.
+
+    Of half types the difference is taken in float32.
+    """
+    dtype = accumulation_dtype(before.dtype)
+    return before.detach().to(dtype) - after.detach().to(dtype)
+
+
+def weighted_mean(contributions: Iterable[tuple[float, Tensor]]) -> Tensor:
+    """Return the mean of flat tensors, `[numel]`, by weights such as samples; added in their order, so the bits repeat.
+
+    Raises:
+        ValueError: there are none, or the weights add up to 0.
+    """
+    given = list(contributions)
+    total = sum(weight for weight, _ in given)
+    if not total > 0:
+        raise ValueError(f"the weights of {len(given)} contributions add up to {total}; a mean needs more than 0")
+    mean = torch.zeros_like(given[0][1])
+    for weight, flat in given:
+        mean += flat * (weight / total)
+    return mean
+
+
+@dataclass(frozen=True)
+class OuterMethod:
+    """One outer step, and how the pseudo-gradients travel to it.
+
+    Attributes:
+        name: as a user writes it.
+        learning_rate: of the outer step.
+        momentum: Nesterov's; 0 has no buffer.
+        wire_format: of the pseudo-gradients.
+        decay: how much of what a member did not send counts in its next round.
+    """
+
+    name: str
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+    wire_format: WireFormat = field(default_factory=Unchanged)
+    decay: float = 1.0
+
+    def feedback(self) -> ErrorFeedback:
+        """Return a member's encoder, without residuals; it takes one `commit` or `discard` a round."""
+        return ErrorFeedback(self.wire_format, self.decay)
+
+    def step(self, weights: Tensor, gradient: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the new weights and the new momentum buffer; what was given stays as it is.
+
+        Args:
+            weights: those that the round began with, `[numel]`.
+            gradient: the mean of the pseudo-gradients, `[numel]`.
+            buffer: what the step before returned, `[numel]`; None in the first.
+
+        Returns:
+            As `torch.optim.SGD(nesterov=True)` steps, in the gradient's type, then in that of the weights.
+        """
+        if self.momentum:
+            buffer = gradient.clone() if buffer is None else buffer * self.momentum + gradient
+            gradient = gradient + buffer * self.momentum
+        moved = weights.detach().to(gradient.dtype) - gradient * self.learning_rate
+        return moved.to(weights.dtype), buffer
+
+
+#: `average`: local SGD, the mean of the members' weights. `nesterov`: DiLoCo (arXiv:2311.08105). `sparse`: SparseLoCo
+#: (arXiv:2508.15706), whose error feedback takes the place of the outer momentum. Numbers as in the papers.
+OUTER_METHODS: Mapping[str, OuterMethod] = {
+    one.name: one
+    for one in (
+        OuterMethod("average"),
+        OuterMethod("nesterov", learning_rate=0.7, momentum=0.9),
+        OuterMethod("sparse", wire_format=TopK(64, 4096, bits=2), decay=0.95),
+    )
+}

@@ -1,0 +1,276 @@
+"""One replica that takes several optimizer steps of its own between two exchanges.
+
+A round is one step of the machine around it. Its shard is a piece of each of H loader batches; its forward and backward are
+H steps of the user's own optimizer and schedule on these pieces; its gradient is the *pseudo-gradient*, the weights at the
+round's start less those at its end, weighted by samples. Applying the sum of these is the outer step (local SGD, Stich 2018,
+arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then everything here stands as at the round's start.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guava_nb.errors import LocalProtocolError, TrainingError
+from guava_nb.hub.bucket_sum import is_finite
+from guava_nb.outer_methods.outer_methods import OUTER_METHODS, pseudo_gradient
+from guava_nb.parallel.replicas.gather_batch import Gather, refusing
+from guava_nb.protocol.messages import Commit, RunSpec
+from guava_nb.replica.base_replica import Buckets, explained, pick
+from guava_nb.replica.buckets import BUFFERS, Bucket, pack_present
+from guava_nb.replica.gradient_buckets import OnBucket
+from guava_nb.replica.replica import Replica
+from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_parts
+from guava_nb.replica.state_dict import plain
+from guava_nb.spec.factories import Resolve
+
+__all__ = ["LocalReplica", "whole_replica"]
+
+_LOCAL = "in a run with sync='local' each worker takes its steps on its own samples, so no batch can be gathered: use sync='step'"
+
+
+def whole_replica(spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> Replica:
+    """Return the replica of a whole model that a run's record asks for; arguments and errors as of `Replica`."""
+    return (Replica if spec.rounds is None else LocalReplica)(spec, resolve, device, model)
+
+
+class LocalReplica(Replica):
+    """A whole model that is trained in rounds of local steps. See the module's text.
+
+    Attributes:
+        steps: optimizer steps of all committed rounds.
+    """
+
+    def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None = None) -> None:
+        """Build everything a run's record describes; arguments and errors as of `Replica`."""
+        super().__init__(spec, resolve, device, model)
+        assert spec.rounds is not None
+        self.steps = 0
+        self._undo = None  # a round that fails is undone as a whole
+        rounds, known = spec.rounds, OUTER_METHODS[spec.rounds.outer]
+        self._method = replace(known, learning_rate=rounds.outer_lr, momentum=rounds.outer_momentum)
+        self._momentum: dict[str, Tensor] = {}  # of the outer step, by parameter
+        self._after: list[dict[str, Any]] | None = None  # optimizer and schedule at the end of the open round
+        self._own: dict[int, tuple[bytes, Tensor]] = {}  # what a lone worker's round came to
+
+    # ----------------------------------------------------------------------------------------------------- a round's shard
+
+    def launch_shard(self, work: ShardWork, on_bucket: OnBucket | None = None, gates: bool = False) -> LaunchedShard:
+        """Take the steps of a round, and hand over how far they went; see `Replica.launch_shard`.
+
+        A second shard of the same round, whose worker was lost, begins where the first one began.
+
+        Raises:
+            TrainingError: what the optimizer or the schedule keeps cannot be copied; else as `Replica.launch_shard`.
+        """
+        started, saved, start = time.monotonic(), self._buffers.saved, self._kept_inner()
+        weights = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        self._is_shared = work.rows != work.global_rows
+        changes: dict[int, tuple[bytes, Tensor]] = {}
+        try:
+            result = _together([one.read() for one in self._take_steps(work)], work)
+            if result.finite:
+                changes = self._changes(weights, saved, work.rows / work.global_rows, shared=on_bucket is not None)
+            after = [dict(vars(one)) for one in self._inner]
+        finally:
+            self._go_back(weights, saved, start)
+        self._after = self._after or after
+        if on_bucket is None:
+            self._own, result = changes, self._checked_changes(changes, result)
+        else:
+            for number, (present, flat) in changes.items():
+                on_bucket(number, present, flat)
+        result = _timed(result, time.monotonic() - started)
+        return LaunchedShard(lambda: result)
+
+    def _take_steps(self, work: ShardWork) -> Iterator[LaunchedShard]:
+        """Take each step of a round; where this worker has no samples of one, only its schedule moves."""
+        rows = rows_of_parts(work)
+        for number in range(work.num_steps):
+            places = [i for i, step in enumerate(work.part_steps) if step == number and rows[i]]
+            if places:
+                counts, step = [rows[i] for i in places], self.steps + number
+                inner = ShardWork(
+                    step, work.shard, [work.parts[i] for i in places], sum(counts), sum(counts), counts, work.is_cut,
+                    [work.axes[i] for i in places] if work.axes and not work.is_cut else (),
+                )  # fmt: skip
+                launched = super().launch_shard(inner, None, gates=True)
+                self._step_or_undo(None, launched.factor, step)
+                yield launched
+            self._move_schedule()
+
+    def _move_schedule(self) -> None:
+        if self._schedule is not None:
+            with warnings.catch_warnings():  # torch misses the optimizer's step where this worker had no samples
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self._schedule.on_step()
+
+    def _gather(self, work: ShardWork) -> Gather | None:
+        return refusing(_LOCAL) if self._is_shared else super()._gather(work)
+
+    def _changes(
+        self, weights: Mapping[str, Tensor], saved: list[Tensor], part: float, shared: bool
+    ) -> dict[int, tuple[bytes, Tensor]]:
+        """Return the pseudo-gradient times this shard's `part` of the samples, and what became of the buffers, by bucket."""
+        if shared:
+            self._watch.check(exchanged=True)
+            self._buffers.refuse_resized(shared=True)
+            self._buffers.refuse_unfollowed()
+        changes = {}
+        with torch.no_grad():
+            for bucket in self.layout.buckets:
+                pairs = [(weights[name], self._named[name]) for name in bucket.names]
+                parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
+                flat = torch.cat(parts).mul_(part)
+                changes[bucket.index] = (pack_present([True] * len(parts)), flat.cpu() if shared else flat)
+        if self.layout.buffers is not None:
+            self._buffers.reopen(saved)
+            changes[BUFFERS] = self._buffers.flatten()
+        return changes
+
+    def _checked_changes(self, changes: Buckets, result: ShardResult) -> ShardResult:
+        """Look for what is not finite in the weights that a lone worker would take: they are checked nowhere else."""
+        for number, (present, flat) in changes.items():
+            if not is_finite(flat):
+                name = self.layout.bucket(number).not_finite(flat, present)[0]
+                return replace(result, finite=False, nonfinite=name)
+        return result
+
+    # ------------------------------------------------------------------------------------------------- the round's start
+
+    @property
+    def _inner(self) -> list[Any]:
+        return [one for one in (self.optimizer, self.scheduler) if one is not None]
+
+    def _kept_inner(self) -> list[dict[str, Any]]:
+        """Copy what the optimizer and the schedule keep; the parameters themselves are not copied."""
+        memo: dict[int, Any] = {id(one): one for one in (*self.model.parameters(), *self._inner)}
+        try:
+            return [copy.deepcopy(vars(one), memo) for one in self._inner]
+        except Exception as error:  # of the user's own classes
+            raise TrainingError(
+                f"{' or '.join(type(one).__name__ for one in self._inner)} keeps what cannot be copied ({error}), and with "
+                "sync='local' a round that is not committed must be undone: keep tensors and plain data in it, or use sync='step'"
+            ) from error
+
+    def _put_inner(self, values: Sequence[dict[str, Any]]) -> None:
+        for one, kept in zip(self._inner, values, strict=True):
+            vars(one).clear()
+            vars(one).update(kept)
+
+    def _go_back(self, weights: Mapping[str, Tensor], saved: list[Tensor], start: Sequence[dict[str, Any]]) -> None:
+        self._put_inner(start)
+        with torch.no_grad():
+            for name, value in weights.items():
+                self._named[name].copy_(value)
+        self._drop_gradients()
+        self._buffers.reopen(saved)
+        self._buffers.restore()
+
+    # -------------------------------------------------------------------------------------------------- commit or abort
+
+    def apply(self, sums: Buckets | None, commit: Commit, step: int = 0) -> None:
+        """Take the outer step, and end the round; see `BaseReplica.apply`.
+
+        Args:
+            sums: the mean pseudo-gradient and what became of the buffers; None takes this worker's own, of a lone one.
+            commit: `steps` of the round, and whether it counts; its scale is that of losses, and is not used here.
+            step: number of the round.
+
+        Raises:
+            LocalProtocolError: a bucket is missing or has another size.
+            ApplyFailed: the user's schedule raised on a worker without samples of the round.
+        """
+        if commit.skip:
+            self.restore()
+            return
+        sums, after = sums or self._own, self._after
+        if not sums:
+            raise LocalProtocolError("a round was committed of which nothing came")
+        self._buffers.begin_step()
+        for bucket in self.layout.buckets:
+            self._take_outer_step(bucket, pick(sums, bucket.index)[1].to(self.device))
+        self._adopt_buffers(sums)
+        self._finish_step(sums)
+        self._after, self._own = None, {}
+        self.steps += commit.steps
+        if after is not None:
+            self._put_inner(after)
+        else:
+            for _ in range(commit.steps):
+                self._advance_schedule()
+
+    @torch.no_grad()
+    def _take_outer_step(self, bucket: Bucket, mean: Tensor) -> None:
+        """Step a bucket's parameters with the mean of the pseudo-gradients, `[numel]`."""
+        parameters = [self._named[name] for name in bucket.names]
+        before = torch.cat([parameter.detach().reshape(-1).to(bucket.dtype) for parameter in parameters])
+        kept = [self._momentum[name].reshape(-1) for name in bucket.names if name in self._momentum]
+        known = torch.cat(kept) if len(kept) == len(bucket.names) else None
+        after, momentum = self._method.step(before, mean, known)
+        for parameter, view in zip(parameters, bucket.views(after), strict=True):
+            parameter.copy_(view)
+        if momentum is not None:
+            self._momentum.update(zip(bucket.names, bucket.views(momentum), strict=True))
+
+    def _advance_schedule(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            super()._advance_schedule()
+
+    @property
+    def can_apply_ahead(self) -> bool:
+        """No: a round's end is not known before its steps are over."""
+        return False
+
+    def stand_in(self, step: int) -> None:
+        """Do nothing: what forwards change of parameters is in the pseudo-gradient."""
+
+    def restore(self) -> None:
+        """Forget the open round."""
+        super().restore()
+        self._after, self._own = None, {}
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def state(self, model: bool = True, optimizer: bool = True) -> dict[str, Any]:
+        """Return the state at the end of the last round; "outer", with the optimizer, is that of the outer step."""
+        state = super().state(model, optimizer)
+        if optimizer:
+            state["outer"] = {"steps": self.steps, "momentum": plain(self._momentum, "outer")}
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Become a whole state; one of a run that exchanged every step has no outer part, which then begins anew."""
+        super().load_state(state)
+        if outer := state.get("outer"):
+            self.steps = int(outer["steps"])
+            with explained("outer"):
+                momentum = {name: outer["momentum"][name] for name in self._named if name in outer["momentum"]}
+            self._momentum = {name: value.to(self.device, copy=True) for name, value in momentum.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def _timed(result: ShardResult, seconds: float) -> ShardResult:
+    """Count all that is no forward as backward: the optimizer's steps too, since they are this worker's work on the shard."""
+    return replace(result, backward_s=max(0.0, seconds - result.forward_s))
+
+
+def _together(results: Sequence[ShardResult], work: ShardWork) -> ShardResult:
+    """Return what the steps of a round came to, as of one."""
+    bad = next((one for one in results if not one.finite), None)
+    tokens = [one.tokens for one in results if one.tokens is not None]
+    return ShardResult(
+        loss_sum=sum(one.loss_sum for one in results), count=sum(one.count for one in results), rows=work.rows,
+        finite=bad is None, nonfinite="" if bad is None else bad.nonfinite, backward_s=0.0,
+        forward_s=sum(one.forward_s for one in results), tokens=sum(tokens) if tokens else None,
+    )  # fmt: skip

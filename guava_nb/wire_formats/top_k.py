@@ -1,0 +1,152 @@
+"""The largest elements of each chunk: where they are, and their values at 32, 8, 4 or 2 bits; all others count as zero.
+
+The sparse updates of SparseLoCo (arXiv:2508.15706) are such messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from guava_nb.errors import ConfigError, RemoteProtocolError
+from guava_nb.wire_formats.ascending_indices import decoded_indices, encoded_indices, index_bytes
+from guava_nb.wire_formats.blocks import checked_scales, rounded_up
+from guava_nb.wire_formats.packed_bits import packed, packed_bytes, unpacked
+from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
+
+__all__ = ["TopK"]
+
+_LARGEST = torch.finfo(torch.float32).max / 2
+#: Magnitudes are averaged as whole numbers: sums of floats depend on their order, and with it on the version of torch.
+_UNIT = 2.0**20
+
+
+class TopK(WireFormat):
+    """The `count` largest of each `chunk` elements; of equal ones those that come first.
+
+    The last chunk may be shorter and sends its share of `count`, at least one. With fewer than 32 bits a value is its sign and
+    one of 2**(bits - 1) magnitudes, evenly spaced between two levels of its chunk: the smallest and the largest sent; at 2 bits
+    the means of the smaller and of the larger ones.
+    """
+
+    def __init__(self, count: int = 64, chunk: int = 4096, bits: int = 2) -> None:
+        """Send so many values of each chunk, at so many bits.
+
+        Raises:
+            ConfigError: the numbers make no format.
+        """
+        if not 1 <= count <= chunk or bits not in (2, 4, 8, 32):
+            raise ConfigError(
+                f"top-k of {count} of {chunk} elements at {bits} bits: give 1 to {chunk} elements, and 2, 4, 8 or 32 bits"
+            )
+        self.count, self.chunk, self.bits = count, chunk, bits
+        self._most = (1 << bits - 1) - 1
+        self.name, self.is_exact = f"top {count} of {chunk} at {bits} bits", count == chunk and bits == 32
+
+    def widened(self, members: int) -> TopK:
+        """Return the format that holds every place of the sum of so many messages."""
+        return TopK(min(self.chunk, self.count * members), self.chunk, self.bits)
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return the bytes of levels, places and values."""
+        return sum(sum(self._sizes(*section, dtype)) for section in self._sections(numel))
+
+    def _sections(self, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Chunks, elements of each, values of each: of the whole chunks, then of the rest."""
+        whole, rest = divmod(numel, self.chunk)
+        if whole:
+            yield whole, self.chunk, self.count
+        if rest:
+            yield 1, rest, -(-self.count * rest // self.chunk)
+
+    def _sizes(self, rows: int, length: int, count: int, dtype: torch.dtype) -> tuple[int, int, int]:
+        values, levels = rows * count, 4 * rows
+        if self.bits == 32:
+            return 0, index_bytes(rows, length, count), values * accumulation_dtype(dtype).itemsize
+        return levels, index_bytes(rows, length, count), packed_bytes(values, self.bits)
+
+    # ---------------------------------------------------------------------------------------------------------- encode
+
+    def _encode(self, values: Tensor) -> Sequence[Tensor]:
+        parts: list[Tensor] = []
+        for rows, length, count in self._sections(values.numel()):
+            section, values = values[: rows * length].view(rows, length), values[rows * length :]
+            places = _largest(section, count)
+            chosen = section.gather(1, places)
+            levels, codes = (chosen[:, :0], chosen) if self.bits == 32 else self._quantised(chosen)
+            parts += [levels, *encoded_indices(places, length), codes]
+        return parts
+
+    def _quantised(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return levels, `[rows, 2]` of bfloat16, and the packed codes."""
+        is_finite = chosen.isfinite().all(1, keepdim=True)
+        sizes = torch.where(is_finite, chosen.abs(), 0.0)
+        levels = torch.stack(self._levels(sizes), 1)
+        levels = torch.where(
+            is_finite, rounded_up(levels, _LARGEST), torch.full((), float("nan"), dtype=torch.bfloat16)
+        )
+        low, step = self._scale(levels)
+        steps = torch.where(step > 0, (sizes - low) / step, 0.0).round_().clamp_(0, self._most)
+        return levels, packed(steps.to(torch.uint8) | (chosen < 0).to(torch.uint8) << self.bits - 1, self.bits)
+
+    def _levels(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        largest = sizes.amax(1)
+        if self.bits > 2:
+            return sizes.amin(1), largest
+        units = torch.where(sizes > 0, sizes / largest.unsqueeze(1) * _UNIT, 0.0).round_().long()
+        # Zeros stay zeros: where some are sent, they are the smaller ones, and all others the larger.
+        border = torch.where(units.amin(1, keepdim=True) > 0, units.sum(1, keepdim=True), 0)
+        is_large = units * units.shape[1] > border
+        num_large, total_large = is_large.sum(1), (units * is_large).sum(1)
+        low = (units.sum(1) - total_large) // (units.shape[1] - num_large)
+        high = torch.where(num_large > 0, total_large // num_large.clamp(min=1), low)
+        return low / _UNIT * largest, high / _UNIT * largest
+
+    def _scale(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lower level and the step between magnitudes, each `[rows, 1]` of float32."""
+        low, high = levels.to(torch.float32).unsqueeze(2).unbind(1)
+        return low, (high - low) / self._most
+
+    # ---------------------------------------------------------------------------------------------------------- decode
+
+    def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(numel, dtype=dtype, device=raw.device)
+        rest = out
+        for section in self._sections(numel):
+            rows, length, count = section
+            dense, rest = rest[: rows * length].view(rows, length), rest[rows * length :]
+            sizes = self._sizes(*section, dtype)
+            # Cloned, since a view as a larger type needs an aligned beginning.
+            levels, indices, codes = (part.clone() for part in torch.split_with_sizes(raw[: sum(sizes)], sizes))
+            raw = raw[sum(sizes) :]
+            places = decoded_indices(indices, rows, length, count)
+            values = codes.view(dtype) if self.bits == 32 else self._values(levels, codes, rows, count).to(dtype)
+            dense.scatter_(1, places, values.view(rows, count))
+        return out
+
+    def _values(self, raw_levels: Tensor, raw_codes: Tensor, rows: int, count: int) -> Tensor:
+        levels = checked_scales(raw_levels, _LARGEST).view(rows, 2)
+        if not bool(((levels[:, 0] <= levels[:, 1]) | levels.isnan().all(1)).all()):
+            raise RemoteProtocolError("the levels of a chunk do not ascend, or one alone is NaN")
+        low, step = self._scale(levels)
+        codes = unpacked(raw_codes, rows * count, self.bits).view(rows, count)
+        sizes = (codes & self._most) * step + low
+        return torch.where(codes > self._most, -sizes, sizes)
+
+
+def _largest(section: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` largest of each row, ascending; what is not finite counts as largest.
+
+    `topk` may take any of equal elements, so it says only how large the smallest one is.
+    """
+    rows, length = section.shape
+    if count == length:
+        return torch.arange(length, device=section.device).expand(rows, length)
+    sizes = torch.where(section.isfinite(), section.abs(), torch.inf)
+    smallest = sizes.topk(count, dim=1).values[:, -1:]
+    is_chosen, is_equal = sizes > smallest, sizes == smallest
+    lacking = count - is_chosen.sum(1, keepdim=True)
+    is_chosen |= is_equal & (is_equal.cumsum(1, dtype=torch.int32) <= lacking)
+    return is_chosen.nonzero()[:, 1].view(rows, count)

@@ -1,0 +1,115 @@
+"""What every wire format does, and the checks that all of them share.
+
+A message is the elements of one flat tensor and nothing else: the format, the number of elements and their type are known to
+both sides, so a message has one length only, which a formula gives. Formats work on the tensor's own device; messages are host
+memory, little endian.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guava_nb.errors import LocalProtocolError, RemoteProtocolError
+
+__all__ = ["Device", "WireFormat", "accumulation_dtype", "flattened", "parts_of"]
+
+Device = torch.device | str
+
+
+class WireFormat(ABC):
+    """How the elements of a flat tensor travel.
+
+    Attributes:
+        name: as a user writes it, or as a person reads it.
+        is_exact: float32 and float64 arrive as they were.
+    """
+
+    name: str
+    is_exact: bool = False
+
+    @abstractmethod
+    def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Return the length of every message of `numel` elements, in bytes."""
+
+    def encode(self, flat: Tensor) -> memoryview:
+        """Return the message of a flat tensor, `[numel]`, of float32 or float64, or of a half type, which counts as float32.
+
+        Values that are too large for the format become its largest one; NaN and Inf stay visible: `decode` gives at least
+        one value that is not finite.
+
+        Raises:
+            LocalProtocolError: it is not flat, or of another type.
+        """
+        if flat.dim() != 1:
+            raise LocalProtocolError(f"a tensor of {flat.dim()} axes was to be encoded; flatten it first")
+        values = flat.detach().to(accumulation_dtype(flat.dtype))
+        parts = [part.reshape(-1).contiguous().view(torch.uint8) for part in self._encode(values) if part.numel()]
+        return torch.cat(parts).cpu().numpy().data if parts else memoryview(b"")
+
+    def decode(self, message: Any, numel: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> Tensor:
+        """Return the flat tensor of a message: `[numel]` of float32, or of float64 where `dtype` is that; its own memory.
+
+        The same bytes give the same bits on every device and every version of torch.
+
+        Args:
+            message: bytes-like, of a peer that is not believed.
+            numel: elements that were asked for; nothing larger is allocated, however the bytes look.
+            dtype: of the tensor that was encoded.
+            device: where the result is made.
+
+        Raises:
+            RemoteProtocolError: the message has another length, or holds what `encode` never writes.
+        """
+        dtype, expected = accumulation_dtype(dtype), self.encoded_bytes(numel, dtype)
+        if len(message) != expected:
+            raise RemoteProtocolError(
+                f"{len(message)} bytes came for {numel} elements as {self.name}, which take {expected}"
+            )
+        if not expected:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        # The copy is aligned, writable and our own, whatever the payload's memory was.
+        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+        return self._decode(raw, numel, dtype)
+
+    @abstractmethod
+    def _encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Return the parts of the message of `[numel]` values of float32 or float64."""
+
+    @abstractmethod
+    def _decode(self, raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return `[numel]` values from the bytes of the message, which have the right length and are at least one."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values of that type are added: float64 stays, halves become float32.
+
+    Raises:
+        LocalProtocolError: it is no real floating-point type.
+    """
+    if not dtype.is_floating_point:
+        raise LocalProtocolError(f"elements of {dtype} have no wire format; they travel as they are")
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one type and device one after another, `[numel]`: small ones share blocks and chunks."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def parts_of(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the tensors of these shapes that `flattened` put together, as views of `flat`, `[numel]`.
+
+    Raises:
+        LocalProtocolError: the shapes have another number of elements.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    if sum(sizes) != flat.numel():
+        raise LocalProtocolError(f"{flat.numel()} elements were to be cut into shapes of {sum(sizes)}")
+    parts = torch.split_with_sizes(flat, sizes)
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,145 @@
+"""Two workers behind emulated home lines: step sync beside rounds of local steps, same model, tokens and seeds.
+
+    python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step nesterov average alone]
+
+A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of 20 Mbit/s up,
+100 Mbit/s down and 60 ms (`tests/support/relay.py`). Prints one JSON line for each case: seconds of the run, wire bytes of
+gradients and of all, the loss of the last steps and of a validation on files that were not trained on, and which part of the
+run's time the workers computed. `alone` is one worker of them with all tokens, whose line carries no gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from guava_nb import DistributedConfig, Orchestrator
+from tests.support.relay import Relay
+
+UP_BYTES_S, DOWN_BYTES_S, ROUND_TRIP_S = 20e6 / 8, 100e6 / 8, 0.06
+CONTEXT, BATCH = 96, 16
+CELL = f"""
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        n, t, width = x.shape
+        q, k, v = (part.view(n, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, t, width)
+        x = x + self.out(seen)
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+class ByteGPT(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding({CONTEXT}, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, x):
+        x = x.long()
+        return self.head(self.norm(self.blocks(self.bytes(x) + self.places(torch.arange(x.shape[1])))))
+
+def language_step(model, batch):
+    (x,) = batch
+    return functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].long().flatten())
+"""
+
+
+def rows_of_text(rows: int, skip: int) -> TensorDataset:
+    """Rows of CONTEXT + 1 bytes, uint8, from the standard library's sources; `skip`: files left out in the beginning."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in files[skip:])[: rows * (CONTEXT + 1)]
+    return TensorDataset(torch.frombuffer(bytearray(text), dtype=torch.uint8).view(-1, CONTEXT + 1))
+
+
+def worker(code: str, name: str) -> subprocess.Popen[bytes]:
+    start = "import sys; from guava_nb.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "worker", code, "--device", "cpu", "--name", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(rows_of_text(steps * BATCH, 20), batch_size=BATCH, shuffle=True, generator=generator)
+    options: dict[str, Any] = {"shares": [1, 0]} if name == "alone" else {}
+    if name in ("nesterov", "average"):
+        options = {"sync": "local", "sync_every": every, "outer": name}
+    run = orchestrator.start_training(
+        data, DataLoader(rows_of_text(256, 0), batch_size=64), step="language_step", optimizer="AdamW",
+        optimizer_args={"lr": 2e-3}, scheduler="CosineAnnealingLR", scheduler_args={"T_max": steps}, progress=False,
+        threads=1, fresh=True, check="off", seed=1, **options,
+    )  # fmt: skip
+    report, seconds = run.report(), run.history[-1]["seconds"]
+    records = run.history[-10:] if name in ("step", "alone") else run.history[-1:]
+    return {
+        "benchmark": "home_link", "case": name, "every": every if options.get("sync") else 1, "steps": report["steps"],
+        "parameters": sum(one.numel() for one in run.model().parameters()), "seconds": round(seconds, 1),
+        "gradient_bytes": run.wire.gradient_bytes, "all_bytes": run.wire.out_bytes + run.wire.in_bytes,
+        "train_loss": round(sum(one["loss"] for one in records) / len(records), 4),
+        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run),
+    }  # fmt: skip
+
+
+def busy_share(run: Any) -> float | None:
+    """Which part of their time between the first and the last step the workers computed."""
+    phases = [one["phases"] for one in run.energy if one.get("phases")]
+    seconds = [{name: part["seconds"] for name, part in each.items()} for each in phases]
+    total = sum(sum(each.values()) for each in seconds)
+    idle = sum(each.get(name, 0.0) for each in seconds for name in ("waiting", "exchange"))
+    return round(1 - idle / total, 3) if total else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--every", type=int, default=30)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=["step", "nesterov", "average", "alone"])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    config = DistributedConfig(num_workers=2, master_ip="127.0.0.1", master_port=0, path="relay", compression="off")
+    with Orchestrator(config) as orchestrator:
+        code = orchestrator.join_code
+        lines = [
+            Relay(code.port, rate_bytes_s=UP_BYTES_S, down_bytes_s=DOWN_BYTES_S, round_trip_s=ROUND_TRIP_S)
+            for _ in range(2)
+        ]
+        processes = [
+            worker(code.with_address("127.0.0.1", line.port).encode(), f"home{k}") for k, line in enumerate(lines)
+        ]
+        try:
+            orchestrator.wait_for_workers(timeout=120)
+            orchestrator.share(CELL, "gpt")
+            orchestrator.register_model("ByteGPT", {"width": args.width, "layers": args.layers})
+            for name in args.cases:
+                print(json.dumps(case(orchestrator, name, args.steps, args.every)), flush=True)
+        finally:
+            for process in processes:
+                process.terminate()
+            for line in lines:
+                line.__exit__()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Losses, joins and interrupts at every phase of a round of local steps, without a network: exact places, no clocks."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.errors import NotFinite
+from guava_nb.protocol.messages import Factory, GradientBucket, Message, Ready, RoundSpec, StepApplied
+from guava_nb.training import checkpoint
+from guava_nb.training.initial_state import from_checkpoint
+from guava_nb.training.run import Run
+from tests.faults.test_star_faults import finish, start
+from tests.support.direct import DirectWorker, make_cluster, once_after
+from tests.support.training import by_hand, dataset, difference, job_for, loader, losses_of, plan_for, spec
+
+SGD = Factory("SGD", {"lr": 0.1})
+MOMENTUM = Factory("SGD", {"lr": 0.05, "momentum": 0.5})
+STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
+#: What a survivor does in a lost worker's place is what that one would have done: SGD keeps nothing of its own.
+STATELESS = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), optimizer=SGD, scheduler=STEP_LR)
+ADAM = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), hash_every_steps=1)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = make_cluster()
+    yield made
+    made.close()
+
+
+def assert_by_hand(run: Run, workers: int, every: int = 3, epochs: int = 2) -> None:
+    model, losses = by_hand(STATELESS, loader(101, 16), workers, every, epochs)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(GradientBucket, 1), (GradientBucket, 2), (Ready, 1), (StepApplied, 1)])
+def test_a_worker_lost_in_a_round_changes_nothing(cluster: Cluster, kind: type[Message], count: int) -> None:
+    hook = once_after(count, kind, lambda worker: worker.die())
+    start(cluster, [None, hook])
+    data = loader(101, 16)
+    job = job_for(cluster, STATELESS, plan_for(data, 1, sync_every=7))  # one round: no later one has another team
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_by_hand(job.run, 2, 7, 1)
+
+
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+def test_a_cut_connection_resumed_in_a_round_changes_nothing(cluster: Cluster, kind: type[Message]) -> None:
+    def cut(worker: DirectWorker) -> None:
+        worker.go_away()
+        threading.Timer(0.1, worker.come_back).start()
+
+    hook = once_after(1, kind, cut)
+    start(cluster, [None, hook])
+    job = job_for(cluster, STATELESS, plan_for(loader(101, 16), 1, sync_every=7))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_by_hand(job.run, 2, 7, 1)
+
+
+def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replicas_alike(cluster: Cluster) -> None:
+    hashes: dict[int, set[str]] = defaultdict(set)
+    joined: list[DirectWorker] = []
+
+    def watch(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, StepApplied) and message.parameter_hash and not worker.dead:
+            hashes[message.step].add(message.parameter_hash)
+        # Every third round one that joined for it is lost in its midst.
+        if isinstance(message, Ready) and message.step % 3 == 2 and worker in joined[:-2]:
+            worker.die()
+
+    class Join:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["round"] % 3 == 1 and record["round"] < 28:
+                joined.append(DirectWorker(cluster, f"late{len(joined)}", watch))
+                joined.append(DirectWorker(cluster, f"late{len(joined)}", watch)) if record["round"] == 1 else None
+                for worker in joined:
+                    if worker.thread.ident is None:
+                        worker.start()
+                cluster.wait_for(sum(not one.dead for one in joined) + 2, 10)
+
+    start(cluster, [watch, watch])
+    # Momentum is an inner state: each survivor and each newcomer has another one than the lost worker had.
+    run_spec = spec(rounds=RoundSpec("average", 1.0, 0.0), optimizer=MOMENTUM, hash_every_steps=1)
+    job = job_for(cluster, run_spec, plan_for(loader(101, 16), 10, sync_every=3, callbacks=[Join()]))
+    job.start()
+    run = finish(job.run)
+    assert len(run.history) == 30 and sum(one.dead for one in joined) >= 5
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+    assert sum(record["samples"] for record in run.history) == 1010
+    assert sorted(hashes) == list(range(30)) and all(len(found) == 1 for found in hashes.values())
+    _, undisturbed = by_hand(run_spec, loader(101, 16), 2, 3, 10)
+    assert sum(losses_of(run)[-6:]) == pytest.approx(sum(undisturbed[-6:]), rel=0.01)
+
+
+def test_the_last_worker_lost_goes_back_to_the_snapshot(cluster: Cluster) -> None:
+    def substitute(worker: DirectWorker) -> None:
+        worker.die()
+        DirectWorker(cluster, "spare").start()
+
+    hook = once_after(5, StepApplied, substitute)  # of three rounds an epoch
+    start(cluster, [hook])
+    job = job_for(cluster, STATELESS, plan_for(loader(101, 16), 3, sync_every=3))
+    job.start()
+    finish(job.run)
+    assert hook.fired
+    assert_by_hand(job.run, 1, 3, 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nan_in_a_round_is_applied_nowhere(cluster: Cluster, workers: int) -> None:
+    data = dataset(96)
+    data.tensors[0][50] = float("nan")
+    batches = torch.utils.data.DataLoader(data, batch_size=8)
+    start(cluster, [None] * workers)
+    job = job_for(cluster, STATELESS, plan_for(batches, 1, sync_every=4))
+    job.start()
+    assert job.run.wait(30)
+    with pytest.raises(NotFinite, match="at round 2"):
+        job.run.result()
+    assert [record["step"] for record in job.run.history] == [4]
+    clean = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(32)), batch_size=8)
+    model, _ = by_hand(STATELESS, clean, workers, 4, 1)
+    assert difference(job.run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_stops_at_a_round_and_the_next_run_goes_on(cluster: Cluster, workers: int) -> None:
+    start(cluster, [None] * workers)
+    holder: list[Any] = []
+
+    class Interrupt:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["round"] == 2:
+                holder[0].interrupt()
+
+    job = job_for(cluster, STATELESS, plan_for(loader(101, 16), sync_every=3, callbacks=[Interrupt()]))
+    holder.append(job)
+    job.start()
+    assert job.run.wait(30) and job.run.state == "stopped"
+    assert (job.run.lost_samples, job.run.duplicated_samples) == (0, 0)
+    again = job_for(cluster, STATELESS, plan_for(loader(101, 16), sync_every=3), "run-2")
+    again.start()
+    finish(again.run)
+    assert_by_hand(again.run, workers)
+
+
+@pytest.mark.parametrize(("workers", "run_spec"), [(1, ADAM), (2, STATELESS)])
+def test_a_checkpoint_between_rounds_goes_on_exactly(
+    cluster: Cluster, tmp_path: Path, workers: int, run_spec: Any
+) -> None:
+    path, holder = tmp_path / "between.pt", list[Any]()
+
+    class Save:
+        def on_step(self, run: Run, record: dict[str, Any]) -> None:
+            if record["round"] == 4:  # in the second epoch
+                holder[0].with_state(lambda: holder[0].save(path))
+
+    run_spec = replace(run_spec, lockstep=True)
+    start(cluster, [None] * workers)
+    job = job_for(cluster, run_spec, plan_for(loader(101, 16), sync_every=3, callbacks=[Save()]))
+    holder.append(job)
+    job.start()
+    finish(job.run)
+    content = checkpoint.read(path)
+    assert content["step"] + 1 == 10 and content["outer"]["steps"] == 10
+    plan = plan_for(loader(101, 16), sync_every=3)
+    again = job_for(cluster, run_spec, plan, "run-2")
+    from_checkpoint(again.replica_set, plan, path, content)
+    again = type(again)(again.replica_set, plan, cluster, job.run.model)
+    again.start()
+    finish(again.run)
+    assert [record["step"] for record in again.run.history] == [record["step"] for record in job.run.history[4:]]
+    assert losses_of(again.run) == pytest.approx(losses_of(job.run)[4:], abs=1e-12)
+    assert again.run.status().steps_before == 10
+    assert difference(again.replica_set.master.model, job.replica_set.master.model) <= 1e-9

@@ -1,0 +1,89 @@
+"""Rounds of local steps equal the loops that one would write by hand: everything above the link, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from guava_nb.cluster.cluster import Cluster
+from guava_nb.protocol.messages import Factory, RoundSpec
+from tests.parity.test_star import train
+from tests.support.direct import make_cluster
+from tests.support.training import by_hand, difference, loader, losses_of, plain, spec
+
+AVERAGE = RoundSpec("average", 1.0, 0.0)
+NESTEROV = RoundSpec("nesterov", 0.7, 0.9)
+SGD = Factory("SGD", {"lr": 0.1})
+STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = make_cluster()
+    yield made
+    made.close()
+
+
+def steps_of(run: Any) -> list[int]:
+    return [record["step"] for record in run.history]
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lone_worker_equals_plain_training(cluster: Cluster, every: int, accumulate: int) -> None:
+    run_spec = spec(
+        model=Factory("tests.support.training:SmallNet", {"norm": True}), scheduler=STEP_LR, max_grad_norm=0.3,
+        rounds=RoundSpec("average", 1.0, 0.0, accumulate),
+    )  # fmt: skip
+    _, run = train(cluster, 1, run_spec, loader(101, 16), sync_every=every, accumulation_steps=accumulate)
+    model, losses = plain(run_spec, loader(101, 16), accumulate=accumulate)
+    assert difference(run.model(), model) <= 1e-9
+    assert steps_of(run)[-1] == len(losses) == run.status().step == run.status().total_steps
+    assert sum(record["samples"] for record in run.history) == 202
+
+
+def test_dropout_of_a_lone_worker_is_that_of_step_sync(cluster: Cluster) -> None:
+    model = Factory("tests.support.training:SmallNet", {"dropout": 0.5})
+    _, one = train(cluster, 1, spec(model=model), loader(101, 16))
+    other = make_cluster()
+    _, two = train(other, 1, spec(model=model, rounds=AVERAGE), loader(101, 16), sync_every=4)
+    assert difference(one.model(), two.model()) <= 1e-9
+    other.close()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rounds_of_one_step_of_sgd_equal_step_sync(cluster: Cluster, workers: int) -> None:
+    run_spec = spec(optimizer=SGD, rounds=AVERAGE)
+    _, run = train(cluster, workers, run_spec, loader(), sync_every=1)
+    model, losses = plain(run_spec, loader())
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("rounds", [AVERAGE, NESTEROV])
+@pytest.mark.parametrize(
+    ("workers", "every", "shares", "batch"), [(2, 3, None, 16), (3, 2, None, 16), (2, 4, (3, 1), 16), (3, 5, None, 2)]
+)
+def test_local_steps_equal_loops_by_hand(
+    cluster: Cluster, rounds: RoundSpec, workers: int, every: int, shares: Sequence[float] | None, batch: int
+) -> None:
+    run_spec = spec(rounds=rounds, scheduler=STEP_LR, max_grad_norm=0.5)
+    rows = 101 if batch > 2 else 21  # of batches of 2 the third worker gets nothing
+    _, run = train(cluster, workers, run_spec, loader(rows, batch), sync_every=every, shares=shares)
+    model, losses = by_hand(run_spec, loader(rows, batch), workers, every, shares=shares)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+def test_a_round_sends_the_gradient_bytes_of_one_step(cluster: Cluster) -> None:
+    """Seven steps an epoch by step sync against one round: a seventh up and down, whatever else travels."""
+    _, one = train(cluster, 2, spec(), loader(101, 16))
+    other = make_cluster()
+    _, two = train(other, 2, spec(rounds=NESTEROV), loader(101, 16), sync_every=7)
+    assert len(one.history) == 14 and len(two.history) == 2
+    assert (two.status().step, two.status().rounds, one.status().rounds) == (14, 2, 0)
+    assert (two.report()["sync"], two.report()["steps"]) == ("local", 14)
+    assert two.wire.gradient_bytes * 7 == one.wire.gradient_bytes > 0
+    other.close()

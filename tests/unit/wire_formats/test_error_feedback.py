@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from guava_nb.errors import LocalProtocolError, RemoteProtocolError
+from guava_nb.wire_formats.error_feedback import ErrorFeedback
+from guava_nb.wire_formats.registry import WIRE_FORMATS
+from guava_nb.wire_formats.top_k import TopK
+from guava_nb.wire_formats.wire_format import WireFormat
+
+LOSSY = [WIRE_FORMATS["bf16"], WIRE_FORMATS["fp16"], WIRE_FORMATS["int8"], WIRE_FORMATS["int4"], TopK(3, 20, 2)]
+EVERY = pytest.mark.parametrize("wire", LOSSY, ids=lambda wire: wire.name)
+
+
+def inputs(seed: int, count: int, numel: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, dtype=torch.float64, generator=generator) for _ in range(count)]
+
+
+@EVERY
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 10**6), numel=st.integers(1, 90), count=st.integers(1, 12))
+def test_what_was_sent_and_the_residual_are_what_was_given(wire: WireFormat, seed: int, numel: int, count: int) -> None:
+    feedback, given_ = ErrorFeedback(wire), inputs(seed, count, numel)
+    sent = torch.zeros(numel, dtype=torch.float64)
+    for flat in given_:
+        message, decoded = feedback.encode(0, flat)
+        assert torch.equal(decoded, wire.decode(message, numel, torch.float64))
+        sent += decoded
+        feedback.commit()
+    assert torch.allclose(sent + feedback.state_dict()["0"], sum(given_, torch.zeros(numel)), rtol=0, atol=1e-12)
+
+
+@EVERY
+def test_a_step_that_does_not_count_leaves_no_trace(wire: WireFormat) -> None:
+    disturbed, plain = ErrorFeedback(wire), ErrorFeedback(wire)
+    for number, flat in enumerate(inputs(3, 5, 50)):
+        if number % 2:
+            disturbed.encode(0, flat * 3)
+            disturbed.encode(0, torch.full_like(flat, torch.nan))
+            disturbed.discard()
+        assert disturbed.encode(0, flat).message == plain.encode(0, flat).message
+        disturbed.commit()
+        plain.commit()
+
+
+def test_two_messages_of_one_step_follow_on() -> None:
+    """A worker that takes over a shard sends one bucket twice."""
+    first, second = inputs(1, 2, 60)
+    feedback = ErrorFeedback(LOSSY[3])
+    sent = feedback.encode("a", first).decoded + feedback.encode("a", second).decoded
+    feedback.commit()
+    assert torch.allclose(sent + feedback.state_dict()["a"], first + second, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_finite_does_not_stay_even_where_its_step_counts() -> None:
+    feedback = ErrorFeedback(LOSSY[2])
+    assert feedback.encode(0, torch.full((9,), torch.inf)).decoded.isnan().all()
+    feedback.commit()
+    assert torch.allclose(feedback.encode(0, torch.ones(9)).decoded, torch.ones(9), rtol=0.01)
+
+
+def test_an_exact_format_has_no_residual() -> None:
+    feedback = ErrorFeedback(WIRE_FORMATS["fp32"])
+    feedback.encode(0, torch.randn(5))
+    feedback.commit()
+    assert feedback.state_dict() == {} and feedback.norm() == 0
+
+
+def test_decay_forgets() -> None:
+    feedback = ErrorFeedback(TopK(1, 4, 32), decay=0.5)
+    feedback.encode(0, torch.tensor([4.0, 1.0, 0.0, 0.0]))
+    feedback.commit()
+    assert feedback.encode(0, torch.zeros(4)).decoded.tolist() == [0.0, 0.5, 0.0, 0.0]
+
+
+def test_residuals_go_into_a_checkpoint_and_back() -> None:
+    flats = inputs(5, 4, 30)
+    straight, first, second = (ErrorFeedback(LOSSY[3]) for _ in range(3))
+    for flat in flats[:2]:
+        for feedback in (straight, first):
+            feedback.encode("w", flat)
+            feedback.commit()
+    first.encode("w", flats[0])  # not committed: no part of the state
+    second.load_state_dict(first.state_dict(), {"w": 30})
+    for flat in flats[2:]:
+        assert straight.encode("w", flat).message == second.encode("w", flat).message
+
+
+def test_residuals_of_a_member_that_leaves_are_sent_by_another() -> None:
+    first, second = inputs(8, 2, 30)
+    leaves, stays = ErrorFeedback(LOSSY[3]), ErrorFeedback(LOSSY[3])
+    sent = leaves.encode(0, first).decoded + stays.encode(0, second).decoded
+    leaves.commit()
+    stays.commit()
+    stays.take_over(leaves.state_dict(), {"0": 30})
+    assert torch.allclose(sent + stays.state_dict()["0"], first + second, rtol=0, atol=1e-12)
+    assert stays.norm() == pytest.approx(stays.state_dict()["0"].norm().item())
+
+
+@pytest.mark.parametrize(
+    "residual", [torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.full((4,), torch.nan), torch.zeros(2, 2)]
+)
+def test_hostile_residuals_are_refused_whole(residual: Tensor) -> None:
+    feedback = ErrorFeedback(LOSSY[0])
+    for take in (feedback.take_over, feedback.load_state_dict):
+        with pytest.raises(RemoteProtocolError, match="residual 'b'"):
+            take({"a": torch.ones(4), "b": residual}, {"a": 4, "b": 4})
+        with pytest.raises(RemoteProtocolError, match="no elements"):
+            take({"c": torch.ones(4)}, {"a": 4})
+    assert feedback.state_dict() == {}
+
+
+def test_another_size_is_refused() -> None:
+    feedback = ErrorFeedback(LOSSY[0])
+    feedback.encode(0, torch.zeros(3))
+    with pytest.raises(LocalProtocolError, match="4 elements for the residual of 3"):
+        feedback.encode(0, torch.zeros(4))

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.errors import ConfigError, RemoteProtocolError
+from guava_nb.wire_formats.top_k import TopK
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    numel=st.integers(0, 250), chunk=st.integers(1, 40), bits=st.sampled_from([2, 4, 8, 32]), seed=st.integers(0, 10**6),
+    data=st.data(), coarse=st.booleans(),
+)  # fmt: skip
+def test_the_largest_of_each_chunk_arrive(
+    numel: int, chunk: int, bits: int, seed: int, data: st.DataObject, coarse: bool
+) -> None:
+    wire = TopK(count := data.draw(st.integers(1, chunk)), chunk, bits)
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) + 1e-3
+    flat = flat.round() if coarse else flat
+    back = wire.decode(wire.encode(flat), numel)
+    for got, given_ in zip(back.split(chunk), flat.split(chunk), strict=True):
+        if not given_.numel():  # split gives one empty part of an empty tensor
+            continue
+        most = -(-count * len(given_) // chunk)
+        chosen = given_.abs().sort(descending=True, stable=True).indices[:most]
+        mask = torch.zeros(len(given_), dtype=torch.bool).index_fill_(0, chosen, True)
+        assert not got[~mask].any()
+        sizes, error = given_[mask].abs(), (got - given_)[mask].abs()
+        if bits == 32:
+            assert not error.any()
+        elif bits > 2:
+            assert (error <= (sizes.max() - sizes.min()) / (2 ** (bits - 1) - 1) + sizes.max() / 100).all()
+        else:
+            assert (got * given_ >= 0).all()
+            assert not got[mask & (given_ == 0)].any()
+            assert len(got[mask].abs().unique()) <= 2 and got.abs().max() <= sizes.max() * (1 + 2**-7)
+
+
+def test_a_chunk_of_sparse_loco_takes_84_bytes() -> None:
+    assert TopK().encoded_bytes(4096) == 4 + 64 * 8 // 8 + 64 * 2 // 8
+    assert TopK(64, 4096, 32).encoded_bytes(4096, torch.float64) == 64 + 64 * 8
+
+
+def test_two_bit_levels_are_the_means_of_small_and_large() -> None:
+    flat = torch.tensor([1.0, -1.0, 8.0, -8.0, 0.5, 0.25])
+    wire = TopK(4, 6, 2)
+    assert wire.decode(wire.encode(flat), 6).tolist() == [1.0, -1.0, 8.0, -8.0, 0.0, 0.0]
+
+
+def test_density_one_at_32_bits_is_exact() -> None:
+    assert TopK(7, 7, 32).is_exact and not TopK(7, 7, 8).is_exact and not TopK(6, 7, 32).is_exact
+    assert TopK(7, 7, 32).encoded_bytes(70) == 280
+
+
+def test_widened_holds_all_places_of_a_sum() -> None:
+    assert TopK(64, 4096).widened(4).count == 256 and TopK(64, 100).widened(4).count == 100
+
+
+def test_levels_that_no_encoder_writes_are_refused() -> None:
+    wire = TopK(2, 16, 8)
+    message = bytearray(wire.encode(torch.arange(16.0)))
+    nan = b"\xc0\x7f"
+    for levels in (bytes(message[2:4] + message[:2]), nan + bytes(message[2:4]), bytes(message[:2]) + nan):
+        message[:4] = levels
+        with pytest.raises(RemoteProtocolError, match="levels"):
+            wire.decode(message, 16)
+
+
+@pytest.mark.parametrize("numbers", [(0, 4, 2), (5, 4, 2), (1, 4, 3)])
+def test_numbers_that_make_no_format_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="top-k of"):
+        TopK(*numbers)
