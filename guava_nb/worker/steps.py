@@ -185,12 +185,15 @@ class StepRunner:
         self._pending.announce(message.step, message.generation, message.want_hash)
 
     def add_sum(self, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
-        """Take the sum of a bucket, or its new values, `[numel]`; the tensor is `payload` itself, now the run's."""
+        """Take the sum of a bucket, or its new values, `[numel]`; the tensor may be `payload` itself, now the run's."""
         step = self._pending.find(message.step, message.generation)
         if step is not None:
-            tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-            step.buckets[message.bucket] = (message.present, tensor)
             step.has_parameters = isinstance(message, ParameterBucket)
+            if step.has_parameters or self._run is None:
+                tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+            else:
+                tensor = self._run.replica.wire.decode(message.bucket, message.tensor, payload)
+            step.buckets[message.bucket] = (message.present, tensor)
             step.commit = message.commit or step.commit
 
     def commit(self, message: CommitStep) -> None:
@@ -382,7 +385,7 @@ class StepRunner:
             )  # fmt: skip
             try:
                 with self._flops.around(message.rows):
-                    on_bucket = None if message.solo else bucket_sender(self._send, message)
+                    on_bucket = None if message.solo else bucket_sender(self._send, message, replica.wire)
                     launched = replica.launch_shard(work, on_bucket, goes_ahead)
                 if self._energy is not None:
                     self._energy.flops = self._flops.per_sample

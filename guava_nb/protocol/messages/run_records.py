@@ -174,6 +174,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         lockstep: a lone worker, too, waits for the commit of each step: a callback may ask for the state after it.
         compile: the model is compiled where it is built.
         channels_last: parameters of four dimensions lie in that memory format.
+        wire: format of gradients and their sums between whole replicas and the hub, a name of
+            `guava_nb.wire_formats.registry`; they then travel as a flat tensor of uint8.
     """
 
     model: Factory | None
@@ -204,6 +206,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     lockstep: bool = False
     compile: bool = False
     channels_last: bool = False
+    wire: str = "fp32"
 
     @property
     def wants_whole_batches(self) -> bool:
