@@ -366,6 +366,7 @@ class BaseReplica(ABC):
             CheckpointError: it belongs to another model, optimizer or scheduler.
         """
         self.restore()
+        self.wire.reset()
         self._load(state)
         if state.get("scheduler") is not None and self.scheduler:
             load_scheduler(self.scheduler, state["scheduler"])

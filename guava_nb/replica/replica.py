@@ -417,7 +417,6 @@ class Replica(BaseReplica):
         return plain(self.optimizer.state_dict(), "optimizer")
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.wire.reset()
         if "model" in state:
             load_model(self.model, state["model"])
             self._buffers.load_hidden(state.get("buffers") or {})

@@ -189,11 +189,7 @@ class StepRunner:
         step = self._pending.find(message.step, message.generation)
         if step is not None:
             step.has_parameters = isinstance(message, ParameterBucket)
-            if step.has_parameters or self._run is None:
-                tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-            else:
-                tensor = self._run.replica.wire.decode(message.bucket, message.tensor, payload)
-            step.buckets[message.bucket] = (message.present, tensor)
+            step.buckets[message.bucket] = (message.present, _values(message, payload, self._run))
             step.commit = message.commit or step.commit
 
     def commit(self, message: CommitStep) -> None:
@@ -485,6 +481,12 @@ class StepRunner:
         name, trace = type(error).__name__, trace_text(error)
         message = Failure(run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request)
         self._send(message, ())
+
+
+def _values(message: SumBucket | ParameterBucket, payload: memoryview, run: PreparedRun | None) -> torch.Tensor:
+    if run is None or isinstance(message, ParameterBucket):
+        return tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+    return run.replica.wire.decode(message.bucket, message.tensor, payload)
 
 
 def _notes_on(error: BaseException, replica: BaseReplica, message: Shard) -> list[str]:
