@@ -17,6 +17,7 @@ from guava_nb.forecast.forecast import Parts
 from guava_nb.forecast.run_facts import HASH, Exchanged, RunFacts
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.protocol import messages
+from guava_nb.protocol.tensor_bounds import ITEM_BYTES
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.state_dict import weights_digest
 from guava_nb.training.first_step_check import (
@@ -82,11 +83,16 @@ def _star_step(run: RunFacts) -> Traffic:
     if layout.buffers is not None:
         buckets.append((layout.buffers, run.moving_elements()))
     for bucket, numel in buckets:
-        tensor, present = messages.FlatTensor(dtype_name(bucket.dtype), numel), bytes(bucket.present_bytes)
-        nbytes, known = numel * bucket.dtype.itemsize, {"bucket": bucket.index, "present": present, "tensor": tensor}
-        total = total + run.back(messages.GradientBucket, nbytes, **known) * busy
-        total = total + run.out(messages.SumBucket, nbytes, **known) * run.workers
+        plain, up = messages.FlatTensor(dtype_name(bucket.dtype), numel), bucket.form(numel)
+        down = plain if run.at_orchestrator else up  # new values of parameters go down as they are
+        known: dict[str, Any] = {"bucket": bucket.index, "present": bytes(bucket.present_bytes)}
+        total = total + run.back(messages.GradientBucket, _bytes(up), **known, tensor=up) * busy
+        total = total + run.out(messages.SumBucket, _bytes(down), **known, tensor=down) * run.workers
     return total if buckets else total + commit * run.workers
+
+
+def _bytes(tensor: messages.FlatTensor) -> int:
+    return tensor.numel * ITEM_BYTES[tensor.dtype]
 
 
 def _step_checks(run: RunFacts) -> Traffic:

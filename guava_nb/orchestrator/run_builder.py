@@ -75,7 +75,8 @@ class RunBuilder:
         metrics = metric_specs(options.metrics, shared)
         own = [data_spec(loader, shared) for loader in loaders if isinstance(loader, WorkerData)]
         gather = uses_gather(self._registry.cells, (model.name, options.criterion, options.step))
-        reach = (lambda: False) if own or options.sync == "local" else reach  # rounds meet at the hub
+        at_hub = own or options.sync == "local" or options.wire != "fp32"  # rounds meet at the hub, and only it encodes
+        reach = (lambda: False) if at_hub else reach
         parallel = parallel_spec(self._config, workers, self._tensor_plan, reach, gather)
         spec = self._with_frozen(build_spec(self._config, shared, model, self._concrete(options), parallel, metrics))
         if options.cache_static:

@@ -20,7 +20,7 @@ from guava_nb.errors import CheckpointError, ConfigError, LocalProtocolError
 from guava_nb.parallel.loss_interface import Forward, Measured, Observer, Predicted
 from guava_nb.parallel.module_state import back_to
 from guava_nb.protocol.messages import Commit, RunSpec
-from guava_nb.replica.buckets import BucketLayout
+from guava_nb.replica.buckets import BucketLayout, BucketWire
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import autocast_dtype, check_spec
@@ -53,6 +53,7 @@ class BaseReplica(ABC):
     """
 
     layout: BucketLayout
+    wire: BucketWire
     optimizer: Optimizer | None
     _buffers: BufferBook
 
@@ -365,6 +366,7 @@ class BaseReplica(ABC):
             CheckpointError: it belongs to another model, optimizer or scheduler.
         """
         self.restore()
+        self.wire.reset()
         self._load(state)
         if state.get("scheduler") is not None and self.scheduler:
             load_scheduler(self.scheduler, state["scheduler"])

@@ -3,7 +3,7 @@
 Knows names, shapes and dtypes of parameters and buffers; knows no gradients and no network. A bucket holds one wire
 dtype. Half-precision parameters travel as float32, so that sums do not overflow or round in half precision; all others
 travel as they are. A bucket's tensor is flat, `[numel]`, in its wire dtype: its parameters one after another, each in
-row-major order.
+row-major order. The run's wire format may make gradients and their sums shorter on the way (`BucketWire`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from guava_nb.data.codec import dtype_name, tensor_bytes, tensor_from
 from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
 from guava_nb.protocol.messages import FlatTensor
+from guava_nb.wire_formats.error_feedback import ErrorFeedback
+from guava_nb.wire_formats.registry import WIRE_FORMATS
+from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = [
     "BUFFERS",
     "Bucket",
     "BucketLayout",
+    "BucketWire",
     "build_layout",
     "pack_present",
     "present_at",
@@ -67,6 +72,7 @@ class Bucket:
         dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where a buffer is, or counts with integers.
         whole_numbers: places of those that hold integers or truth values; of the buffer bucket only.
         complex_numbers: likewise complex ones, whose real and imaginary parts travel as two elements each.
+        wire: name of the run's wire format.
     """
 
     index: int
@@ -75,6 +81,7 @@ class Bucket:
     dtype: torch.dtype
     whole_numbers: frozenset[int] = frozenset()
     complex_numbers: frozenset[int] = frozenset()
+    wire: str = "fp32"
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -92,22 +99,35 @@ class Bucket:
         """Length of the presence bits, in bytes."""
         return (len(self.names) + 7) // 8
 
+    @property
+    def wire_format(self) -> WireFormat | None:
+        """How its gradients travel where that loses something; None: as they are, as buffers and complex numbers always do."""
+        found = WIRE_FORMATS[self.wire]
+        is_exact = found.is_exact or self.index == BUFFERS or not self.dtype.is_floating_point
+        return None if is_exact else found
+
+    def form(self, numel: int) -> FlatTensor:
+        """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
+        wire_format = self.wire_format
+        if wire_format is None:
+            return FlatTensor(dtype_name(self.dtype), numel)
+        return FlatTensor("uint8", wire_format.encoded_bytes(numel, self.dtype))
+
     def check_form(self, tensor: FlatTensor, present: bytes) -> None:
-        """Check that this is a flat tensor of this bucket.
+        """Check that this is a flat tensor of this bucket, as it travels.
 
         Raises:
             RemoteProtocolError: it is of another type or size, or has too few presence bits or too many.
         """
-        dtype = str(self.dtype).removeprefix("torch.")
         if len(present) != self.present_bytes:
             raise RemoteProtocolError(
                 f"bucket {self.index} has {len(present)} bytes of presence bits, not {self.present_bytes}"
             )
         bits = present_at(present, len(self.names)) if self.index == BUFFERS else [True] * len(self.names)
         numel = sum(size for size, bit in zip(self.sizes, bits, strict=True) if bit)
-        if (tensor.dtype, tensor.numel) != (dtype, numel):
+        if tensor != (form := self.form(numel)):
             raise RemoteProtocolError(
-                f"bucket {self.index} has {tensor.numel} elements of {tensor.dtype[:40]}, not {numel} of {dtype}"
+                f"bucket {self.index} has {tensor.numel} elements of {tensor.dtype[:40]}, not {form.numel} of {form.dtype}"
             )
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -171,8 +191,61 @@ class BucketLayout:
         return hasher.hexdigest()
 
 
-def build_layout(model: nn.Module, bucket_bytes: int) -> BucketLayout:
+class BucketWire:
+    """Flat tensors of buckets as they travel, and back; what one sender's messages left out goes with its next ones.
+
+    A worker has one for its gradients, the orchestrator one for their sums. `commit` and `discard` follow the step.
+    """
+
+    def __init__(self, layout: BucketLayout, wire: str) -> None:
+        """Send in that format, with nothing left out so far."""
+        self._layout, self._wire = layout, wire
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was left out: the state is another one."""
+        self._feedback = ErrorFeedback(WIRE_FORMATS[self._wire])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything travels as it is."""
+        return self._feedback.wire_format.is_exact
+
+    def _format_of(self, number: int) -> WireFormat | None:
+        return None if self.is_exact else self._layout.bucket(number).wire_format
+
+    def encode(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
+        """Return what a message says of a bucket's flat tensor, `[numel]`, and its payload, which may be the tensor's memory."""
+        if self._format_of(number) is None:
+            return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
+        message = self._feedback.encode(number, flat).message
+        return FlatTensor("uint8", len(message)), message
+
+    def decode(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
+        """Return the flat tensor, `[numel]`, of a bucket that came; its memory is the payload's where nothing was encoded.
+
+        Raises:
+            RemoteProtocolError: the payload is none of that bucket.
+        """
+        wire_format = self._format_of(number)
+        if wire_format is None:
+            return tensor_from(tensor.dtype, (tensor.numel,), payload)
+        bucket = self._layout.bucket(number)
+        return wire_format.decode(payload, bucket.numel, bucket.dtype)
+
+    def commit(self) -> None:
+        """The step counts."""
+        self._feedback.commit()
+
+    def discard(self) -> None:
+        """The step does not count: what it encoded is as if it had never been."""
+        self._feedback.discard()
+
+
+def build_layout(model: nn.Module, bucket_bytes: int, wire: str = "fp32") -> BucketLayout:
     """Cut a model's trainable parameters into buckets of about `bucket_bytes`; tied parameters stand once.
+
+    `wire` names the format of their gradients.
 
     Raises:
         ConfigError: a parameter has no shape yet (a lazy layer).
@@ -182,7 +255,7 @@ def build_layout(model: nn.Module, bucket_bytes: int) -> BucketLayout:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"parameter {name!r} has no shape yet; run the lazy layer once inside the model factory")
     buckets = tuple(
-        Bucket(index, tuple(name for name, _ in bucket), _shapes(bucket), wire_dtype(bucket[0][1].dtype))
+        Bucket(index, tuple(name for name, _ in bucket), _shapes(bucket), wire_dtype(bucket[0][1].dtype), wire=wire)
         for index, bucket in enumerate(plan_buckets(named, bucket_bytes))
     )
     return BucketLayout(buckets, _buffer_bucket(model), tuple(_facts(model)))

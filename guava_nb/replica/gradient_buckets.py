@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from guava_nb.data.codec import tensor_bytes
 from guava_nb.parallel.replicas.bucketing import CompletionCounter
-from guava_nb.protocol.messages import FlatTensor, GradientBucket, Message, Shard
-from guava_nb.replica.buckets import Bucket, BucketLayout, pack_present
+from guava_nb.protocol.messages import GradientBucket, Message, Shard
+from guava_nb.replica.buckets import Bucket, BucketLayout, BucketWire, pack_present
 
 __all__ = ["GradientBuckets", "OnBucket", "bucket_sender"]
 
@@ -220,15 +219,15 @@ def _carrier(device: torch.device) -> _Carrier:
     return _CudaCarrier(device) if device.type == "cuda" else _StagedCarrier(device)
 
 
-def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message: Shard) -> OnBucket:
-    """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype."""
+def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message: Shard, wire: BucketWire) -> OnBucket:
+    """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype; `wire` encodes them."""
 
     def on_bucket(bucket: int, present: bytes, flat: Tensor) -> None:
+        tensor, payload = wire.encode(bucket, flat)
         head = GradientBucket(
             run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
-            bucket=bucket, present=present,
-            tensor=FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel()),
+            bucket=bucket, present=present, tensor=tensor,
         )  # fmt: skip
-        send(head, [tensor_bytes(flat)])
+        send(head, [payload])
 
     return on_bucket

@@ -30,7 +30,7 @@ from guava_nb.parallel.replicas.gather_batch import gathering, refusing
 from guava_nb.parallel.state.full_state import local_part
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets
-from guava_nb.replica.buckets import build_layout
+from guava_nb.replica.buckets import BucketWire, build_layout
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
@@ -83,6 +83,7 @@ class GroupReplica(BaseReplica):
         self._criterion = None if spec.criterion is None else scoring(build_criterion(spec, resolve, device))
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
+        self.wire = BucketWire(self.layout, spec.wire)
         self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))
         self.close()
 

@@ -226,6 +226,8 @@ def build_spec(
         raise ConfigError(f"optimizer_site is 'orchestrator', and {cause}, or leave optimizer_site at 'workers'")
     if options.sync == "local":
         _refuse_local(config, options, parallel)
+    if options.wire != "fp32":
+        _refuse_wire(config, options, parallel)
     return RunSpec(
         **{
             **same_named(RunSpec.__struct_fields__, config, options),
@@ -262,10 +264,32 @@ def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel:
         cause = (
             "optimizer_site is 'orchestrator', so no worker has an optimizer to take steps with; leave it at 'workers'"
         )
+    elif options.wire != "fp32":
+        cause = "what a round sends is not encoded yet; leave wire at 'fp32'"
     elif options.precision == "fp16":
         cause = "fp16 scales the loss alike on all workers, while each takes steps of its own; use bf16 or fp32 (--precision)"
     if cause:
         raise ConfigError(f"sync is 'local', and {cause}, or leave sync at 'step'")
+
+
+def _refuse_wire(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:
+    """Refuse a wire format that would have no effect, or a wrong one.
+
+    Raises:
+        ConfigError: gradients do not pass the orchestrator, or are multiplied by a loss scale that changes between steps.
+    """
+    if parallel is not None:
+        cause = (
+            _past_the_orchestrator(config, parallel)
+            if parallel.mode == "data"
+            else f"in mode {parallel.mode} the workers exchange gradients among themselves; use data mode"
+        )
+        raise ConfigError(f"wire is {options.wire!r}, and {cause}, or leave wire at 'fp32'")
+    if options.precision == "fp16":
+        raise ConfigError(
+            f"wire is {options.wire!r}, and with precision 'fp16' a loss scale that changes multiplies the gradients, so what "
+            "one step leaves out cannot be added to the next; use precision bf16 or fp32, or leave wire at 'fp32'"
+        )
 
 
 def _past_the_orchestrator(config: DistributedConfig, parallel: ParallelSpec) -> str:

@@ -128,6 +128,9 @@ class TrainingOptions:
             normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others
             averaged, and it is told where that need not be right.
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
+        wire: how the gradients of several workers travel by way of the orchestrator, and their sum back: "fp32" exactly (float64
+            too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4" in an eighth. What a message leaves out goes
+            with the next one (error feedback). In data mode only; the run is then near to plain PyTorch, not equal to it.
         callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
         batch: how batches are read, where it is not plain, in the words in which the status tells it, such as "cut: image,
             label; cut on axis 1: frames; one per sample: boxes; whole: anchors". What it does not name is read as usual.
@@ -189,6 +192,7 @@ class TrainingOptions:
     optimizer_site: str | None = option(
         None, "choice", flag="optimizer-site", choices=("workers", "orchestrator"), setting="optimizer_site"
     )
+    wire: str = option("fp32", "choice", flag="wire", choices=("fp32", "bf16", "fp16", "int8", "int4"))
     buffers: str = option("auto", "policies", flag="buffers")
     batch: str | None = option(None, "words", flag="batch")
     callbacks: Sequence[Any] = option((), "objects", unsayable="objects of this process")

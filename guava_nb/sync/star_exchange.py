@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from guava_nb.cluster.job import Job
-from guava_nb.data.codec import tensor_bytes, tensor_from
+from guava_nb.data.codec import dtype_name, tensor_bytes
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
 from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
-from guava_nb.replica.buckets import BUFFERS
+from guava_nb.replica.buckets import BUFFERS, BucketWire
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
@@ -25,6 +25,11 @@ from guava_nb.sync.step_in_flight import PlannedShards, StepInFlight, plan_step
 from guava_nb.sync.step_machine import Add, Decided, Halt, Instruction, Reissue, SendBucket, StepMachine
 
 __all__ = ["StarExchange"]
+
+_WIRE = (
+    "gradients of several workers travel as {0} (wire, --wire): what a message leaves out goes with the next one. A worker that "
+    "leaves or is lost takes its rest with it, and so does the end of this run: at most the rounding of one step's gradient"
+)
 
 
 class StarExchange(StepExchange[Replicas]):
@@ -36,6 +41,9 @@ class StarExchange(StepExchange[Replicas]):
         """Handle the exchange's messages in that job."""
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
+        self._wire = BucketWire(replicas.master.layout, replicas.spec.wire)  # of the sums
+        if not self._wire.is_exact:
+            job.cluster.notice(_WIRE.format(replicas.spec.wire))
         self._counted: set[str] = set()
         job.on(GradientBucket, self._on_bucket)
 
@@ -63,6 +71,11 @@ class StarExchange(StepExchange[Replicas]):
             for owner in sorted({task.owner for task in in_flight.machine.tasks} - set(available)):
                 self._carry_out(in_flight, in_flight.machine.on_away(owner, survivors))
 
+    def give_up(self, but_solo: bool = False) -> None:
+        """Forget all steps in flight, and what their sums left out; see `StepExchange.give_up`."""
+        self._wire.discard()
+        super().give_up(but_solo)
+
     # -------------------------------------------------------------------------------------------------------- messages
 
     def _on_bucket(self, rank: int, message: GradientBucket, payload: memoryview) -> None:
@@ -70,7 +83,7 @@ class StarExchange(StepExchange[Replicas]):
         if in_flight is None or message.bucket not in in_flight.machine.buckets:
             return
         self._replicas.master.layout.bucket(message.bucket).check_form(message.tensor, message.present)
-        tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+        tensor = self._wire.decode(message.bucket, message.tensor, payload)
         instructions = in_flight.machine.on_bucket(
             rank, message.generation, message.shard, message.bucket, is_finite(tensor)
         )
@@ -100,7 +113,8 @@ class StarExchange(StepExchange[Replicas]):
                     self._commit(in_flight, instruction)
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
-        self._send_flat(SumBucket, in_flight, bucket, *self._result(in_flight, bucket), commit)
+        present, flat = self._result(in_flight, bucket)
+        self._send_flat(SumBucket, in_flight, bucket, present, self._wire.encode(bucket, flat), commit)
 
     def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
         total = in_flight.sums[bucket]
@@ -115,19 +129,20 @@ class StarExchange(StepExchange[Replicas]):
         in_flight: StepInFlight,
         bucket: int,
         present: bytes,
-        flat: torch.Tensor,
+        encoded: tuple[FlatTensor, memoryview],
         commit: Commit | None,
     ) -> None:
-        spec = FlatTensor(str(flat.dtype).removeprefix("torch."), flat.numel())
+        tensor, payload = encoded
         machine = in_flight.machine
         message = record(
             run_id=self._replicas.run_id, generation=machine.generation, step=machine.step, bucket=bucket,
-            present=present, tensor=spec, commit=commit,
+            present=present, tensor=tensor, commit=commit,
         )  # fmt: skip
-        self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
+        self._job.cluster.send_all(in_flight.members, message, [payload])
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
         failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
+        self._wire.commit()
         super()._commit(in_flight, decided)
         if failure is not None:
             raise _user_error(in_flight, failure, "The step counts") from failure
@@ -158,7 +173,8 @@ class StarExchange(StepExchange[Replicas]):
         values = [*master.parameter_buckets(), *changes]
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
-            self._send_flat(ParameterBucket, in_flight, bucket, present, flat, commit if last else None)
+            exact = FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
+            self._send_flat(ParameterBucket, in_flight, bucket, present, exact, commit if last else None)
         return failure
 
 

@@ -1,6 +1,7 @@
 """Whole numbers of 8 or 4 bits with one scale for each block of elements.
 
-A scale is a bfloat16, rounded up, so that the largest element of a block fits; NaN as a scale says that the block was not finite.
+A scale is a bfloat16, rounded up, so that the largest element of a block fits; NaN as a
+scale says that the elements that are not 0 were not finite.
 Scales below 2**-110 are 0: no product or difference is then denormal, which some devices flush to zero.
 """
 
@@ -45,6 +46,8 @@ class Blocks(WireFormat):
         scales = rounded_up(rows.abs().amax(1) / self._most, _LARGEST / (self._most + 1))
         divisors = scales.to(values.dtype).unsqueeze(1)
         numbers = torch.where(divisors > 0, rows / divisors, 0.0).round_().clamp_(-self._most, self._most)
+        if bool(scales.isnan().any()):  # then the numbers say which elements are not finite
+            numbers = torch.where(divisors.isnan(), (~rows.isfinite()).to(rows.dtype), numbers)
         codes = numbers.to(torch.int16).add_(self._most + 1).to(torch.uint8)
         return scales, packed(codes.view(-1)[:numel], self.bits)
 
@@ -53,7 +56,11 @@ class Blocks(WireFormat):
         scales = checked_scales(raw[: 2 * blocks], _LARGEST / (self._most + 1))
         numbers = unpacked(raw[2 * blocks :], numel, self.bits).to(torch.float32).sub_(self._most + 1)
         rows = torch.nn.functional.pad(numbers, (0, -numel % self.block)).view(-1, self.block)
-        return rows.mul_(scales.unsqueeze(1)).view(-1)[:numel].to(dtype)
+        if bool(scales.isnan().any()):
+            rows = torch.where(rows == 0, 0.0, rows * scales.unsqueeze(1))
+        else:
+            rows.mul_(scales.unsqueeze(1))
+        return rows.view(-1)[:numel].to(dtype)
 
 
 def rounded_up(scales: Tensor, most: float) -> Tensor:

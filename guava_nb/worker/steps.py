@@ -181,12 +181,11 @@ class StepRunner:
         self._pending.announce(message.step, message.generation, message.want_hash)
 
     def add_sum(self, message: SumBucket | ParameterBucket, payload: memoryview) -> None:
-        """Take the sum of a bucket, or its new values, `[numel]`; the tensor is `payload` itself, now the run's."""
+        """Take the sum of a bucket, or its new values, `[numel]`; the tensor may be `payload` itself, now the run's."""
         step = self._pending.find(message.step, message.generation)
         if step is not None:
-            tensor = tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-            step.buckets[message.bucket] = (message.present, tensor)
             step.has_parameters = isinstance(message, ParameterBucket)
+            step.buckets[message.bucket] = (message.present, _values(message, payload, self._run))
             step.commit = message.commit or step.commit
 
     def commit(self, message: CommitStep) -> None:
@@ -370,7 +369,7 @@ class StepRunner:
             work = work_of(message, parts, rows, self._pieces)
             try:
                 with self._flops.around(message.rows):
-                    on_bucket = None if message.solo else bucket_sender(self._send, message)
+                    on_bucket = None if message.solo else bucket_sender(self._send, message, replica.wire)
                     launched = replica.launch_shard(work, on_bucket, goes_ahead)
                 if self._energy is not None:
                     self._energy.flops = self._flops.per_sample
@@ -474,6 +473,12 @@ class StepRunner:
             run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request, generation=generation
         )  # fmt: skip
         self._send(message, ())
+
+
+def _values(message: SumBucket | ParameterBucket, payload: memoryview, run: PreparedRun | None) -> torch.Tensor:
+    if run is None or isinstance(message, ParameterBucket):
+        return tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
+    return run.replica.wire.decode(message.bucket, message.tensor, payload)
 
 
 def _notes_on(error: BaseException, replica: BaseReplica, message: Shard) -> list[str]:

@@ -113,6 +113,17 @@ def test_a_run_takes_what_was_forecast(cluster: Cluster, tmp_path: Path, workers
     assert_close(made, run)
 
 
+@pytest.mark.parametrize(
+    ("wire", "site"), [("bf16", "workers"), ("int8", "workers"), ("int4", "workers"), ("int8", "orchestrator")]
+)
+def test_a_run_with_short_gradients_takes_what_was_forecast(
+    cluster: Cluster, tmp_path: Path, wire: str, site: str
+) -> None:
+    session, run_spec = Session(cluster, 2), spec(model=WIDE, wire=wire, optimizer_site=site)
+    made = forecast(session, run_spec, plan_for(loader(rows=203)))
+    assert_close(made, session.train(run_spec, plan_for(loader(rows=203)), tmp_path))
+
+
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_run_with_a_cache_takes_what_was_forecast(

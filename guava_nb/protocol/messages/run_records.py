@@ -191,6 +191,8 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         compile: the model is compiled where it is built.
         channels_last: parameters of four dimensions lie in that memory format.
         rounds: workers take local steps between two exchanges; None: they exchange gradients in every step.
+        wire: format of gradients and their sums between whole replicas and the hub, a name of
+            `guava_nb.wire_formats.registry`; they then travel as a flat tensor of uint8.
     """
 
     model: Factory | None
@@ -222,6 +224,7 @@ class RunSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     compile: bool = False
     channels_last: bool = False
     rounds: RoundSpec | None = None
+    wire: str = "fp32"
 
     @property
     def wants_whole_batches(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from guava_nb.protocol.messages import Commit
+from guava_nb.replica.buckets import BucketWire
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
@@ -85,6 +86,7 @@ class CountingReplica(Replica):
 
     def __init__(self, samples: int, buckets: int, group: Any = None, undoes: bool = True) -> None:
         self.samples, self._group, self.layout = samples, group, _layout(buckets)
+        self.wire = BucketWire(self.layout, "fp32")
         self.value, self.step = 0, -1
         self.pending: list[float] | None = None
         self.before: tuple[int, int] | None = None

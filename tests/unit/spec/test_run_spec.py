@@ -23,6 +23,7 @@ from guava_nb.spec.run_spec import (
     uses_gather,
 )
 from guava_nb.spec.training_options import TrainingOptions, option_infos
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 
 
 def build(**changes: Any) -> Any:
@@ -91,6 +92,28 @@ def test_the_configuration_gives_what_is_not_said() -> None:
 def test_wrong_choices_name_the_right_ones(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build(**changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "text"),
+    [
+        ({"mode": "zero", "zero_stage": 2}, {}, "in mode zero the workers exchange gradients"),
+        ({"path": "direct"}, {}, "path='direct' makes the workers exchange gradients among themselves"),
+        ({"sync_batchnorm": True}, {}, "sync_batchnorm makes the workers"),
+        ({}, {"precision": "fp16"}, "with precision 'fp16' a loss scale"),
+        ({}, {"wire": "int2"}, "wire is 'int2'; it is one of: fp32, bf16, fp16, int8, int4"),
+    ],
+)
+def test_a_wire_format_without_effect_is_refused(config: dict[str, Any], changes: dict[str, Any], text: str) -> None:
+    settings = DistributedConfig(**{name: value for name, value in config.items() if name != "mode"})
+    with pytest.raises(ConfigError, match=text):
+        options = TrainingOptions(**{"wire": "int8", **changes}).settled(settings)
+        build_spec(settings, None, Factory("Net"), options, parallel_spec(settings, 2))
+
+
+def test_wire_formats_have_the_names_of_the_option() -> None:
+    [info] = [info for info in option_infos() if info.name == "wire"]
+    assert info.choices == tuple(WIRE_FORMATS) and build(wire="int4").wire == "int4"
 
 
 @pytest.mark.parametrize("set_before", [None, 2.0])

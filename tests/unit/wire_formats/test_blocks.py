@@ -31,9 +31,10 @@ def test_multiples_of_a_scale_are_exact(bits: int) -> None:
 
 def test_blocks_that_are_not_finite_leave_the_others_alone() -> None:
     flat = torch.ones(128)
-    flat[3] = torch.inf
-    back = (wire := Blocks(8, 64)).decode(wire.encode(flat), 128)
-    assert back[:64].isnan().all() and torch.allclose(back[64:], torch.ones(64), rtol=0.01)
+    flat[3], flat[70] = torch.inf, -torch.nan
+    back = (wire := Blocks(8, 32)).decode(wire.encode(flat), 128)
+    assert back.isnan().nonzero().flatten().tolist() == [3, 70]  # so the parameter that has it can be named
+    assert torch.allclose(back[96:], torch.ones(32), rtol=0.01)
 
 
 @settings(deadline=None)
