@@ -166,6 +166,12 @@ class StepAccounting:
         self._went_back = True
         self._end_at(self.snapshot.position, self.snapshot.step)
 
+    def go_on_here(self) -> None:
+        """Forget the steps that were issued and not committed: they will be done again, from here on."""
+        here = self.where()
+        here.rewind(self._plan.feed)
+        self._end_at(here, self._replica_set.step)
+
     def take_back(self) -> None:
         """Forget the last committed step: it could be applied nowhere."""
         self._replica_set.take_back(self._replica_set.step - 1)

@@ -104,6 +104,7 @@ class WorkerLoop:
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
         self._run: PreparedRun | None = None
+        self._session_id = ""  # of the orchestrator's session: what is held is of its runs
         self._leaving = ""
         self._leave_deadline: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self.name = ""
@@ -124,6 +125,11 @@ class WorkerLoop:
         self._leaving = reason
         self._queue.put(None)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was asked to leave."""
+        return bool(self._leaving)
+
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
         self._queue.put(_Arrival(Refused(_ENDED, "")))
@@ -131,7 +137,7 @@ class WorkerLoop:
     # -------------------------------------------------------------------------------------------------------- the loop
 
     def run(self) -> bool:
-        """Work until the orchestrator ends the session or `leave` is called.
+        """Work until the session ends or `leave` is called; what is held stays, and `run` may be called again.
 
         Returns:
             Whether it left because `leave` was called.
@@ -148,9 +154,22 @@ class WorkerLoop:
             return self._leave_deadline is not None
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
-            self._steps.close()
-            self._reader.close()
-            self._release_own()
+
+    def close(self) -> None:
+        """Give back what was held."""
+        self._steps.close()
+        self._reader.close()
+        self._release_own()
+
+    def between_sessions(self) -> None:
+        """The session is over and another may follow: drop what came of it, keep the state of the last committed step."""
+        while not self._queue.empty():
+            arrival = self._queue.get()
+            if arrival is not None:
+                arrival.done()
+        self._steps.give_up()
+        if self._seat is not None:
+            self._seat.renew()
 
     def _may_go(self) -> bool:
         """Whether the orchestrator has had its time to release a worker that leaves, which it does by ending the session."""
@@ -203,6 +222,9 @@ class WorkerLoop:
         match message:
             case Accept():
                 self.name = message.name
+                if self._session_id not in ("", message.session):
+                    self._forget()  # another session may have a run of the same name
+                self._session_id = message.session
                 self._show("ready")
                 warm_up()
             case Prepare():
@@ -276,13 +298,14 @@ class WorkerLoop:
     # ---------------------------------------------------------------------------------------------------- runs and data
 
     def _on_prepare(self, message: Prepare) -> None:
-        before = self._run
-        if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
+        before, stands_at = self._run, self._steps.committed
+        comes_back = message.after == message.run_id
+        if before is not None and before.is_of(message) and (comes_back or stands_at == message.after_step):
             before.replica.restore()
             self._run = run = replace(before, run_id=message.run_id)
-            self._steps.go_on(run)
+            self._steps.go_on(run, stands_at if comes_back else -1, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
-            self._send(self._preparation.built(message, run, holds=True), ())
+            self._send(self._preparation.built(message, run, holds_step=stands_at), ())
             return
         self._forget()
         self._show("preparing")

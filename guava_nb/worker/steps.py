@@ -124,13 +124,13 @@ class StepRunner:
         Args:
             generation: of the order to build it; messages of older ones are of an earlier attempt.
         """
-        self.go_on(run)
-        self._pending.reset(-1, generation)
+        self.go_on(run, -1, generation)
         self._kept_first = None
 
-    def go_on(self, run: PreparedRun) -> None:
-        """Work on this run from its first step on, with the state that the last one left here."""
+    def go_on(self, run: PreparedRun, committed: int, generation: int) -> None:
+        """Work on this run with the state that is here: what the last run left, or what this one had after a committed step."""
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
+        self._pending.reset(committed, generation)
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
@@ -140,6 +140,13 @@ class StepRunner:
         self._run = None
         self._forget_pending(self.committed)
         self.close()
+
+    def give_up(self) -> None:
+        """Forget what is not committed: nobody will ask for it any more."""
+        self.settle()
+        if self._run is not None:
+            self._run.replica.restore()
+        self._forget_pending(self.committed)
 
     def _forget_pending(self, committed: int) -> None:
         self._pending = PendingSteps()
