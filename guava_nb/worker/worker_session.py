@@ -112,37 +112,49 @@ class WorkerSession:
                 try:
                     return self._work_on()
                 except GuavaError as cause:
-                    if not _may_come_back(cause) or not self._join_again(cause):
+                    if not _may_come_back(cause):
                         raise
-                    if self.loop.is_leaving:
+                    session = self._join_again()
+                    if session is None:
                         return _ASKED_TO_LEAVE
+                    self.greet(session)
         finally:
             self._close()
 
-    def _join_again(self, cause: GuavaError) -> bool:
-        """Open another session with what this worker holds; returns whether it stands, or the worker was asked to leave."""
+    def _join_again(self) -> DialledSession | None:
+        """Open another session with what this worker holds; None: it was asked to leave meanwhile.
+
+        Raises:
+            LinkTimeout: the orchestrator did not come back within `rejoin_s`.
+            GuavaError: another session listens there, or it refused this worker.
+        """
         self.loop.between_sessions()
+        self._count_bytes()
         self._hello = msgspec.structs.replace(self._hello, name=self.loop.name or self._hello.name)
-        until, pauses = time.monotonic() + self._options.rejoin_s, Backoff()
+        wait_s, pauses = self._options.rejoin_s, Backoff()
+        until = time.monotonic() + wait_s
         while not self.loop.is_leaving:
             assert self._code is not None
+            address = self._code.address
             with self._telling:
-                self._tell(f"{cause}; joining {self._code.address} again for up to {self._options.rejoin_s:g} s")
+                self._tell(
+                    f"{address} is away; this worker keeps what it holds, and joins again by itself for up to {wait_s:g} s"
+                )
+            self._closed = None
             try:
-                self._closed = None
                 session = dial(self._code, self.on_event, self._options, self._identity)
-            except (LinkBroken, LinkTimeout):
+            except (LinkBroken, LinkTimeout) as last:
                 if time.monotonic() > until:
-                    return False
+                    raise LinkTimeout(
+                        f"{address} was away for more than {wait_s:g} s and is not waited for any longer (last try: {last})"
+                    ) from last
                 time.sleep(pauses.next_s(time.monotonic()))
                 continue
             self._endpoint.reopened()
-            self._count_bytes()
-            self.greet(session)
             with self._telling:
                 self._tell("")
-            return True
-        return True
+            return session
+        return None
 
     def _count_bytes(self) -> None:
         assert self._session is not None
