@@ -133,6 +133,7 @@ class SessionHost:
         on_event, config = self._have_cluster().on_event, self.config
         saved = self._saved()
         if saved is not None:
+            self._have_cluster().session_id = saved.session_id
             port, certificate = config.master_port or saved.port, saved.pinned()
             listener = Listener(link_options(config), on_event, host, port, config.tls, saved.secret, certificate)
             try:
@@ -147,9 +148,15 @@ class SessionHost:
             pem, key = (
                 (b"", b"") if listener.certificate is None else (listener.certificate.pem, listener.certificate.key)
             )
-            self._file.save(SavedSession(listener.secret, pem, key, listener.port))
+            session_id = self._have_cluster().session_id
+            self._file.save(SavedSession(listener.secret, pem, key, listener.port, session_id))
         else:
             self._at_exit = _close_at_exit(self)
+
+    @property
+    def run_path(self) -> Path | None:
+        """Where the last run of this session may be noted; None where nothing of it outlives this process."""
+        return None if self._file is None else self._file.run_path
 
     def _saved(self) -> SavedSession | None:
         """What a process before this one left of the session, None for nothing; holds the session's file from here on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -31,12 +32,14 @@ class SavedSession(msgspec.Struct, frozen=True):
         secret: 16 bytes, of the join code.
         certificate, key: PEM; empty where the session is not encrypted.
         port: where it listened.
+        session_id: what workers take it for: they keep what they hold of its runs.
     """
 
     secret: bytes
     certificate: bytes
     key: bytes
     port: int
+    session_id: str = ""
     version: int = _VERSION
 
     def pinned(self) -> Certificate | None:
@@ -101,10 +104,16 @@ class SessionFile:
                 Path(name).unlink()
             raise
 
+    @property
+    def run_path(self) -> Path:
+        """Where the session's last run may be noted."""
+        return self.path.with_suffix(".run")
+
     def release(self, forget: bool) -> None:
         """Let the next process hold it; `forget`: the session is over for good."""
         if forget:
-            self.path.unlink(missing_ok=True)
+            for suffix in (".json", ".run", ".steps"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
         self._lock.close()
         _HELD.discard(self.path)
 
@@ -117,15 +126,14 @@ def state_folder() -> Path:
 def _locked(file: IO[bytes]) -> bool:
     """Lock a file for this process and not for its children; returns whether nobody else has."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
+        if sys.platform == "win32":
+            import msvcrt
 
-        lock = lambda: msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined] # noqa: E731
-    else:
-        lock = lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: E731
-    try:
-        lock()
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -25,7 +25,14 @@ from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
-from guava_nb.notebook.up import GOES_ON, LocalWorkers, cautions, code_to_dial, orchestrator_settings, session_file
+from guava_nb.notebook.up import (
+    LocalWorkers,
+    cautions,
+    code_to_dial,
+    goes_on_notes,
+    orchestrator_settings,
+    session_file,
+)
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
 from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
@@ -95,7 +102,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
-            notes += [GOES_ON] if orchestrator.goes_on else []
+            notes += goes_on_notes(orchestrator)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
             self._orchestrator.open(

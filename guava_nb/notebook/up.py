@@ -21,19 +21,23 @@ from guava_nb.errors import ConfigError
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 
 __all__ = [
-    "GOES_ON",
     "LocalWorkers",
     "cautions",
     "code_to_dial",
+    "goes_on_notes",
     "memory_caution",
     "orchestrator_settings",
     "session_file",
 ]
 
 #: What is told where the session of a kernel that was killed or started anew goes on.
-GOES_ON = (
+_GOES_ON = (
     "The last session of this notebook was not closed, so it goes on here with the same join code: workers on other machines "
     "that still wait for it come back by themselves. %guava_down ends it."
+)
+_RUN_GOES_ON = (
+    "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
+    "session."
 )
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
@@ -105,6 +109,13 @@ def code_to_dial(words: Sequence[str]) -> str:
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
         )
     return text
+
+
+def goes_on_notes(orchestrator: Any) -> list[str]:
+    """Sentences on what goes on of the session of an ended kernel; none where this one is new."""
+    if not orchestrator.goes_on:
+        return []
+    return [_GOES_ON, *([_RUN_GOES_ON] if orchestrator.run_path.exists() else [])]
 
 
 def session_file() -> Path:

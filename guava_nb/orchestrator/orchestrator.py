@@ -80,7 +80,9 @@ class Orchestrator(SessionHost):
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
         self._models = ModelRegistry()
-        self._replica_sets = ReplicaSets(self._models, self._notices, self._open_cluster, lambda: self._patience_s)
+        self._replica_sets = ReplicaSets(
+            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
+        )
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 
@@ -210,7 +212,10 @@ class Orchestrator(SessionHost):
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            job = job_for(
+                *(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job)),
+                self.run_path,
+            )
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)

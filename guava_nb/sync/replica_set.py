@@ -101,7 +101,11 @@ class ReplicaSet(StateAtWorkers):
 
     def attach(self, job: Job) -> None:
         """Handle the messages of this run's replicas in that job."""
-        job.run_id, job.forget, job.was_asked = self.run_id, self.drop, lambda rank: rank in self._building
+        job.run_id, job.forget, job.was_asked = (
+            self.run_id,
+            self.drop,
+            lambda rank: rank in self._building or rank in self.at,
+        )
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)

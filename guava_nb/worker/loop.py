@@ -245,6 +245,9 @@ class WorkerLoop:
                     self._handle_of_run(self._run, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
+            case FetchState():
+                missing = PreparationError(f"this worker holds nothing of {message.run_id}")
+                self._steps.fail(missing, message.run_id, FailureKind.INTERNAL, message.request_id)
             case Shard() | Evaluate() | Predict():
                 self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 

@@ -363,6 +363,7 @@ def test_a_kernel_killed_on_either_side_leaves_nothing_behind() -> None:
             kernel.close()
 
 
+@pytest.mark.timeout(300)
 def test_a_session_outlives_its_kernel(tmp_path: Path) -> None:
     """The kernel is killed while it trains; in the next one the same code holds, and the worker comes back by itself."""
     gpu = Kernel()
@@ -386,8 +387,17 @@ def test_a_session_outlives_its_kernel(tmp_path: Path) -> None:
         shown = laptop.run("%guava_up --workers 1 --show-code")
         assert "it goes on here with the same join code" in shown and code in shown
         laptop.run(SHARE)
-        assert "done" in laptop.run(f"run = {TRAIN} --loss CrossEntropyLoss --epochs 2")
-        assert laptop.run("print([w['worker'] for w in run.report()['workers']])").strip() == "['colab']"
+        assert "--resume session" in shown
+        laptop.run(f"resumed = {TRAIN} --loss CrossEntropyLoss --epochs 20 --resume session")
+        laptop.run("first = resumed.history[0]['step']; print(resumed.state, first, len(resumed.history))")
+        assert laptop.run("print([w['worker'] for w in resumed.report()['workers']])").strip() == "['colab']"
+        assert (
+            laptop.run("print(resumed.state, resumed.lost_samples, resumed.duplicated_samples)").strip() == "done 0 0"
+        )
+        # Batches do not depend on chance here, so the whole equals a plain loop over all steps, those of both kernels.
+        steps = "type('R', (), {'history': range(first - 1 + len(resumed.history)), 'model': resumed.model})"
+        assert int(laptop.run("print(first)")) > 10
+        assert float(laptop.run(f"distance({steps}, 0.005)")) < 1e-4
         laptop.run("%guava_down")
         assert worker()[0] == "ok"
         assert "goes on here" not in laptop.run("%guava_up --workers 1")
