@@ -14,12 +14,12 @@ from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
+from guava_nb.orchestrator.run_record import RunRecord
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import is_own
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
-from guava_nb.training.run_record import RunRecord
 
 __all__ = ["budget_for", "forecast_on", "job_for"]
 
@@ -42,7 +42,7 @@ def job_for(
     if record is not None:
         RunRecord.forget(record)
         if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            plan.record = RunRecord(record, replica_set.run_id, spec)
+            plan.note_place = RunRecord(record, replica_set.run_id, spec).issued
     return TrainingJob(replica_set, plan, cluster, model)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +213,8 @@ class Orchestrator(SessionHost):
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            job = job_for(
-                *(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job)),
-                self.run_path,
-            )
+            model_of = partial(self._replica_sets.model_of, replica_set)
+            job = job_for(cluster, replica_set, plan, lambda: model_of(self._job), self.run_path)
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)

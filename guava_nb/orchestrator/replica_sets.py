@@ -18,6 +18,7 @@ from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.run_record import LastRun
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
@@ -37,7 +38,6 @@ from guava_nb.training.initial_state import (
 )
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import Position, TrainingPlan
-from guava_nb.training.run_record import LastRun
 from guava_nb.training.schedule_check import check_schedule
 
 __all__ = ["ReplicaSets"]

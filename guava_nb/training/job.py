@@ -310,22 +310,12 @@ class TrainingJob(Job):
         # A suspect member that misses this step needs the state when it is back.
         self.membership.behind.update(rank for rank in self.membership.current() if rank not in team)
         self.accounting.note_team(team)
-        self.accounting.draw(epoch, batches)
-        self._note_place(batches)
+        self.accounting.draw(epoch, batches, self.window.exchange.next_step)
         step = self.window.issue(epoch, batches, team)
         self._boundary.mark_due(step + 1 - self.accounting.first_step)
         if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
             self._boundary.due.add("snapshot")  # all that was trained before lies there alone
         return step
-
-    def _note_place(self, batches: Sequence[LoadedBatch]) -> None:
-        """Note where the data stands after the step that is about to be issued, for a process that follows this one."""
-        record, exchange, at = self.plan.record, self.window.exchange, self.accounting.position
-        if record is not None:
-            samples = sum(len(batch.sample_ids) for batch in batches)
-            record.issued(
-                exchange.next_step, at, len(batches), samples, lambda: self.plan.feed.position(at.epoch, at.batches)
-            )
 
     def _is_alone(self, team: Sequence[int]) -> bool:
         """Whether the state exists only once: with one worker, or in parts."""

@@ -167,7 +167,7 @@ class WorkerLoop:
             arrival = self._queue.get()
             if arrival is not None:
                 arrival.done()
-        self._steps.give_up()
+        self._steps.go_back_to_committed()
         if self._seat is not None:
             self._seat.renew()
 

@@ -119,11 +119,7 @@ class StepRunner:
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
-        """Work on this run from now on, from its first step or the one that `load_state` tells.
-
-        Args:
-            generation: of the order to build it; messages of older ones are of an earlier attempt.
-        """
+        """Work on this run from its first step on; messages of an older generation are of an earlier attempt to build it."""
         self.go_on(run, -1, generation)
         self._kept_first = None
 
@@ -136,16 +132,13 @@ class StepRunner:
 
     def end(self) -> None:
         """The run is over: forget what has come of it."""
-        self.settle()
+        self.go_back_to_committed()
         self._run = None
-        self._forget_pending(self.committed)
         self.close()
 
-    def give_up(self) -> None:
-        """Forget what is not committed: nobody will ask for it any more."""
+    def go_back_to_committed(self) -> None:
+        """Forget all steps that are not committed: the orchestrator that asked for them does not wait any more."""
         self.settle()
-        if self._run is not None:
-            self._run.replica.restore()
         self._forget_pending(self.committed)
 
     def _forget_pending(self, committed: int) -> None:
