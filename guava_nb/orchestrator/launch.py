@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -14,9 +13,7 @@ from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
-from guava_nb.orchestrator.run_record import RunRecord
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.sync.resident_replica_set import is_own
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
@@ -25,24 +22,14 @@ __all__ = ["budget_for", "forecast_on", "job_for"]
 
 
 def job_for(
-    cluster: Cluster,
-    replica_set: ReplicaSet,
-    plan: TrainingPlan,
-    model: Callable[[], torch.nn.Module],
-    record: Path | None = None,
+    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
 ) -> TrainingJob:
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
         model: gives the trained model, for the handle.
-        record: where to keep the place in the data for a process that follows this one; None keeps nothing.
     """
     plan.save_path = plan.save_folder / f"{replica_set.run_id}.pt"
-    spec = replica_set.spec
-    if record is not None:
-        RunRecord.forget(record)
-        if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            plan.note_place = RunRecord(record, replica_set.run_id, spec).issued
     return TrainingJob(replica_set, plan, cluster, model)
 
 

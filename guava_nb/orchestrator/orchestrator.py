@@ -9,7 +9,6 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,7 @@ class Orchestrator(SessionHost):
         self._given = self.config  # what a mode falls back to
         self._set_by_mode: set[str] = set()
         if ignored := self.config.without_effect():
-            told = ", ".join(
-                f"{name} ({instead} takes its place)" if instead else name for name, instead in ignored.items()
-            )
+            told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
@@ -213,8 +210,7 @@ class Orchestrator(SessionHost):
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            model_of = partial(self._replica_sets.model_of, replica_set)
-            job = job_for(cluster, replica_set, plan, lambda: model_of(self._job), self.run_path)
+            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)

@@ -18,7 +18,7 @@ from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
-from guava_nb.orchestrator.run_record import LastRun
+from guava_nb.orchestrator.run_record import LastRun, RunRecord
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
@@ -37,7 +37,7 @@ from guava_nb.training.initial_state import (
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.plan import NotePlace, Position, TrainingPlan
 from guava_nb.training.schedule_check import check_schedule
 
 __all__ = ["ReplicaSets"]
@@ -204,7 +204,17 @@ class ReplicaSets:
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
+        plan.note_place = self._note_place(replica_set)
         return replica_set
+
+    def _note_place(self, replica_set: ReplicaSet) -> NotePlace | None:
+        """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
+        path, spec = self._run_path(), replica_set.spec
+        if path is None:
+            return None
+        RunRecord.forget(path)
+        keeps = spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec)
+        return RunRecord(path, replica_set.run_id, spec).issued if keeps else None
 
     def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:
