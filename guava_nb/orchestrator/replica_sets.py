@@ -212,9 +212,10 @@ class ReplicaSets:
         path, spec = self._run_path(), replica_set.spec
         if path is None:
             return None
+        if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
+            return RunRecord(path, replica_set.run_id, spec).issued
         RunRecord.forget(path)
-        keeps = spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec)
-        return RunRecord(path, replica_set.run_id, spec).issued if keeps else None
+        return None
 
     def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:
