@@ -91,7 +91,6 @@ class Membership:
         for rank, answer in self.replica_set.prepare(self._job, self.fit).items():
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
-        self.formed = True
 
     def bring_in(self, ranks: Sequence[int]) -> None:
         """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out."""

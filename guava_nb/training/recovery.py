@@ -105,6 +105,7 @@ class Recovery:
         holders = replica_set.returned(self.job)
         if not holders:
             return False
+        self.membership.formed = True
         self.window.exchange.give_up()
         self.accounting.go_on_here()
         names = " and ".join(map(self.membership.cluster.name, holders))
