@@ -144,7 +144,16 @@ class ClusterError(GuavaError):
 
 
 class JoinRefused(ClusterError):
-    """The other side refused the join and said why."""
+    """The other side refused the join and said why.
+
+    Attributes:
+        code: of the refusal, for programs; "" where there is none.
+    """
+
+    def __init__(self, reason: str, code: str = "") -> None:
+        """Keep both."""
+        super().__init__(reason)
+        self.code = code
 
 
 class WorkerLost(ClusterError):

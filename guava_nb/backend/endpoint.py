@@ -91,6 +91,10 @@ class Endpoint:
         with self._wake:
             self._wake.notify()
 
+    def reopened(self) -> None:
+        """Another session has followed: groups can be opened over it."""
+        self._closed = None
+
     def break_groups(self, reason: str) -> None:
         """Fail all groups that are open here, and wake whatever is blocked in them or in their store; any thread."""
         with self._lock:

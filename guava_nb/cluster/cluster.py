@@ -6,8 +6,10 @@ dispatcher thread, so that no reader ever waits for another worker or for the us
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -100,8 +102,9 @@ class Cluster:
         self._programs = Programs(on_notice)
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
+        self.session_id = secrets.token_hex(8)
         self._sessions: dict[int, SessionHandle] = {}
-        self._all_sessions: list[SessionHandle] = []
+        self._all_sessions: list[tuple[int, SessionHandle]] = []  # with the rank of each
         self._ranks: dict[bytes, int] = {}
         self._leaving: dict[int, str] = {}  # members that were not released yet, and why they go
         self.on_idle_leave: Callable[[int], None] = self.release
@@ -155,10 +158,10 @@ class Cluster:
             self._on_visit(event)
         elif not isinstance(event, SessionOpened):
             rank = self._ranks.get(event.session.session_id)
-            if rank is not None:
-                self._on_session_change(rank, event)
-            else:
+            if rank is None:
                 self._programs.on_change(event)
+            elif self._sessions.get(rank) is event.session:  # not an earlier one of a worker that came back
+                self._on_session_change(rank, event)
 
     def _on_message(self, event: MessageArrived) -> None:
         message, rank = event.message, self._ranks.get(event.session.session_id)
@@ -201,14 +204,26 @@ class Cluster:
             return  # a hello sent again after a resume
         notes = version_notes(local_versions(), hello.versions)
         with self._changed:
-            member = self.roster.join(hello)
+            before = self._seat_before(session)
+            if before in self.expelled:
+                self._close_aside(session, f"{self.name(before)} was sent away before")
+                return
+            member = self.roster.join(hello) if before is None else self.roster.rejoin(before, hello)
             member.detail = "; ".join(notes)
             self._ranks[session.session_id] = member.rank
             self._sessions[member.rank] = session
-            self._all_sessions.append(session)
-        self.send(member.rank, Accept(member.name))
-        self.tell(f"{member.name} joined: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
+            self._all_sessions.append((member.rank, session))
+        self.send(member.rank, Accept(member.name, self.session_id))
+        came = "joined" if before is None else "joined again"
+        self.tell(f"{member.name} {came}: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
+
+    def _seat_before(self, session: SessionHandle) -> int | None:
+        """The seat of a process that was given up here and comes back; None for a newcomer."""
+        for rank, earlier in reversed(self._all_sessions):
+            if hmac.compare_digest(earlier.identity, session.identity):
+                return rank if self.roster.members[rank].state == "lost" else None
+        return None
 
     def _on_visit(self, event: VisitArrived) -> None:
         report, rank = event.message, self._ranks.get(event.session_id)
@@ -339,8 +354,8 @@ class Cluster:
 
     def total_bytes(self, rank: int) -> tuple[int, int]:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
-        wire = self._all_sessions[rank].wire
-        return sum(wire.out_bytes.values()), sum(wire.in_bytes.values())
+        wires = [session.wire for seat, session in self._all_sessions if seat == rank]
+        return sum(sum(w.out_bytes.values()) for w in wires), sum(sum(w.in_bytes.values()) for w in wires)
 
     def session(self, rank: int) -> SessionHandle | None:
         """Return the session of a member that still holds its seat."""
@@ -360,7 +375,7 @@ class Cluster:
 
     def all_sessions(self) -> list[SessionHandle]:
         """Return the sessions of all seats, gone ones included."""
-        return list(self._all_sessions)
+        return [session for _, session in self._all_sessions]
 
     def name(self, rank: int) -> str:
         """Return a member's name."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import secrets
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.notices import Notices
+from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError, ConfigError
@@ -44,6 +47,7 @@ class SessionHost:
     Attributes:
         config: of the session.
         log_folder: where everything goes that workers print; made with the first line.
+        goes_on: the join code is that of a process that ended without closing its session.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -57,6 +61,9 @@ class SessionHost:
         self._dialled = DialledWorkers()
         self._notices = Notices()
         self._listener: Listener | None = None
+        self._file: SessionFile | None = None
+        self._at_exit: Callable[[], None] = lambda: None
+        self.goes_on = False
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
         self._way = ""  # the text that the tunnel was made of
@@ -124,14 +131,45 @@ class SessionHost:
 
     def _listen(self, host: str) -> None:
         on_event, config = self._have_cluster().on_event, self.config
-        listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
-        listener.start()
-        self._listener = listener
+        saved = self._saved()
+        if saved is not None:
+            self._have_cluster().session_id = saved.session_id
+            port, certificate = config.master_port or saved.port, saved.pinned()
+            listener = Listener(link_options(config), on_event, host, port, config.tls, saved.secret, certificate)
+            try:
+                listener.start()
+            except ConfigError:  # another program has the port now
+                saved = None
+        if saved is None:
+            listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
+            listener.start()
+        self._listener, self.goes_on = listener, saved is not None
+        if self._file is not None:
+            pem, key = (
+                (b"", b"") if listener.certificate is None else (listener.certificate.pem, listener.certificate.key)
+            )
+            session_id = self._have_cluster().session_id
+            self._file.save(SavedSession(listener.secret, pem, key, listener.port, session_id))
+        else:
+            self._at_exit = _close_at_exit(self)
+
+    @property
+    def run_path(self) -> Path | None:
+        """Where the last run of this session may be noted; None where nothing of it outlives this process."""
+        return None if self._file is None else self._file.run_path
+
+    def _saved(self) -> SavedSession | None:
+        """What a process before this one left of the session, None for nothing; holds the session's file from here on."""
+        if self.config.session_file in ("", "off"):
+            return None
+        self._file = self._file or SessionFile.take(Path(self.config.session_file).expanduser())
+        return self._file.load()
 
     def _stop_listening(self, keep_cluster: bool) -> None:
         if self._listener is not None:
             self._listener.close("its tunnel could not be started")
             self._listener = None
+            self._let_file_go(forget=not self.goes_on)
         if not keep_cluster and self._cluster is not None:
             self._cluster.close()
             self._notices.stop()
@@ -219,9 +257,16 @@ class SessionHost:
         close_all(self._local)
         self._local.clear()
         self._cluster = self._listener = self._keeper = None
+        self._let_file_go(forget=True)
+        atexit.unregister(self._at_exit)
         # Python looks for cycles when many objects were made, and a session is few objects with many bytes: models,
         # receive buffers. Those of earlier sessions would stay for long.
         gc.collect()
+
+    def _let_file_go(self, forget: bool) -> None:
+        if self._file is not None:
+            self._file.release(forget)
+            self._file = None
 
     def __enter__(self) -> Self:
         """Open the session, unless it has dialled its workers."""
@@ -305,6 +350,18 @@ class SessionHost:
         if worker is not None and worker not in names:
             raise ConfigError(f"no worker is called {worker!r}; there are: {', '.join(names) or 'none yet'}")
         return cluster.output.tail(worker, n)
+
+
+def _close_at_exit(host: SessionHost) -> Callable[[], None]:
+    """Say goodbye at the end of a program that does not close its session: its workers need not wait for it then."""
+    there, process = weakref.ref(host), os.getpid()
+
+    def close() -> None:
+        if (found := there()) is not None and os.getpid() == process:
+            found._close()
+
+    atexit.register(close)
+    return close
 
 
 def common_parts(cluster: Cluster) -> set[str]:

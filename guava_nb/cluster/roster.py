@@ -1,8 +1,8 @@
 """Who takes part, as a pure machine: no sessions, no clocks.
 
 A member has a seat (its rank) from its join until it is lost or leaves. A suspect member's connections are broken; it keeps
-the seat while its session may still come back. The generation grows with every change of who is active, with every abort, and
-whenever a process group is formed.
+the seat while its session may still come back. One that was lost and comes back all the same gets its seat again. The
+generation grows with every change of who is active, with every abort, and whenever a process group is formed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class Roster:
         rank = len(self.members)
         member = Member(rank, self._free_name(hello.name or f"worker-{rank}"), hello)
         self.members[rank] = member
+        self.generation += 1
+        return member
+
+    def rejoin(self, rank: int, hello: Hello) -> Member:
+        """Give a worker that was lost its seat again."""
+        member = self.members[rank]
+        member.hello, member.state, member.detail = hello, "ready", ""
         self.generation += 1
         return member
 

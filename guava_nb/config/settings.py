@@ -51,6 +51,8 @@ class DistributedConfig:
         tunnel (""): how others reach the orchestrator: "local", "direct[:HOST[:PORT]]", "ngrok", "ngrok-http", "cloudflared",
         "ssh:[USER@]HOST[:PORT]", or one of another package; "" listens on master_ip and starts nothing.
         num_workers (1): workers to wait for. tls (True): encrypt the connections.
+        session_file (""): where certificate, secret and port of the session outlive its process, so that workers come back to
+        the one that opens it anew; "off" keeps none. "" keeps none in a script, and one for each notebook.
 
     Data:
         loader_workers (0): processes of CPULoader's DataLoader. prefetch_steps (1): steps sent ahead of the one in work,
@@ -128,6 +130,7 @@ class DistributedConfig:
     tunnel: str = setting("")
     num_workers: int = setting(1, low=1, high=4096, env=("NUM_WORKERS",))
     tls: bool = setting(True)
+    session_file: str = setting("")
 
     loader_workers: int = setting(0, low=0)
     prefetch_steps: int = setting(1, low=0)

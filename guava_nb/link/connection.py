@@ -373,7 +373,7 @@ class Connection:
         elif isinstance(message, Goodbye):
             self.goodbye = message
         elif isinstance(message, Refused):
-            raise JoinRefused(f"{self.peer} refused: {message.reason}")
+            raise JoinRefused(f"{self.peer} refused: {message.reason}", message.code)
 
     def _measure(self, pong: Pong) -> None:
         seconds = (time.monotonic_ns() - pong.sent_ns) / 1e9

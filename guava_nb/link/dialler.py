@@ -20,7 +20,7 @@ from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import Attach, Channel, Message
 from guava_nb.protocol.state import Role
 
-__all__ = ["IDENTITY_BYTES", "DialledSession", "dial", "visit"]
+__all__ = ["IDENTITY_BYTES", "Backoff", "DialledSession", "dial", "visit"]
 
 IDENTITY_BYTES = 32
 _SESSION_ID_BYTES = 16
@@ -30,7 +30,7 @@ _LONGEST_OUTAGE_S = 86400.0  # whatever the listener says
 _STEADY_S = 10.0  # a connection that stood for so long makes the next outage a new one
 
 
-class _Backoff:
+class Backoff:
     """Pauses between attempts: none before the first, then doubling, with jitter so that workers do not come in step.
 
     Remembers across outages: a tunnel that lets each connection in and cuts it at once is not dialled in a tight loop.
@@ -41,6 +41,7 @@ class _Backoff:
         self._last_at = 0.0
 
     def next_s(self, now: float) -> float:
+        """Seconds to wait before the next attempt; `now` on the monotonic clock."""
         if now - self._last_at > _STEADY_S:
             self._pause_s = 0.0
         pause_s = self._pause_s
@@ -60,7 +61,7 @@ class DialledSession(Session):
         """Start with nothing attached; see `dial`."""
         super().__init__(secrets.token_bytes(_SESSION_ID_BYTES), identity, code.address, options, on_event)
         self._code = code
-        self._backoff = _Backoff()
+        self._backoff = Backoff()
         self._look_again = threading.Event()
         self._redialler: threading.Thread | None = None
         self._outage_s = 0.0
@@ -75,7 +76,7 @@ class DialledSession(Session):
         check_same_session(self._code, code)
         self._code = code
         self._redirected_at = time.monotonic()
-        self._backoff = _Backoff()
+        self._backoff = Backoff()
         self._look_again.set()
 
     @property

@@ -238,4 +238,4 @@ def _beginning(stream: Stream, deadline: Deadline) -> bytes:
 
 
 def _refusal(refused: Refused) -> GuavaError:
-    return JoinRefused(f"{refused.reason}; {refused.next_step}" if refused.next_step else refused.reason)
+    return JoinRefused(f"{refused.reason}; {refused.next_step}" if refused.next_step else refused.reason, refused.code)

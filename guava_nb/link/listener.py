@@ -42,7 +42,7 @@ from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Goodbye
 from guava_nb.protocol.state import Event as StateEvent
 from guava_nb.protocol.state import Role, State, advance, received
-from guava_nb.transport.certificate import self_signed_certificate
+from guava_nb.transport.certificate import Certificate, self_signed_certificate
 from guava_nb.transport.forks import close_in_children
 from guava_nb.transport.stream import Stream
 from guava_nb.transport.tcp import TcpStream, listen
@@ -130,9 +130,11 @@ class Listener:
         port: 0 lets the system choose.
         tls: encrypt; without it, proof and identity hold but everybody on the way can read and change what passes.
         secret: 16 bytes; drawn when None.
+        certificate: for TLS; made when None.
 
     Attributes:
         host: where it listens.
+        secret, certificate: by which it is known; None for the certificate without TLS.
         patience: with sessions whose connections broke; whoever keeps the tunnel tells it of outages, then calls `look`.
     """
 
@@ -144,14 +146,15 @@ class Listener:
         port: int = 0,
         tls: bool = True,
         secret: bytes | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
         self._options = options or LinkOptions()
         self._on_event = on_event
         self.host, self._wanted_port = host, port
-        self._secret = secret or secrets.token_bytes(_SECRET_BYTES)
-        certificate = self_signed_certificate() if tls else None
-        self._tls = certificate.server_context() if certificate else None
-        self._fingerprint = certificate.fingerprint16 if certificate else b""
+        self.secret = secret or secrets.token_bytes(_SECRET_BYTES)
+        self.certificate = (certificate or self_signed_certificate()) if tls else None
+        self._tls = self.certificate.server_context() if self.certificate else None
+        self._fingerprint = self.certificate.fingerprint16 if self.certificate else b""
         self._registry: Registry[ListenedSession] = Registry()
         self._guests = Unauthenticated(self._options.max_unauthenticated)
         self.patience = GracePeriod(self._options.grace_s)
@@ -186,7 +189,7 @@ class Listener:
     def join_code(self, host: str | None = None, port: int | None = None) -> JoinCode:
         """The code that lets a dialler in, for this address or for the one of a tunnel."""
         default = self.host if self.host not in ("", "0.0.0.0", "::") else socket.gethostname()
-        return JoinCode.new(host or default, port or self.port, self._fingerprint, self._secret)
+        return JoinCode.new(host or default, port or self.port, self._fingerprint, self.secret)
 
     @property
     def sessions(self) -> list[ListenedSession]:
@@ -294,7 +297,7 @@ class Listener:
     def _let_in(self, tcp: Stream) -> None:
         deadline = Deadline(self._options.auth_timeout_s, "prove itself", tcp.peer)
         stream, begun = unwrap(tcp, self._tls, deadline)
-        prove(stream, ListenerProof(self._secret, self._fingerprint), deadline, begun)
+        prove(stream, ListenerProof(self.secret, self._fingerprint), deadline, begun)
         state = advance(State.PROVING, Role.LISTENER, StateEvent.PROVED)
         decoder = Decoder(Limits.before_join(), SHARED_MEMORY)
         arrived, early = receive_record(stream, decoder, deadline)

@@ -27,6 +27,7 @@ class LinkOptions:
         auth_timeout_s: for TLS, proof and `Attach` of a newcomer together.
         linger_s: how long `Session.close` waits until what was sent before has gone out and the peer has heard.
         ack_delay_s: how long an acknowledgement may wait for company.
+        rejoin_s: how long a worker whose session is over, and was not ended on purpose, tries to join again.
         compression: of payloads, where the peer reads it: "auto" where it was measured to pay, "on", or "off" both ways.
     """
 
@@ -42,6 +43,7 @@ class LinkOptions:
     linger_s: float = 2.0
     ack_delay_s: float = 0.02
     compression: str = "auto"
+    rejoin_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -70,5 +72,6 @@ def link_options(config: DistributedConfig) -> LinkOptions:
         connect_timeout_s=config.connect_timeout_s,
         window_bytes=config.window_mb << 20,
         compression=config.compression,
+        rejoin_s=config.rejoin_timeout_s,
         socket=SocketOptions(buffer_bytes=int(config.socket_buffer_mb * (1 << 20)) or None),
     )

@@ -17,9 +17,10 @@ from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.session import Session
 from guava_nb.protocol.messages import Attach, Refused
 
-__all__ = ["MEASURE", "REPORT", "Registry", "RefusedJoin"]
+__all__ = ["MEASURE", "REPORT", "SESSION_OVER", "SESSION_UNKNOWN", "Registry", "RefusedJoin"]
 
 REPORT, MEASURE = "report", "measure"  # visits without a session
+SESSION_OVER, SESSION_UNKNOWN = "closed", "unknown"  # codes of refusals
 _SESSION_ID_BYTES, _IDENTITY_BYTES = 16, 32
 _MAX_REMEMBERED = 1024
 _S = TypeVar("_S", bound=Session)
@@ -32,7 +33,7 @@ class RefusedJoin(JoinRefused):
 
     def __init__(self, code: str, reason: str, next_step: str = _JOIN_AGAIN) -> None:
         """Keep the record; `code` is for programs, the rest for people."""
-        super().__init__(reason)
+        super().__init__(reason, code)
         self.record = Refused(code, reason, next_step)
 
 
@@ -77,10 +78,10 @@ class Registry(Generic[_S]):
             over = self._closed.get(attach.session_id)
         if session is None:
             if over is not None:
-                raise RefusedJoin("closed", f"this session is over: {over}")
+                raise RefusedJoin(SESSION_OVER, f"this session is over: {over}")
             if attach.purpose == CONTROL and attach.incarnation == 0:
                 return None
-            raise RefusedJoin("unknown", "this session is not known here: the listener was started anew")
+            raise RefusedJoin(SESSION_UNKNOWN, "this session is not known here: the listener was started anew")
         if not hmac.compare_digest(session.identity, attach.identity):
             raise RefusedJoin("identity", "this session belongs to another identity")
         if attach.incarnation < session.incarnation(attach.purpose):

@@ -34,6 +34,7 @@ class SessionHandle(Protocol):
     """A session as the owner of its events sees it; `guava_nb.link.session.Session` says what each member does."""
 
     session_id: bytes
+    identity: bytes
     peer_address: str
     progress: Progress
 

@@ -25,7 +25,14 @@ from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
-from guava_nb.notebook.up import LocalWorkers, cautions, code_to_dial, orchestrator_settings
+from guava_nb.notebook.up import (
+    LocalWorkers,
+    cautions,
+    code_to_dial,
+    goes_on_notes,
+    orchestrator_settings,
+    session_file,
+)
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
 from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
@@ -44,7 +51,8 @@ _NO_SESSION = "no session is open here: run %guava_up first"
 def _new_orchestrator(**settings: Any) -> Any:
     from guava_nb.orchestrator import Orchestrator
 
-    return Orchestrator(DistributedConfig.load(**settings))
+    config = DistributedConfig.load(**settings)
+    return Orchestrator(config if config.session_file else config.replace(session_file=str(session_file())))
 
 
 def _start_worker(code: str, device: str, name: str | None) -> Any:
@@ -94,6 +102,7 @@ class NotebookSession:
             if args.connect is None or args.local or args.tunnel:
                 orchestrator.open(args.tunnel, self._token_prompt())
             self._orchestrator, self._settings, self._local = orchestrator, settings, LocalWorkers(orchestrator)
+            notes += goes_on_notes(orchestrator)
             notes += self.cells.share_all(orchestrator)
         elif self.has_code or args.tunnel:
             self._orchestrator.open(

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 
+from guava_nb.cluster.session_file import state_folder
 from guava_nb.config import DistributedConfig
 from guava_nb.config.units import show_bytes
 from guava_nb.doctor.memory import WORKER_BYTES, Memory, memory_here
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.host import Host, binder_rule, is_loopback
 
-__all__ = ["LocalWorkers", "cautions", "code_to_dial", "memory_caution", "orchestrator_settings"]
+__all__ = [
+    "LocalWorkers",
+    "cautions",
+    "code_to_dial",
+    "goes_on_notes",
+    "memory_caution",
+    "orchestrator_settings",
+    "session_file",
+]
 
+#: What is told where the session of a kernel that was killed or started anew goes on.
+_GOES_ON = (
+    "The last session of this notebook was not closed, so it goes on here with the same join code: workers on other machines "
+    "that still wait for it come back by themselves. %guava_down ends it."
+)
+_RUN_GOES_ON = (
+    "Its last run can go on where it stood, as soon as one of its workers is back: the same line of %guava_train with --resume "
+    "session."
+)
 #: Seconds that workers started on this machine get to load torch and join.
 LOCAL_JOIN_S = 180.0
 
@@ -88,6 +109,24 @@ def code_to_dial(words: Sequence[str]) -> str:
             "--connect needs the join code that the listening worker shows: %guava_up --connect guava1:..."
         )
     return text
+
+
+def goes_on_notes(orchestrator: Any) -> list[str]:
+    """Sentences on what goes on of the session of an ended kernel; none where this one is new."""
+    if not orchestrator.goes_on:
+        return []
+    return [_GOES_ON, *([_RUN_GOES_ON] if orchestrator.run_path.exists() else [])]
+
+
+def session_file() -> Path:
+    """Return where this notebook's session is kept while its kernel is started anew: one file for each notebook.
+
+    Jupyter names the notebook in JPY_SESSION_NAME and VS Code in a variable; without them the folder tells notebooks apart.
+    """
+    shell = get_ipython()
+    named = os.environ.get("JPY_SESSION_NAME") or (shell and shell.user_ns.get("__vsc_ipynb_file__"))
+    name = str(named or Path.cwd())
+    return state_folder() / f"session-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
 
 class LocalWorkers:

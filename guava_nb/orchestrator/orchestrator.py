@@ -73,14 +73,14 @@ class Orchestrator(SessionHost):
         self._given = self.config  # what a mode falls back to
         self._set_by_mode: set[str] = set()
         if ignored := self.config.without_effect():
-            told = ", ".join(
-                f"{name} ({instead} takes its place)" if instead else name for name, instead in ignored.items()
-            )
+            told = ", ".join(f"{name} ({other} takes its place)" if other else name for name, other in ignored.items())
             self._notices.add(f"accepted, without effect here: {told}; see help(DistributedConfig)")
         self.run: Run | None = None
         self._tensor_plan: dict[str, str] = {}
         self._models = ModelRegistry()
-        self._replica_sets = ReplicaSets(self._models, self._notices, self._open_cluster, lambda: self._patience_s)
+        self._replica_sets = ReplicaSets(
+            self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
+        )
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 

@@ -18,11 +18,12 @@ from guava_nb.forecast.planned_run import Composed
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.run_record import LastRun, RunRecord
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
-from guava_nb.spec.training_options import Reference, TrainingOptions
-from guava_nb.sync.handover import fetch_between_runs
+from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
+from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
@@ -37,7 +38,7 @@ from guava_nb.training.initial_state import (
     unlike,
 )
 from guava_nb.training.job import TrainingJob
-from guava_nb.training.plan import TrainingPlan
+from guava_nb.training.plan import NotePlace, Position, TrainingPlan
 from guava_nb.training.schedule_check import check_schedule
 
 __all__ = ["ReplicaSets"]
@@ -51,6 +52,7 @@ class ReplicaSets:
         notices: takes sentences on what a run begins with.
         cluster: gives the open cluster.
         patience_s: gives how long a worker that holds the state is waited for.
+        run_path: gives where the last run's place in the data is noted, None where it is not.
 
     Attributes:
         trained: those of the newest run, None before the first.
@@ -63,8 +65,10 @@ class ReplicaSets:
         notices: Notices,
         cluster: Callable[[], Cluster],
         patience_s: Callable[[], float],
+        run_path: Callable[[], Path | None] = lambda: None,
     ) -> None:
         """Nothing was trained or loaded yet."""
+        self._run_path = run_path
         self._registry, self._notices = registry, notices
         self._cluster, self._patience_s = cluster, patience_s
         self.trained: ReplicaSet | None = None
@@ -177,7 +181,7 @@ class ReplicaSets:
             CheckpointError: the checkpoint cannot be read, or belongs to another model or optimizer.
             GuavaError: something cannot be built.
         """
-        start = self._start(options)
+        start = self._start(options, composed)
         self._notices.forget("run")  # what an earlier run had to say
         replica_set = self._new(composed, options.fresh or start is not None, plan.check == "strict")
         if start is not None:
@@ -201,12 +205,51 @@ class ReplicaSets:
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
+        plan.note_place = self._note_place(replica_set)
         return replica_set
 
-    def _start(self, options: TrainingOptions) -> checkpoint.Loaded | None:
+    def _note_place(self, replica_set: ReplicaSet) -> NotePlace | None:
+        """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
+        path, spec = self._run_path(), replica_set.spec
+        if path is None:
+            return None
+        if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
+            return RunRecord(path, replica_set.run_id, spec).issued
+        RunRecord.forget(path)
+        return None
+
+    def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:
             return None if options.fresh else self.loaded
+        if str(options.resume) == OF_SESSION:
+            return self._of_session(composed)
         return checkpoint.Loaded(Path(options.resume), checkpoint.read(Path(options.resume)))
+
+    def _of_session(self, composed: Composed) -> checkpoint.Loaded:
+        """Where the last run of this session stands: the state from a worker that holds it, the place from the run's record.
+
+        Raises:
+            CheckpointError: nothing is known of it.
+            WorkerLost: no worker that is here holds its state.
+        """
+        path = self._run_path()
+        last = None if path is None else LastRun.read(path)
+        if last is None:
+            raise CheckpointError(
+                'resume="session" goes on with what the last process of this session left, in data mode with whole replicas, and '
+                "there is nothing of it: go on from a checkpoint (resume=PATH, --resume PATH), or train anew"
+            )
+        made = self._build(composed)
+        made.run_id = last.run_id
+        state = fetch_of_ended_process(made, last.last_step, self._cluster(), self._patience_s())
+        self._runs = max(self._runs, int(last.run_id.rpartition("-")[2]))
+        place = last.position(made.step)
+        self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
+        content = {
+            **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
+            "spec": last.spec,
+        }  # fmt: skip
+        return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 
     @property
     def _run_id(self) -> str:
@@ -277,7 +320,7 @@ class ReplicaSets:
             ConfigError: the model lives in the worker's own process.
             CheckpointError: as for `begin`.
         """
-        start = self._start(options)
+        start = self._start(options, composed)
         if is_own(composed.spec):
             raise ConfigError(
                 "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOSSES",
+    "OF_SESSION",
     "Kind",
     "OptionInfo",
     "Reference",
@@ -43,6 +44,8 @@ Kind = Literal[
     "words", "function", "objects", "policies", "text",
 ]  # fmt: skip
 
+#: Value of `resume` for the last run of a session whose process ended.
+OF_SESSION = "session"
 #: What most people use of torch; any other name is as good.
 LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL1Loss", "NLLLoss", "KLDivLoss")
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
@@ -157,7 +160,8 @@ class TrainingOptions:
         save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
-        resume: go on from a checkpoint, at its place in its epoch.
+        resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with
+            the last process of this session (a kernel that was started anew).
         fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.
         progress: show a bar while blocking.
     """

@@ -221,7 +221,7 @@ class GroupReplicaSet(ReplicaSet):
         Raises:
             GroupLost: as for `load`; or a part of what they held is gone.
         """
-        held = {rank for rank in ranks if self._holds(rank)}
+        held = {rank for rank in ranks if self.holds(rank)}
         if held and not held == set(ranks) == set(self.team):
             raise GroupLost("a worker was lost before the run could go on from what it held")
         if not held:

@@ -12,7 +12,7 @@ from guava_nb.errors import GuavaError, WorkerLost
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.state_at_workers import WAYS_ON
 
-__all__ = ["fetch_between_runs", "take_over"]
+__all__ = ["fetch_between_runs", "fetch_of_ended_process", "take_over"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,31 @@ def fetch_between_runs(replica_set: ReplicaSet, cluster: Cluster, timeout_s: flo
         raise WorkerLost(
             f"the workers that hold the state of {replica_set.nth(replica_set.step)} are gone; {replica_set.rest()}. {WAYS_ON}"
         ) from error
+
+
+def fetch_of_ended_process(
+    replica_set: ReplicaSet, last_step: int, cluster: Cluster, timeout_s: float | None
+) -> dict[str, Any]:
+    """Return the newest state that workers hold of a run whose process is gone.
+
+    Args:
+        replica_set: of the same model and the same run id; it is at that state then.
+        last_step: the last one that was issued there.
+
+    Raises:
+        WorkerLost: no worker that is here holds a state of it.
+        ClusterError: a run is in progress.
+    """
+    job = _Fetching(cluster)
+    replica_set.attach(job)
+    with job.attached():
+        if not replica_set.find(job, last_step, timeout_s):
+            names = ", ".join(map(cluster.name, sorted(job.ready))) or "none"
+            raise WorkerLost(
+                f"no worker that is here holds a state of {replica_set.run_id} (here: {names}). Wait for those that trained it, "
+                f"or {WAYS_ON[0].lower()}{WAYS_ON[1:]}"
+            )
+        return replica_set.fetch(job, timeout_s=timeout_s)
 
 
 def take_over(replica_set: ReplicaSet | None, cluster: Cluster, rank: int) -> None:

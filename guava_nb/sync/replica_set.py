@@ -98,6 +98,7 @@ class ReplicaSet(StateAtWorkers):
         # By rank the generation of the last order to build the run; generation and step of the state that is waited for.
         self._building: dict[int, int] = {}
         self._loading: dict[int, tuple[int, int]] = {}
+        self._keep = ("", -1)  # run and step that workers were told to keep when they prepared last
 
     # ---------------------------------------------------------------------------------------------------- messages
 
@@ -111,14 +112,19 @@ class ReplicaSet(StateAtWorkers):
         self.writer = RowWriter(self.spec, job.cluster.caches, job.cluster.notice)
         self.writer.attach(job, self.run_id)
 
+    def find(self, job: Job, last_step: int, timeout_s: float | None) -> bool:
+        """As for `StateAtWorkers`: workers that hold nothing of the run say so, without a generation."""
+        self._building.update(dict.fromkeys(job.ready, -1))
+        return super().find(job, last_step, timeout_s)
+
     def _was_asked(self, rank: int, generation: int) -> bool:
         return self._building.get(rank) == generation
 
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._was_asked(rank, message.generation):
             self._prepared[rank] = message
-            if self._holds(rank):
-                self.at[rank] = self.step
+            if message.ok and message.holds and (step := self._step_kept(rank, message.step)) is not None:
+                self.at[rank] = step
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._loading.get(rank) == (message.generation, message.step):
@@ -146,8 +152,9 @@ class ReplicaSet(StateAtWorkers):
         roster = job.cluster.roster
         roster.generation += 1  # the answer to an earlier order may still come, and is not that to this one
         self._building.update(dict.fromkeys(asked, roster.generation))
-        after, wanted = self.after or ("", -1), self._proves and self.spec.parallel is None
-        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation, *after, wanted))
+        self._keep = self._to_keep()
+        wanted = self._proves and self.spec.parallel is None
+        job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation, *self._keep, wanted))
         if self._proves:
             self._own_digest()  # while they build
         job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
@@ -195,10 +202,27 @@ class ReplicaSet(StateAtWorkers):
             self.predecessor.at.clear()
             self.predecessor = None
 
-    def _holds(self, rank: int) -> bool:
-        """Whether a worker that prepared this run holds what the run before it left."""
+    def _to_keep(self) -> tuple[str, int]:
+        """Run and step of what a worker need not build: the run before, or this one, to which it may come back."""
+        if self.step < 0:
+            return self.after or ("", -1)
+        return (self.run_id, self.step) if self.spec.parallel is None else ("", -1)
+
+    def _step_kept(self, rank: int, step: int) -> int | None:
+        """At which step of this run a worker stands that kept what it had; None: it needs the state."""
+        if self._keep[0] != self.run_id:
+            return self.step if self._keep[0] else None
+        return step if step >= self.step and self._may_hold(rank, step) else None
+
+    def holds(self, rank: int) -> bool:
+        """Whether a worker that prepared this run kept the state of its last committed step."""
         answer = self._prepared.get(rank)
-        return self.after is not None and answer is not None and answer.ok and answer.holds
+        return answer is not None and answer.ok and answer.holds and self.at.get(rank) == self.step
+
+    def returned(self, job: Job) -> list[int]:
+        """Count the steps that workers took before they came back; returns those that hold the last committed one."""
+        self._adopt_highest(job)
+        return [rank for rank in self.in_step(job) if self.holds(rank)]
 
     @property
     def _proves(self) -> bool:

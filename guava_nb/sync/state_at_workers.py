@@ -132,6 +132,23 @@ class StateAtWorkers(StepsHeld, ABC):
             if state is not None:
                 return state
 
+    def find(self, job: Job, last_step: int, timeout_s: float | None) -> bool:
+        """Ask the connected workers at which step of this run they stand, which began in a process that is gone.
+
+        Args:
+            last_step: the last one that was issued there.
+
+        Returns:
+            Whether one holds a state of it; the run's step is that of the newest then.
+        """
+        ranks = sorted(job.ready)
+        self.step, self._sent = last_step, dict.fromkeys(ranks, last_step)
+        self.at = dict.fromkeys(ranks, -1)
+        answers = self._answers(job, ranks, timeout_s, whole=False)
+        self.at = {rank: step for rank, (step, _) in zip(ranks, answers, strict=True) if step is not None}
+        self.step = max(self.at.values(), default=-1)
+        return self.step >= 0
+
     def _is_known_who_has_it(self, job: Job) -> bool:
         self._adopt_highest(job)
         return bool(self.in_step(job)) or not self._may_have(job)

@@ -98,6 +98,7 @@ class StepsHeld:
         self.take_back(step)
         self._lone = -1, -1
         self.at.clear()
+        self._sent.clear()  # a step of the same number that a worker comes back with is another one
 
     def note_rate(self, step: int, learning_rate: float | None) -> None:
         """Note the learning rate with which a step is taken."""

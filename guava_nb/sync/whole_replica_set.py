@@ -40,7 +40,7 @@ class WholeReplicaSet(ReplicaSet):
 
     def give(self, job: Job, ranks: Collection[int], state: Callable[[], Mapping[str, Any]], step: int) -> None:
         """Bring workers that have just prepared the run to a state, from a worker that holds it where there is one."""
-        held = {rank for rank in ranks if self._holds(rank)}
+        held = {rank for rank in ranks if self.holds(rank)}
         lacking = set(ranks) - held
         if lacking:
             self.load(job, lacking, self.fetch(job) if held else state, step)

@@ -312,7 +312,7 @@ class TrainingJob(Job):
         # A suspect member that misses this step needs the state when it is back.
         self.membership.behind.update(rank for rank in self.membership.current() if rank not in team)
         self.accounting.note_team(team)
-        self.accounting.draw(epoch, batches)
+        self.accounting.draw(epoch, batches, self.window.exchange.next_step)
         step = self.window.issue(epoch, batches, team)
         in_flight = self.window.exchange.in_flight
         issued = sum(one.machine.num_steps for one in in_flight.values()) + self.accounting.steps

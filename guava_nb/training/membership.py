@@ -85,13 +85,21 @@ class Membership:
                     "the others wait for it: leave it out, or train with --precision fp16 or fp32"
                 )
 
+    def prepare_returned(self) -> None:
+        """Have all who are fit prepare the run again: one that was away may hold its state still."""
+        self.behind.clear()
+        for rank, answer in self.replica_set.prepare(self._job, self.fit).items():
+            self._unfit.add(rank)
+            self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
+
     def bring_in(self, ranks: Sequence[int]) -> None:
         """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out."""
         unprepared = [rank for rank in ranks if rank not in self.replica_set.prepared()]
         for rank, answer in self.replica_set.prepare(self._job, unprepared).items():
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
-        fit = [rank for rank in ranks if rank in self.replica_set.prepared() and rank not in self._unfit]
+        kept = {rank for rank in unprepared if self.replica_set.holds(rank)}
+        fit = [r for r in ranks if r in self.replica_set.prepared() and r not in self._unfit and r not in kept]
         if fit:
             self._tell_emulated_bf16(fit)
             self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)

@@ -17,7 +17,7 @@ from guava_nb.training.byte_budget import Budget
 if TYPE_CHECKING:
     from guava_nb.training.run import Run
 
-__all__ = ["Callback", "Position", "Snapshot", "TrainingPlan"]
+__all__ = ["Callback", "NotePlace", "Position", "Snapshot", "TrainingPlan"]
 
 
 class Callback:
@@ -87,6 +87,10 @@ class Snapshot:
         return self.kept.state()
 
 
+#: Takes a step's number, how far the data is committed, batches and samples of the step, and what gives the loader's place.
+NotePlace = Callable[[int, Position, int, int, Callable[[], dict[str, Any]]], None]
+
+
 @dataclass(slots=True)
 class TrainingPlan:
     """Everything the training job follows.
@@ -112,6 +116,7 @@ class TrainingPlan:
         check: "warn" tells where a batch in pieces gives other numbers than whole, "strict" refuses, "off" does not look.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
         log_step_every: steps between lines in Python's log.
+        note_place: keeps where the data stands after each step, for a process that follows this one; None keeps nothing.
         scheduler_metric: which figure of it a scheduler follows that follows one; None: the loss.
     """
 
@@ -141,6 +146,7 @@ class TrainingPlan:
     validation: Callable[[], Validation] = Validation
     scheduler_metric: str | None = None
     log_step_every: int = 100
+    note_place: NotePlace | None = None
 
     @property
     def batches_per_exchange(self) -> int:

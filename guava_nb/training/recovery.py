@@ -84,13 +84,36 @@ class Recovery:
         elif isinstance(cause, Handover):
             self._take_over()
         self._let_go()
-        self.window.exchange.give_up()
+        returns = isinstance(cause, NobodyLeft) and self.membership.formed
+        self.window.exchange.give_up(but_solo=returns)
         self._tell_wait()
         self.budget_gate.afford_start_over()
         self._wait_for_workers(cause)
+        if returns and self._goes_on_with_returned():
+            return
         self.go_back()
         self.membership.give_state(self.accounting.snapshot)
         self.window.exchange.give_up()
+
+    def _goes_on_with_returned(self) -> bool:
+        """Whether a worker came back with the state of the last committed step: then the run goes on there."""
+        replica_set = self._replica_set
+        if replica_set.spec.optimizer_site != "workers" or replica_set.spec.parallel is not None:
+            return False
+        before = replica_set.step
+        self.membership.prepare_returned()
+        holders = replica_set.returned(self.job)
+        if not holders:
+            return False
+        self.membership.formed = True
+        self.window.exchange.give_up()
+        self.accounting.go_on_here()
+        names = " and ".join(map(self.membership.cluster.name, holders))
+        more = f", {replica_set.step - before} of them not known here before" if replica_set.step > before else ""
+        self.membership.cluster.notice(
+            f"{names} came back with all {replica_set.step + 1} steps{more}: nothing is done again"
+        )
+        return True
 
     def go_back(self) -> None:
         """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,9 +65,12 @@ class StepAccounting:
             self._run.generations += 1
         self.team = team
 
-    def draw(self, epoch: int, group: Iterable[LoadedBatch]) -> None:
-        """Note the samples of a step that is about to be issued."""
-        self._ledger.draw(epoch, (i for batch in group for i in batch.sample_ids))
+    def draw(self, epoch: int, group: Sequence[LoadedBatch], step: int) -> None:
+        """Note the samples of a step that is about to be issued, and where the data stands after it."""
+        ids, at, feed = [i for batch in group for i in batch.sample_ids], self.position, self._plan.feed
+        self._ledger.draw(epoch, ids)
+        if self._plan.note_place is not None:
+            self._plan.note_place(step, at, len(group), len(ids), lambda: feed.position(at.epoch, at.batches))
 
     def on_commit(self, step: StepInFlight, commit: Commit, loss_sum: float, count: float) -> None:
         """Count a step that was committed."""
@@ -172,6 +175,12 @@ class StepAccounting:
         self.snapshot.position.rewind(self._plan.feed)
         self._went_back = True
         self._end_at(self.snapshot.position, self.snapshot.step)
+
+    def go_on_here(self) -> None:
+        """Forget the steps that were issued and not committed: they will be done again, from here on."""
+        here = self.where()
+        here.rewind(self._plan.feed)
+        self._end_at(here, self._replica_set.step)
 
     def take_back(self) -> None:
         """Forget the last committed step: it could be applied nowhere."""

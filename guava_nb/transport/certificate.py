@@ -37,6 +37,15 @@ class Certificate:
     key: bytes = field(repr=False)
     fingerprint16: bytes
 
+    @classmethod
+    def from_pem(cls, pem: bytes, key: bytes) -> Certificate:
+        """Return a certificate that was made earlier.
+
+        Raises:
+            ValueError: `pem` is none.
+        """
+        return cls(pem, key, fingerprint_of(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))))
+
     def server_context(self) -> ssl.SSLContext:
         """Build the listener's TLS context. `ssl` reads keys from files only: one private file, gone at once."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -23,6 +23,7 @@ from guava_nb.protocol.messages import (
     CommitStep,
     EndRun,
     Evaluate,
+    Failure,
     FailureKind,
     FetchState,
     FormGroup,
@@ -104,6 +105,7 @@ class WorkerLoop:
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
         self._run: PreparedRun | None = None
+        self._session_id = ""  # of the orchestrator's session: what is held is of its runs
         self._leaving = ""
         self._leave_deadline: float | None = None  # a leave was said; until then the orchestrator may ask for the state
         self.name = ""
@@ -124,6 +126,11 @@ class WorkerLoop:
         self._leaving = reason
         self._queue.put(None)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was asked to leave."""
+        return bool(self._leaving)
+
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
         self._queue.put(_Arrival(Refused(_ENDED, "")))
@@ -131,7 +138,7 @@ class WorkerLoop:
     # -------------------------------------------------------------------------------------------------------- the loop
 
     def run(self) -> bool:
-        """Work until the orchestrator ends the session or `leave` is called.
+        """Work until the session ends or `leave` is called; what is held stays, and `run` may be called again.
 
         Returns:
             Whether it left because `leave` was called.
@@ -148,9 +155,22 @@ class WorkerLoop:
             return self._leave_deadline is not None
         finally:
             self._show("ready")  # once more: steps since the last report would never be seen
-            self._steps.close()
-            self._reader.close()
-            self._release_own()
+
+    def close(self) -> None:
+        """Give back what was held."""
+        self._steps.close()
+        self._reader.close()
+        self._release_own()
+
+    def between_sessions(self) -> None:
+        """The session is over and another may follow: drop what came of it, keep the state of the last committed step."""
+        while not self._queue.empty():
+            arrival = self._queue.get()
+            if arrival is not None:
+                arrival.done()
+        self._steps.go_back_to_committed()
+        if self._seat is not None:
+            self._seat.renew()
 
     def _may_go(self) -> bool:
         """Whether the orchestrator has had its time to release a worker that leaves, which it does by ending the session."""
@@ -203,6 +223,9 @@ class WorkerLoop:
         match message:
             case Accept():
                 self.name = message.name
+                if self._session_id not in ("", message.session):
+                    self._forget()  # another session may have a run of the same name
+                self._session_id = message.session
                 self._show("ready")
                 warm_up()
             case Prepare():
@@ -223,6 +246,8 @@ class WorkerLoop:
                     self._handle_of_run(self._run, message, payload)
                 except USER_ERRORS as error:  # the user's optimizer or schedule, a state that does not fit
                     self._give_up_run(error)
+            case FetchState():
+                self._send(_holds_nothing(message), ())
             case Shard() | Evaluate() | Predict():
                 self._read(message, payload)  # of a run that is over here: rows that it brings are held all the same
 
@@ -276,13 +301,14 @@ class WorkerLoop:
     # ---------------------------------------------------------------------------------------------------- runs and data
 
     def _on_prepare(self, message: Prepare) -> None:
-        before = self._run
-        if before is not None and before.is_of(message) and self._steps.committed == message.after_step:
+        before, stands_at = self._run, self._steps.committed
+        comes_back = message.after == message.run_id
+        if before is not None and before.is_of(message) and (comes_back or stands_at == message.after_step):
             before.replica.restore()
             self._run = run = replace(before, run_id=message.run_id)
-            self._steps.go_on(run, message.generation)
+            self._steps.go_on(run, stands_at if comes_back else -1, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
-            self._send(self._preparation.built(message, run, holds=True), ())
+            self._send(self._preparation.built(message, run, holds_step=stands_at), ())
             return
         self._forget()
         self._show("preparing")
@@ -339,3 +365,11 @@ class WorkerLoop:
             return load
         ids, seed = load(), 0 if run is None else run.spec.seed
         return lambda: self._preparation.datasets.batches(message, ids, seed)
+
+
+def _holds_nothing(message: FetchState) -> Failure:
+    """The answer to an orchestrator that asks for the state of a run of a process before it, of which nothing is here."""
+    return Failure(
+        run_id=message.run_id, kind=FailureKind.INTERNAL, type_name="PreparationError",
+        text=f"this worker holds nothing of {message.run_id}", traceback="", request_id=message.request_id,
+    )  # fmt: skip

@@ -154,11 +154,11 @@ class Preparation:
             )
         return self._own.find(name)
 
-    def built(self, message: Prepare, run: PreparedRun, holds: bool = False) -> Prepared:
+    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None) -> Prepared:
         """Return the answer for a run that was built; a model that the orchestrator cannot build is described.
 
         Args:
-            holds: it was not: what the run before it left is here.
+            holds_step: it was not: what the run before it left is here, or what this worker had of this run, after that step.
         """
         described: tuple[TensorInfo, ...] = ()
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
@@ -170,7 +170,7 @@ class Preparation:
             digest = weights_digest(run.replica.model)
         return Prepared(
             run_id=run.run_id, ok=True, layout=layout, model=described, facts=dict(run.facts), generation=message.generation,
-            holds=holds, digest=digest,
+            holds=holds_step is not None, step=-1 if holds_step is None else holds_step, digest=digest,
         )  # fmt: skip
 
     def _facts_of(self, spec: RunSpec, resolve: Resolve, module: ModuleType | None) -> dict[str, str]:

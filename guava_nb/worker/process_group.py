@@ -97,6 +97,12 @@ class GroupSeat:
                 0  # a failed init has counted, and torch names subgroups by number: all must agree
             )
 
+    def renew(self) -> None:
+        """Another session follows: its groups are no older ones than those that were given up here."""
+        self.leave()
+        with self._lock:
+            self._generation = -1
+
     def abort(self, generation: int, reason: str) -> None:
         """Wake the threads that are blocked in the group; called from any thread, and does not wait.
 

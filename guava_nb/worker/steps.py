@@ -118,24 +118,28 @@ class StepRunner:
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
-        """Work on this run from now on; what is of an older generation than the order to build it is of an earlier attempt."""
-        self.go_on(run, generation)
-        self._pending.reset(-1, generation)
+        """Work on this run from its first step on; what is of an older generation is of an earlier attempt to build it."""
+        self.go_on(run, -1, generation)
         self._kept_first = None
 
-    def go_on(self, run: PreparedRun, generation: int) -> None:
-        """Work on this run from its first step on, with the state that the last one left here; `generation` as in `begin`."""
+    def go_on(self, run: PreparedRun, committed: int, generation: int) -> None:
+        """Work on this run with the state that is here: what the last run left, or what this one had after a committed step."""
         self._built_in = generation
         self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
+        self._pending.reset(committed, generation)
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
     def end(self) -> None:
         """The run is over: forget what has come of it."""
-        self.settle()
+        self.go_back_to_committed()
         self._run = None
-        self._forget_pending(self.committed)
         self.close()
+
+    def go_back_to_committed(self) -> None:
+        """Forget all steps that are not committed: the orchestrator that asked for them does not wait any more."""
+        self.settle()
+        self._forget_pending(self.committed)
 
     def _forget_pending(self, committed: int) -> None:
         self._pending = PendingSteps()

@@ -6,17 +6,20 @@ Who opened the session does not matter here: `run` dials one, `greet` and `work`
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from guava_nb.backend import Endpoint
-from guava_nb.errors import GuavaError, JoinCodeError, LinkClosed
-from guava_nb.link.dialler import DialledSession, dial
+from guava_nb.errors import GuavaError, JoinCodeError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout
+from guava_nb.link.dialler import IDENTITY_BYTES, Backoff, DialledSession, dial
 from guava_nb.link.options import LinkOptions
+from guava_nb.link.registry import SESSION_OVER, SESSION_UNKNOWN
 from guava_nb.link.session_events import (
     Event,
     MessageArrived,
@@ -40,6 +43,7 @@ from guava_nb.worker.process_group import GroupSeat
 __all__ = ["WorkerSession"]
 
 _ANY_GENERATION = 1 << 62
+_ASKED_TO_LEAVE = "it was asked to leave"
 
 #: state, last committed step (-1 before the first), one sentence.
 Report = Callable[[str, int, str], None]
@@ -68,12 +72,14 @@ class WorkerSession:
         report: Report = lambda state, step, detail: None,
     ) -> None:
         """Prepare; `run` dials."""
-        self._code, self._identity, self._options = code, identity, options or LinkOptions()
+        self._code, self._options = code, options or LinkOptions()
+        self._identity = secrets.token_bytes(IDENTITY_BYTES) if identity is None else identity
         self._hello = describe(
             device, name, "spawned" if own is None else "worker", own=() if own is None else own.names()
         )
         self._report = report
         self._session: SessionHandle | None = None
+        self._earlier_bytes = (0, 0)  # sent and received in sessions before this one
         self._closed: tuple[GuavaError, bool] | None = None  # why the session ended, and whether the peer said so
         self._state, self._step = "ready", -1
         self._away = ""  # what it waits for while the orchestrator is away
@@ -92,13 +98,68 @@ class WorkerSession:
     def run(self) -> str:
         """Dial, and work until the session ends; returns why it ended.
 
+        A session that was given up, because this process or the line stood still for long, is followed by another one: the
+        worker joins again with the state that it holds. So it is when the orchestrator was started anew with the same code.
+
         Raises:
-            GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
+            GuavaError: the join failed, the orchestrator was lost for `rejoin_s`, or it sent this worker away.
         """
         assert self._code is not None
         self._report("joining", -1, f"dialling {self._code.address}")
         self.greet(dial(self._code, self.on_event, self._options, self._identity))
-        return self.work()
+        try:
+            while True:
+                try:
+                    return self._work_on()
+                except GuavaError as cause:
+                    if not _may_come_back(cause):
+                        raise
+                    session = self._join_again()
+                    if session is None:
+                        return _ASKED_TO_LEAVE
+                    self.greet(session)
+        finally:
+            self._close()
+
+    def _join_again(self) -> DialledSession | None:
+        """Open another session with what this worker holds; None: it was asked to leave meanwhile.
+
+        Raises:
+            LinkTimeout: the orchestrator did not come back within `rejoin_s`.
+            GuavaError: another session listens there, or it refused this worker.
+        """
+        self.loop.between_sessions()
+        self._count_bytes()
+        self._hello = msgspec.structs.replace(self._hello, name=self.loop.name or self._hello.name)
+        wait_s, pauses = self._options.rejoin_s, Backoff()
+        until = time.monotonic() + wait_s
+        while not self.loop.is_leaving:
+            assert self._code is not None
+            address = self._code.address
+            with self._telling:
+                self._tell(
+                    f"{address} is away; this worker keeps what it holds, and joins again by itself for up to {wait_s:g} s"
+                )
+            self._closed = None
+            try:
+                session = dial(self._code, self.on_event, self._options, self._identity)
+            except (LinkBroken, LinkTimeout) as last:
+                if time.monotonic() > until:
+                    raise LinkTimeout(
+                        f"{address} was away for more than {wait_s:g} s and is not waited for any longer (last try: {last})"
+                    ) from last
+                time.sleep(pauses.next_s(time.monotonic()))
+                continue
+            self._endpoint.reopened()
+            with self._telling:
+                self._tell("")
+            return session
+        return None
+
+    def _count_bytes(self) -> None:
+        assert self._session is not None
+        wire, (out_bytes, in_bytes) = self._session.wire, self._earlier_bytes
+        self._earlier_bytes = out_bytes + sum(wire.out_bytes.values()), in_bytes + sum(wire.in_bytes.values())
 
     def redirect(self, code: JoinCode) -> None:
         """Dial the same orchestrator by another code from now on; from any thread.
@@ -128,16 +189,25 @@ class WorkerSession:
         Raises:
             GuavaError: the orchestrator was lost, or it sent this worker away.
         """
+        try:
+            return self._work_on()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self.loop.close()
+        self._prober.close()
+        self._energy.close()
+
+    def _work_on(self) -> str:
         assert self._session is not None
         try:
             left = self.loop.run()
         finally:
-            self._prober.close()
-            self._energy.close()
             closed = self._closed  # before our own close, which is one more end of the session
             self._session.close("the worker left")
         if left or closed is None:  # an orchestrator that hears of it ends the session at once
-            return "it was asked to leave"
+            return _ASKED_TO_LEAVE
         cause, by_peer = closed
         if not (by_peer and isinstance(cause, LinkClosed)):
             raise cause  # lost, or sent away: a newer process took this place, the session was given up there
@@ -159,8 +229,8 @@ class WorkerSession:
             rate_out_bytes_s=out_rate,
             rate_in_bytes_s=in_rate,
             round_trip_s=session.round_trip_s,
-            out_bytes=sum(session.wire.out_bytes.values()),
-            in_bytes=sum(session.wire.in_bytes.values()),
+            out_bytes=self._earlier_bytes[0] + sum(session.wire.out_bytes.values()),
+            in_bytes=self._earlier_bytes[1] + sum(session.wire.in_bytes.values()),
         )
 
     def _up_bytes_s(self) -> float | None:
@@ -224,3 +294,10 @@ def _waiting(session: SessionHandle, cause: GuavaError) -> str:
         return str(cause)
     sentence = f"{cause}; dialling again for up to {session.waits_s:g} s"
     return f"{sentence}; {NEW_CODE_NEEDED}" if session.is_tunnelled else sentence
+
+
+def _may_come_back(cause: GuavaError) -> bool:
+    """Whether a session ended because its two ends lost each other, and not because one of them wanted it."""
+    return isinstance(cause, LinkTimeout) or (
+        isinstance(cause, JoinRefused) and cause.code in (SESSION_OVER, SESSION_UNKNOWN)
+    )

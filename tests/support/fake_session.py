@@ -104,6 +104,7 @@ class FakeOrchestrator:
     coming: list[str] = field(default_factory=list)
     newcomers: list[str] = field(default_factory=list)
     too_few: bool = False
+    goes_on: bool = False
     tunnel: str = ""
     tunnel_note: str = ""
     config: DistributedConfig = field(default_factory=DistributedConfig)

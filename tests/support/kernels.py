@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,9 @@ class Kernel:
 
     def __init__(self, *prefix: str, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GUAVA_") and name != "CI"}
-        env = {**kept, "GUAVA_UI": "text", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        self._state = tempfile.TemporaryDirectory(prefix="guava-state-")  # of no other kernel's session
+        own = {"GUAVA_UI": "text", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": self._state.name}
+        env = {**kept, **own, **environment}
         self.manager = KernelManager(kernel_name="python3", transport="ipc" if prefix else "tcp")
         if prefix:
             self.manager.kernel_spec.argv[:1] = [*prefix, sys.executable]
@@ -120,6 +123,7 @@ class Kernel:
             thread.join(10)
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self._state.cleanup()
 
 
 def wait_until(reached: Callable[[], object], what: Callable[[], str], timeout_s: float) -> None:

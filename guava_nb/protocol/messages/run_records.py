@@ -30,11 +30,12 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Accept(Message, frozen=True):
-    """Orchestrator to worker: you take part under this name."""
+    """Orchestrator to worker: you take part under this name, in the session of this id."""
 
     NUMBER: ClassVar[int] = 17
 
     name: str
+    session: str = ""
 
 
 class Leave(Message, frozen=True):
@@ -241,8 +242,10 @@ class Prepare(Message, frozen=True):
     cells: tuple[Cell, ...]
     spec: RunSpec
     generation: int = -1  # of this order: what is older and still comes is of an earlier attempt
-    after: str = ""  # id of the run that this one goes on from with the same code and options: keep what you hold of it
-    after_step: int = -1  # its last step
+    # Id of the run that this one goes on from with the same code and options, or this run's own where a worker may have been
+    # away: keep what you hold of it.
+    after: str = ""
+    after_step: int = -1  # its last step; of this run what is known here: the worker may be further
     want_digest: bool = False  # of the weights that were built
 
 
@@ -262,7 +265,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     `layout` is a digest of parameter names, shapes, dtypes and buckets; it must be equal everywhere.
     `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
     model that lives at the worker, which the orchestrator cannot build. `facts` are those of `guava_nb.spec.own_facts`.
-    `holds`: nothing was built, the state after the last step of the run before is here. `digest` is that of
+    `holds`: nothing was built, the state after `step` is here: the last one of the run before, or where this worker stands
+    in the run itself, to which it came back. `digest` is that of
     `guava_nb.replica.state_dict.weights_digest`, where it was asked for.
     """
 
@@ -278,6 +282,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     generation: int = -1  # of the `Prepare` that this answers
     facts: dict[str, str] = {}
     holds: bool = False
+    step: int = -1
     digest: str = ""
 
 

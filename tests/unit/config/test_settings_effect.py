@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,13 +28,15 @@ from guava_nb.split import GPUTrainer
 from guava_nb.training.byte_budget import chosen_limit
 from guava_nb.training.plan import TrainingPlan
 
+SESSION_FILE = str(Path(tempfile.gettempdir()) / f"guava-settings-{os.getpid()}.json")
 #: Another value than the default, and one that fits the contexts below.
 OTHER: dict[str, Any] = {
     "d_model": 30, "n_heads": 5, "n_layers": 3, "num_epochs": 4, "batch_size": 2, "learning_rate": 0.5, "weight_decay": 0.2,
     "max_grad_norm": 1.0, "accumulation_steps": 3, "precision": "bf16", "use_amp": True, "optimizer_site": "orchestrator",
     "scheduler_interval": "epoch", "sync_batchnorm": True, "count_flops": True, "seed": 5, "deterministic": True,
     "threads_per_worker": 3, "master_ip": "127.0.0.9", "master_port": 45678, "gpu_host": "127.0.0.8", "tunnel": "direct",
-    "num_workers": 8, "tls": False, "loader_workers": 2, "prefetch_steps": 7, "prefetch_bytes": 1 << 20,
+    "num_workers": 8, "tls": False, "session_file": SESSION_FILE,
+    "loader_workers": 2, "prefetch_steps": 7, "prefetch_bytes": 1 << 20,
     "worker_cache": "disk", "worker_cache_mb": 3, "worker_cache_dir": "rows", "data_parallel": False,
     "model_parallel": True, "pipeline_parallel": True, "tensor_parallel": True, "data_parallel_size": 1,
     "pipeline_parallel_size": 2, "tensor_parallel_size": 4, "micro_batches": 5, "zero_stage": 2,
@@ -111,7 +116,10 @@ def used(config: DistributedConfig) -> list[Any]:
 
     def session() -> Any:
         made = Orchestrator(config)
-        return made._patience_s, made.expected_workers
+        made._saved()
+        kept = made.run_path
+        made._let_file_go(forget=True)
+        return made._patience_s, made.expected_workers, kept
 
     return [
         told(call)

@@ -1,0 +1,139 @@
+"""What of a session outlives its process: certificate, secret and port, in a file that only its user can read.
+
+A process that opens the session anew with the same file is reached by the same join code, so workers come back to it by
+themselves. A second file beside it is locked as long as a process has the session, so two never share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from guava_nb.errors import ConfigError
+from guava_nb.transport.certificate import Certificate
+
+__all__ = ["SavedSession", "SessionFile", "state_folder"]
+
+_VERSION = 1
+_MOST = 64  # sessions of one name side by side
+_HELD: set[Path] = set()  # by this process: a lock keeps others out, and not the process that has it
+
+
+class SavedSession(msgspec.Struct, frozen=True):
+    """What a listener needs to be known again.
+
+    Attributes:
+        secret: 16 bytes, of the join code.
+        certificate, key: PEM; empty where the session is not encrypted.
+        port: where it listened.
+        session_id: what workers take it for: they keep what they hold of its runs.
+    """
+
+    secret: bytes
+    certificate: bytes
+    key: bytes
+    port: int
+    session_id: str = ""
+    version: int = _VERSION
+
+    def pinned(self) -> Certificate | None:
+        """Return the certificate that the join code names, None where the session is not encrypted."""
+        return Certificate.from_pem(self.certificate, self.key) if self.certificate else None
+
+
+class SessionFile:
+    """The file of one session, held by this process. Made by `take`.
+
+    Attributes:
+        path: where it lies.
+    """
+
+    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+        """Hold a file whose lock was taken."""
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def take(cls, path: Path) -> SessionFile:
+        """Hold this file, or the first one beside it that no process holds: `name.json`, `name-2.json`, ...
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for number in range(1, _MOST + 1):
+                one = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+                if one in _HELD:
+                    continue
+                lock = one.with_suffix(".lock").open("ab")
+                if _locked(lock):
+                    _HELD.add(one)
+                    return cls(one, lock)
+                lock.close()
+        except OSError as problem:
+            raise ConfigError(
+                f"session_file {path} cannot be written ({problem.strerror or problem}): name another file, or give "
+                'session_file="off"'
+            ) from problem
+        raise ConfigError(f"{_MOST} processes hold {path} and the files beside it: name another session_file")
+
+    def load(self) -> SavedSession | None:
+        """Return what the process before left here; None where it ended its session, or the file is damaged."""
+        try:
+            saved = msgspec.json.decode(self.path.read_bytes(), type=SavedSession)
+            saved.pinned()
+        except (OSError, msgspec.DecodeError, ValueError):
+            return None
+        return saved if saved.version == _VERSION and len(saved.secret) == 16 else None
+
+    def save(self, session: SavedSession) -> None:
+        """Write it, readable by this user alone; the old one stays whole until the new one is."""
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}-")  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(session))
+            Path(name).replace(self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+            raise
+
+    @property
+    def run_path(self) -> Path:
+        """Where the session's last run may be noted."""
+        return self.path.with_suffix(".run")
+
+    def release(self, forget: bool) -> None:
+        """Let the next process hold it; `forget`: the session is over for good."""
+        if forget:
+            for suffix in (".json", ".run", ".steps"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+        self._lock.close()
+        _HELD.discard(self.path)
+
+
+def state_folder() -> Path:
+    """Return where this user's programs keep state: XDG_STATE_HOME, else ~/.local/state (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "guava_nb"
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Lock a file for this process and not for its children; returns whether nobody else has."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,149 @@
+"""Where a run stands in the data after each step that it has issued, in files that outlive its process.
+
+The weights are not here: workers hold them. A process that opens the session anew asks a worker at which step it stands, finds
+the place in the data here, and goes on. Two files: one is written anew when an epoch begins (what the loader needs), the other
+gets a line for each step. Lines survive a kill of the process, not a loss of power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+
+from guava_nb.errors import CheckpointError
+from guava_nb.protocol.messages import RunSpec
+from guava_nb.training.plan import Position
+
+__all__ = ["LastRun", "RunRecord"]
+
+FORMAT = "guava_nb run 1"
+
+
+class RunRecord:
+    """Writes where one run stands; what an earlier run left there goes with the first step.
+
+    Args:
+        path: of the file that is written with each epoch; the one with the steps lies beside it.
+        run_id, spec: of the run.
+    """
+
+    def __init__(self, path: Path, run_id: str, spec: RunSpec) -> None:
+        """Write nothing yet."""
+        self._path, self._run_id, self._spec = path, run_id, spec
+        self._steps: IO[str] | None = None
+        self._next, self._epoch, self._batches, self._samples = -1, -1, 0, 0
+
+    def issued(
+        self, step: int, committed: Position, batches: int, samples: int, feed: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Note that a step is about to be done.
+
+        Args:
+            step: its number, from 0.
+            committed: how far the data is committed. Where the step does not follow the last one, nothing else is in flight.
+            batches, samples: of this step.
+            feed: gives what the loader needs to go on from there.
+        """
+        if step != self._next or committed.epoch != self._epoch or self._steps is None:
+            self._begin(step, committed, feed())
+        assert self._steps is not None
+        self._batches += batches
+        self._samples += samples
+        self._next = step + 1
+        self._steps.write(f"{step} {self._epoch} {self._batches} {self._samples}\n")
+
+    def _begin(self, step: int, place: Position, feed: dict[str, Any]) -> None:
+        self.close()
+        self._epoch, self._batches, self._samples = place.epoch, place.batches, place.samples
+        content = {
+            "format": FORMAT,
+            "run_id": self._run_id,
+            "spec": {f: msgspec.to_builtins(getattr(self._spec, f)) for f in self._spec.__struct_fields__},
+            "step": step - 1,
+            "place": (place.epoch, place.batches, place.samples),
+            "feed": feed,
+        }
+        partial = self._path.with_suffix(".partial")
+        torch.save(content, partial)
+        os.replace(partial, self._path)
+        self._steps = _steps_of(self._path).open("w", encoding="ascii", buffering=1)
+
+    def close(self) -> None:
+        """Write no more; what is written stays."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+
+    @staticmethod
+    def forget(path: Path) -> None:
+        """Remove what runs left there."""
+        for file in (path, _steps_of(path)):
+            file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """What an ended process left of its last run.
+
+    Attributes:
+        run_id: its name at the workers.
+        spec: its record, as plain data.
+        places: epoch, batches and samples after each step that a worker may hold.
+        feed: what the loader needs to go on from the first of them.
+    """
+
+    run_id: str
+    spec: dict[str, Any]
+    places: dict[int, tuple[int, int, int]]
+    feed: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> LastRun | None:
+        """Return what lies there; None for nothing, or nothing that can be read."""
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            if content["format"] != FORMAT:
+                return None
+            epoch = int(content["place"][0])
+            places = {int(content["step"]): tuple(map(int, content["place"]))}
+            for line in _steps_of(path).read_text(encoding="ascii").splitlines(keepends=True):
+                with contextlib.suppress(ValueError):  # the last one may have been cut off
+                    step, *place = map(int, line.split() if line.endswith("\n") else ())
+                    if len(place) == 3 and place[0] == epoch:  # else of the epoch before: the run ended in between
+                        places[step] = (place[0], place[1], place[2])
+            return cls(str(content["run_id"]), dict(content["spec"]), places, dict(content["feed"]))  # type: ignore[arg-type]
+        except Exception:  # a damaged file may raise any error
+            return None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was issued, from 0."""
+        return max(self.places)
+
+    def position(self, step: int) -> Position:
+        """Return the place in the data after a step.
+
+        Raises:
+            CheckpointError: the step is of another epoch than the one that was in work.
+        """
+        if step not in self.places:
+            raise CheckpointError(
+                f"the workers hold the state after step {step + 1} of {self.run_id}, whose place in the data is not known here: "
+                "go on from a checkpoint (resume=PATH), or train anew (fresh=True)"
+            )
+        epoch, batches, samples = self.places[step]
+        is_exact = batches == self.feed.get("batches")
+        return Position(
+            epoch, batches, samples, {**self.feed, "batches": batches, "now": self.feed["now"] if is_exact else None}
+        )
+
+
+def _steps_of(path: Path) -> Path:
+    return path.with_suffix(".steps")

@@ -1,0 +1,95 @@
+"""Workers that were given up and come back: they take their seat again, with what they hold."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        made = Session(
+            tmp_path_factory.mktemp("back"),
+            relayed=True,
+            num_workers=2,
+            heartbeat_s=0.5,
+            silence_s=4.0,
+            grace_s=0.5,
+            hash_every_steps=1,
+        )
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def stop_until_lost(session: Session, victim: Worker) -> None:
+    victim.wait_trapped()
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: session.state_of(victim.name) == "lost", 20, "its seat is given up")
+    finally:
+        victim.release()
+        os.kill(victim.pid, signal.SIGCONT)
+
+
+def seats(session: Session) -> list[str]:
+    return [worker.name for worker in session.orch.status().workers]
+
+
+def test_a_lone_worker_that_was_given_up_goes_on_where_it_was(session: Session) -> None:
+    [only] = session.ensure(1)
+    before = seats(session)
+    only.trap("forward", 5)
+    run = session.train(loader(), epochs=2, detach=True)
+    stop_until_lost(session, only)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(2))
+    assert seats(session) == before
+    notes = "\n".join(session.orch.status().notes)
+    assert f"{only.name} came back with all " in notes and f"{only.name} joined again" in notes
+
+
+def test_one_of_two_workers_takes_its_seat_again(session: Session) -> None:
+    _, victim = session.ensure(2)
+    before = seats(session)
+    victim.trap("forward", 3)
+    run = session.train(loader(), epochs=5, detach=True)
+    stop_until_lost(session, victim)
+    session.assert_undisturbed(run, PlainTraining(session.folder, loader()).epochs(5))
+    assert seats(session) == before
+    eventually(lambda: session.state_of(victim.name) == "ready", 20, "it is back")
+
+
+def test_the_steps_that_a_lone_worker_took_while_it_was_given_up_count(session: Session) -> None:
+    [only] = session.ensure(1)
+    assert only.relay is not None
+    only.trap("forward", 6)
+    run = session.train(loader(), epochs=3, detach=True)
+    only.wait_trapped()
+    cluster = session.orch._open_cluster()
+    (rank,) = cluster.roster.ready()
+    sent = eventually(
+        lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
+    )
+    eventually(lambda: only.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
+    only.relay.refuse()
+    only.relay.cut_all()
+    try:
+        eventually(lambda: session.state_of(only.name) == "lost", 20, "its seat is given up")
+        only.release()
+        eventually(lambda: only.handle.status().step >= 6, 30, "it goes on alone")
+    finally:
+        only.relay.admit()
+    plain = PlainTraining(session.folder, loader()).epochs(3)
+    assert run.wait(60) and run.state == "done", run
+    assert len(run.history) == len(plain.losses) and difference(run.model(), plain.model) <= 1e-9
+    assert (run.lost_samples, run.duplicated_samples) == (0, 0)
+    assert "not known here before" in "\n".join(session.orch.status().notes)

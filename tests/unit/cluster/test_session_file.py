@@ -1,0 +1,96 @@
+"""A session's file: what is written comes back, only for its user, and for one process at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guava_nb.cluster.session_file import SavedSession, SessionFile, state_folder
+from guava_nb.errors import ConfigError
+from guava_nb.transport.certificate import self_signed_certificate
+
+
+def saved(port: int = 4711) -> SavedSession:
+    certificate = self_signed_certificate()
+    return SavedSession(b"s" * 16, certificate.pem, certificate.key, port)
+
+
+def test_what_was_saved_comes_back_and_is_its_users_alone(tmp_path: Path) -> None:
+    file = SessionFile.take(tmp_path / "deep" / "one.json")
+    assert file.load() is None
+    session = saved()
+    file.save(session)
+    assert file.load() == session
+    pinned = session.pinned()
+    assert pinned is not None and pinned.fingerprint16 and pinned.server_context()
+    assert file.path.stat().st_mode & 0o077 == 0
+    file.release(forget=False)
+    again = SessionFile.take(file.path)
+    assert again.path == file.path and again.load() == session
+    again.release(forget=True)
+    assert not file.path.exists()
+
+
+def test_without_tls_there_is_no_certificate(tmp_path: Path) -> None:
+    file = SessionFile.take(tmp_path / "one.json")
+    file.save(SavedSession(b"s" * 16, b"", b"", 1))
+    loaded = file.load()
+    assert loaded is not None and loaded.pinned() is None
+    file.release(forget=True)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from guava_nb.cluster.session_file import SessionFile
+held = SessionFile.take(Path(sys.argv[1]))
+print(held.path.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_another_process_gets_another_file_until_the_first_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    try:
+        assert first.stdout.readline().strip() == "one.json"
+        second, third = SessionFile.take(path), SessionFile.take(path)
+        assert (second.path.name, third.path.name) == ("one-2.json", "one-3.json")
+        second.release(forget=True)
+        third.release(forget=True)
+    finally:
+        first.kill()  # a lock ends with its process, however that ends
+        first.communicate()
+    again = SessionFile.take(path)
+    assert again.path.name == "one.json"
+    again.release(forget=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b'{"secret":"c3M=","certificate":"","key":"","port":1}'])
+def test_a_damaged_file_is_as_none(tmp_path: Path, damage: bytes) -> None:
+    file = SessionFile.take(tmp_path / "one.json")
+    file.save(saved())
+    file.path.write_bytes(damage)
+    assert file.load() is None
+    file.save(SavedSession(b"s" * 16, b"no certificate", b"", 1))
+    assert file.load() is None
+    file.release(forget=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="session_file .* cannot be written"):
+        SessionFile.take(tmp_path / "file" / "one.json")
+
+
+def test_state_lies_where_the_user_keeps_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert state_folder() == tmp_path / "guava_nb"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_folder() == Path.home() / ".local" / "state" / "guava_nb"

@@ -1,0 +1,92 @@
+"""What a run notes for the process that follows: places after each step, whatever was cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guava_nb.errors import CheckpointError
+from guava_nb.orchestrator.run_record import LastRun, RunRecord
+from guava_nb.protocol.messages import Factory, RunSpec
+from guava_nb.training.plan import Position
+
+SPEC = RunSpec(model=Factory("Net"), criterion=Factory("MSELoss"), step=None, optimizer=Factory("SGD"), scheduler=None)
+BEGINNING = Position()
+
+
+def feed(epoch: int, batches: int) -> dict[str, Any]:
+    return {"version": 1, "epoch": epoch, "batches": batches, "start": {"torch": "start"}, "now": {"torch": "now"}}
+
+
+def recorded(path: Path, steps: int, at: Position = BEGINNING, first: int = 0) -> RunRecord:
+    record = RunRecord(path, "run-3", SPEC)
+    for step in range(first, first + steps):
+        record.issued(step, at, 2, 16, lambda: feed(at.epoch, at.batches))
+    return record
+
+
+def test_nothing_is_read_where_nothing_was_written(tmp_path: Path) -> None:
+    assert LastRun.read(tmp_path / "one.run") is None
+
+
+@given(st.integers(1, 30), st.integers(0, 5), st.integers(0, 100))
+def test_each_step_that_was_issued_has_its_place(tmp_path_factory: Any, steps: int, epoch: int, before: int) -> None:
+    path = tmp_path_factory.mktemp("record") / "one.run"
+    at = Position(epoch, before, 8 * before)
+    recorded(path, steps, at, first=7)
+    last = LastRun.read(path)
+    assert last is not None and (last.run_id, last.last_step) == ("run-3", 6 + steps)
+    for done in range(steps + 1):
+        place = last.position(6 + done)
+        assert (place.epoch, place.batches, place.samples) == (epoch, before + 2 * done, 8 * before + 16 * done)
+        assert place.feed is not None and place.feed["batches"] == place.batches
+        assert (place.feed["now"] is None) == bool(done)  # the random state is known at the beginning only
+    with pytest.raises(CheckpointError, match="place in the data is not known"):
+        last.position(7 + steps)
+
+
+def test_steps_that_are_issued_again_count_from_what_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "one.run"
+    record = recorded(path, 5)
+    record.issued(2, Position(0, 4, 32), 2, 16, lambda: feed(0, 4))
+    last = LastRun.read(path)
+    assert last is not None and last.places == {1: (0, 4, 32), 2: (0, 6, 48)}
+
+
+def test_a_new_epoch_begins_a_new_record(tmp_path: Path) -> None:
+    path = tmp_path / "one.run"
+    record = recorded(path, 5)
+    record.issued(5, Position(1, 0, 0), 2, 16, lambda: feed(1, 0))
+    last = LastRun.read(path)
+    assert last is not None and last.places == {4: (1, 0, 0), 5: (1, 2, 16)}
+
+
+@given(st.integers(0, 60))
+def test_a_line_that_was_cut_off_does_not_count(tmp_path_factory: Any, cut: int) -> None:
+    path = tmp_path_factory.mktemp("record") / "one.run"
+    recorded(path, 6).close()
+    steps = path.with_suffix(".steps")
+    whole = steps.read_bytes()
+    steps.write_bytes(whole[: max(0, len(whole) - cut)])
+    last = LastRun.read(path)
+    assert last is not None
+    assert last.places == {step: (0, 2 * (step + 1), 16 * (step + 1)) for step in range(-1, last.last_step + 1)}
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK", b"\x80\x04."])
+def test_a_damaged_record_is_as_none(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "one.run"
+    recorded(path, 2)
+    path.write_bytes(damage)
+    assert LastRun.read(path) is None
+
+
+def test_what_is_forgotten_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "one.run"
+    recorded(path, 2).close()
+    RunRecord.forget(path)
+    assert list(tmp_path.iterdir()) == []
