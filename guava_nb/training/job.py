@@ -29,7 +29,6 @@ from guava_nb.sync.replica_set import GroupLost, ReplicaSet
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.telemetry.run_energy import RunEnergy
-from guava_nb.telemetry.waits import Feeding
 from guava_nb.training import checkpoint
 from guava_nb.training.boundary import Boundary
 from guava_nb.training.budget_gate import BudgetGate
@@ -114,7 +113,7 @@ class TrainingJob(Job):
             wire=meter,
             route=lambda: replica_set.route,
             layout=lambda: replica_set.layout_text,
-            feeding=self.feeding,
+            feeding=lambda: self.window.feeding(),
             waits=lambda: note_waits(self.cluster.members()),
             energy=self._energy,
             precision=replica_set.spec.precision,
@@ -176,10 +175,6 @@ class TrainingJob(Job):
                 do()
         else:
             self.at_boundary(do).result(self.plan.rejoin_timeout_s)
-
-    def feeding(self) -> Feeding:
-        """Return what is loaded and what is on its way; from any thread."""
-        return self.window.feeding()
 
     def where(self, step: int | None = None) -> Position:
         """Return the committed position with what the loader needs to go on from it; `step` as in `StepAccounting.where`."""

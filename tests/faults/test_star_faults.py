@@ -686,7 +686,7 @@ def test_losses_with_many_steps_in_flight_change_nothing(cluster: Cluster, kind:
     assert losses_of(job.run) == pytest.approx(losses, abs=1e-12)
     assert difference(job.run.model(), model) <= 1e-9
     assert (job.run.lost_samples, job.run.duplicated_samples) == (0, 0)
-    assert job.feeding().in_flight == {0: (0, 0), 1: (0, 0), 2: (0, 0)}
+    assert job.window.feeding().in_flight == {0: (0, 0), 1: (0, 0), 2: (0, 0)}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
