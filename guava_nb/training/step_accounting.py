@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,7 @@ class StepAccounting:
         self.poison = PoisonSamples()
         self._ledger = SampleLedger()
         self._feed_epoch, self._feed_batches = plan.start.epoch, plan.start.batches
-        self._told_empty = self._went_back = False
+        self._told_empty = self._told_count = self._went_back = False
 
     # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -80,6 +81,7 @@ class StepAccounting:
         self.poison.committed(step)
         if count == 0:
             self._tell_empty(step)
+        self._tell_odd_count(step, loss_sum, count)
         if self._run.done:  # then it was withdrawn as not reached
             self._ledger.draw(step.epoch, ids)
         self._ledger.commit(step.epoch, ids)
@@ -117,6 +119,24 @@ class StepAccounting:
                 f"step {self.steps + 1} counted nothing: its {step.machine.rows} samples have no target that "
                 "is not ignored, so its loss is NaN and nothing was learned from it; further steps like it are not told"
             )
+
+    def _tell_odd_count(self, step: StepInFlight, loss_sum: float, count: float) -> None:
+        """Tell, once, of a count that may be no count: with (loss, accuracy) the run trains on their quotient."""
+        machine = step.machine
+        is_odd = count != int(count) or count <= len(machine.tasks) < machine.rows
+        if (
+            self._told_count
+            or self._replica_set.spec.step is None
+            or not math.isfinite(count)
+            or not (count and is_odd)
+        ):
+            return
+        self._told_count = True
+        self._membership.cluster.notice(
+            f"the step returns two values, which are read as (sum of losses, count): in step {machine.step + 1} the count is "
+            f"{count:g} for {machine.rows} samples, so the loss is {loss_sum:g} / {count:g} = {loss_sum / count:g}. If the "
+            "second value is no count but an accuracy, say, return the loss alone. Told once"
+        )
 
     def on_applied(self, rank: int, message: StepApplied) -> None:
         """Note that a member applied a step; one whose parameters differ is behind."""

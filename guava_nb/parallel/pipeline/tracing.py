@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dis
 import functools
+import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -169,7 +171,7 @@ def _sequential_graph(model: nn.Module) -> tuple[fx.Graph, dict[str, Any]]:
 def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str, Any]]:
     single, tracer = _Single(model), _OuterTracer(enter)
     try:
-        with _factories_followed(), _refusing_changes(model, enter):
+        with _factories_followed(), _refusing_changes(model, enter), _refusing_what_happens_once(model):
             graph = tracer.trace(single)
     except ConfigError:
         raise
@@ -241,6 +243,41 @@ def _refusing_changes(model: nn.Module, enter: Collection[str]) -> Iterator[None
             vars(module).update(attributes)
         for parameter, took_gradients in took.values():
             parameter.requires_grad_(took_gradients)
+
+
+@contextmanager
+def _refusing_what_happens_once(model: nn.Module) -> Iterator[None]:
+    """Refuse what a followed forward does with values: it happened here, once, and happens in no step.
+
+    Raises:
+        ConfigError: it drew random numbers, or wrote into a parameter or a buffer.
+    """
+    random_before, versions = _random_states(), _versions(model)
+    yield
+    if _random_states() != random_before:
+        raise ConfigError(
+            f"the forward of {type(model).__name__} draws random numbers where it is cut into stages (noise, layer drop), and "
+            "they would be the same in every step. Draw them in the forward of a submodule, or take a mode without stages"
+        )
+    for name, version in _versions(model).items():
+        if versions.get(name, version) != version:
+            raise _changes(model, f"the values of {name}")
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """How often each parameter and buffer was written to."""
+    return {
+        name: tensor._version
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_inference()
+    }
+
+
+def _random_states() -> tuple[Any, ...]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return tuple(bytes(state.numpy()) for state in states), random.getstate(), repr(np.random.get_state(legacy=False)["state"])
 
 
 def _changes(module: nn.Module, what: str) -> ConfigError:

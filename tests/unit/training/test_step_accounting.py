@@ -41,3 +41,26 @@ def test_a_group_whose_members_differ_ends_since_it_cannot_take_a_step_without_o
     with pytest.raises(TrainingError, match=r"w1: parameters differ\. .* all steps from there on go wrong"):
         made.on_applied(1, applied())
     assert not behind
+
+
+@pytest.mark.parametrize(
+    ("count", "shards", "is_told"),
+    [
+        (8.0, 2, False),
+        (5.0, 2, False),
+        (1.25, 2, True),
+        (2.0, 2, True),
+        (0.5, 1, True),
+        (3.5, 1, True),
+        (0.0, 2, False),
+    ],
+)
+def test_a_count_that_may_be_an_accuracy_is_told_once(count: float, shards: int, is_told: bool) -> None:
+    notices: list[str] = []
+    made, _ = accounting(None, notices)
+    made._told_count = False
+    made._replica_set.spec.step = "step"  # type: ignore[misc]
+    flight: Any = SimpleNamespace(machine=SimpleNamespace(step=0, rows=8, tasks=[None] * shards))
+    for _ in range(2):
+        made._tell_odd_count(flight, 3.0, count)
+    assert [("read as (sum of losses, count)" in text) for text in notices] == [True] * is_told

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,6 +165,50 @@ def test_the_backward_of_an_autograd_function_is_kept() -> None:
 def test_a_forward_that_switches_gradients_off_between_its_parts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"switches gradients or autocast on or off \(torch.no_grad"):
         split_model(Stopped(), 2)
+
+
+class HappensOnce(nn.Module):
+    """Blocks with something between them that stages would not do."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = self.what(self, x)
+        return x
+
+
+def clamped(model: nn.Module, x: Tensor) -> Tensor:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-1, 1)
+        with torch.no_grad():
+            parameter.clamp_(-1, 1)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (lambda model, x: x + torch.randn(4), "draws random numbers where it is cut into stages"),
+        (lambda model, x: x + np.random.rand(), "draws random numbers"),
+        (lambda model, x: x if random.random() < 0.5 else x, "draws random numbers"),
+        (lambda model, x: x if torch.rand(()) < 0.5 else x, "draws random numbers"),
+        (clamped, "no_grad|changes the values of"),
+    ],
+)
+def test_what_a_forward_would_do_only_once_is_refused(what: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        trace_model(HappensOnce(what), 2, ("blocks.2",))
+
+
+def test_a_draw_inside_a_block_is_no_concern_of_the_cut() -> None:
+    whole = HappensOnce(lambda model, x: x)
+    whole.blocks[1] = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    assert len(trace_model(whole, 2, ("blocks.2",)).units) == 5
 
 
 def test_a_forward_that_asks_for_its_mode_is_refused() -> None:
