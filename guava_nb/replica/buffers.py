@@ -58,6 +58,7 @@ class BufferBook:
             i: self._live(i).clone() for i, name in enumerate(self._names)
             if i not in self._statistics and _is_counter(self._live(i))
         }  # fmt: skip
+        self._held: list[Tensor] = []  # the live tensors as they stood when a state was taken
         self._previous: dict[int, Tensor] = {}  # values before the last step of what it changed
         self._saved: list[Tensor] = []
         self._marks: list[tuple[int, int, int]] = []
@@ -111,7 +112,8 @@ class BufferBook:
     def save_all(self) -> None:
         """Take all live values as committed, as after loading a state."""
         self._saved = [self._live(i).detach().clone() for i in range(len(self._owners))]
-        self._marks = [_mark(self._live(i)) for i in range(len(self._owners))]
+        self._held = [self._live(i) for i in range(len(self._owners))]
+        self._marks = [_mark(held) for held in self._held]
         self._unfollowed = [(name, parameter, _mark(parameter)) for name, parameter, _ in self._unfollowed]
         self._touched = False
 
@@ -172,6 +174,16 @@ class BufferBook:
                 "buffers that workers share must keep their shape, and a new model loads no other one. Give it its full size in "
                 "the factory, and count in another buffer how much of it is filled"
             )
+
+    def put_in_place(self) -> None:
+        """Write what a forward replaced (`self.n = self.n + 1`) into the tensor that stood there: others hold that one."""
+        for i, held in enumerate(self._held):
+            module, key = self._owners[i]
+            live = module._buffers.get(key)
+            if live is not None and live is not held and (live.shape, live.dtype) == (held.shape, held.dtype):
+                with torch.no_grad():
+                    held.copy_(live)
+                module._buffers[key] = held
 
     def nothing(self) -> tuple[bytes, Tensor]:
         """Return what a shard without samples hands over."""

@@ -203,6 +203,7 @@ class GroupReplica(BaseReplica):
                 sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
         refuse_late_gradients(self._took_gradients)
         self._buffers.refuse_resized(shared=True)
+        self._buffers.put_in_place()
         unlike = tuple(sorted(part.finish_gradients()))
         changed = self._forward_writes.end()
         return LaunchedShard(

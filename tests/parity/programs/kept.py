@@ -138,6 +138,22 @@ class Periodic(nn.Module):
         return z + z.mean(0).square() if int(self.steps) % 10 == 0 else z
 
 
+class Replacing(nn.Module):
+    """Buffers that a forward replaces instead of writing into them: a counter, a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training:
+            self.steps = self.steps + 1
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.net(x) / (1 + self.steps)
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -206,6 +222,7 @@ PROGRAMS = [
             step=neighbours_step, told={"*": COUPLED}, refused=PARTED),
     Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(40, 5), labels(3, 40)), epochs=2,
             criterion="CrossEntropyLoss", told={"*": COUPLED}),
+    Program(name="buffers that are replaced", model=Replacing, data=classified, criterion="CrossEntropyLoss"),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
