@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.parallel.replicas.buffer_policy import is_statistic, numbers, policy_of, taken
+from guava_nb.parallel.replicas.buffer_policy import change_of, is_statistic, policy_of, taken
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
@@ -237,7 +237,7 @@ class BufferBook:
         """Return which tensors the last step changed, hooks of the optimizer included, and by how much, as `flatten` does."""
         assert self._bucket is not None
         dtype, chosen = self._bucket.dtype, sorted(self._previous)
-        parts = [(numbers(self._saved[i], dtype) - numbers(self._previous[i], dtype)).to(dtype) for i in chosen]
+        parts = [change_of(self._previous[i], self._saved[i], dtype).to(dtype) for i in chosen]
         flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         return pack_present([i in self._previous for i in range(len(self._owners))]), flat
 
@@ -305,7 +305,7 @@ class BufferBook:
         live, saved = self._live(index).detach(), self._saved[index].detach()
         assert self._bucket is not None
         self._refuse_resized(index)
-        return (numbers(live, self._bucket.dtype) - numbers(saved, self._bucket.dtype)).to(self._bucket.dtype)
+        return change_of(saved, live, self._bucket.dtype).to(self._bucket.dtype)
 
     def _incoming(self, index: int, change: Tensor) -> Tensor:
         saved = self._saved[index].detach()

@@ -277,7 +277,11 @@ def _random_states() -> tuple[Any, ...]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += torch.cuda.get_rng_state_all()
-    return tuple(bytes(state.numpy()) for state in states), random.getstate(), repr(np.random.get_state(legacy=False)["state"])
+    return (
+        tuple(bytes(state.numpy()) for state in states),
+        random.getstate(),
+        repr(np.random.get_state(legacy=False)["state"]),
+    )
 
 
 def _changes(module: nn.Module, what: str) -> ConfigError:

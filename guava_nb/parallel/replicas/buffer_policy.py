@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from guava_nb.parallel.replicas.bucketing import wire_dtype
 
 __all__ = [
+    "change_of",
     "POLICIES",
     "ChangeFacts",
     "Way",
@@ -79,9 +80,27 @@ def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.reshape(-1).to(dtype or wire_dtype(tensor.dtype))
 
 
+def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return by how much a tensor changed, flat, for `taken`.
+
+    What was infinite or NaN (a causal mask, the least value seen so far) has no difference: it stayed, which is 0, or the new
+    value stands for the change.
+
+    Args:
+        dtype: as for `numbers`.
+    """
+    old, new = numbers(before, dtype), numbers(after, dtype)
+    if not old.is_floating_point():
+        return new - old
+    stayed = (new == old) | (new.isnan() & old.isnan())
+    return (new - old.where(old.isfinite(), 0)).masked_fill(stayed, 0)
+
+
 def taken(before: Tensor, change: Tensor) -> Tensor:
-    """Return a tensor after a change, `change` as a difference of `numbers`."""
+    """Return a tensor after a change, as `change_of` gives it."""
     now = numbers(before, change.dtype if change.is_floating_point() else None)
+    if now.is_floating_point():
+        now = now.where(now.isfinite() | (change == 0), 0)
     now = now + (change if now.is_floating_point() else change.round() if change.is_floating_point() else change).to(
         now
     )

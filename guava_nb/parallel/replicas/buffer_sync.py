@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from guava_nb.parallel.replicas.buffer_policy import (
     ChangeFacts,
     Way,
+    change_of,
     facts_of,
     followed_parameters,
     is_statistic,
-    numbers,
     policy_of,
     taken,
     way_of,
@@ -83,7 +83,7 @@ class BufferSync:
         """Make the tensors equal; this replica saw `rows` samples since the last step."""
         if not self._owners:
             return
-        changes = [numbers(self._live(i)) - numbers(before) for i, before in enumerate(self._before)]
+        changes = [change_of(before, self._live(i)) for i, before in enumerate(self._before)]
         if not rows:  # a replica without samples may hold anything, even NaN
             changes = [torch.zeros_like(change) for change in changes]
         anywhere, all_rows, ways = self._agree(changes, rows)

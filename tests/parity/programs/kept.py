@@ -154,6 +154,25 @@ class Replacing(nn.Module):
         return self.net(x) / (1 + self.steps)
 
 
+class Infinities(nn.Module):
+    """A constant mask of infinities, and the least and greatest value seen, which begin at infinity."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1))
+        self.register_buffer("least", torch.tensor(float("inf")))
+        self.register_buffer("greatest", torch.tensor(float("-inf")))
+
+    def forward(self, x):
+        z = self.net(x)
+        if self.training:
+            least, greatest = torch.aminmax(z.detach())
+            self.least = torch.minimum(self.least, least)
+            self.greatest.copy_(torch.maximum(self.greatest, greatest))
+        return torch.softmax(z[:, :, None] + self.mask, -1).sum(1)
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -223,6 +242,10 @@ PROGRAMS = [
     Program(name="term of each tenth step", model=Periodic, data=lambda: batches(draw(40, 5), labels(3, 40)), epochs=2,
             criterion="CrossEntropyLoss", told={"*": COUPLED}),
     Program(name="buffers that are replaced", model=Replacing, data=classified, criterion="CrossEntropyLoss"),
+    Program(name="infinities in buffers", model=Infinities, data=classified, criterion="CrossEntropyLoss",
+            told={"*": "least"}),
+    Program(name="infinities in buffers, zero 2", model=Infinities, data=classified, criterion="CrossEntropyLoss",
+            settings={"zero_stage": 2}, modes=("zero 1",), told={"*": "least"}),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),

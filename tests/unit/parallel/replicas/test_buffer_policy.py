@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from guava_nb.parallel.replicas.buffer_policy import (
     ChangeFacts,
+    change_of,
     combined,
     facts_of,
     followed_parameters,
-    numbers,
     policy_of,
     taken,
     way_of,
@@ -93,7 +93,7 @@ def test_a_policy_is_found_by_name() -> None:
 def test_a_change_brings_a_tensor_to_where_it_was_measured(values: list[int], kind: str) -> None:
     dtype = getattr(torch, kind)
     before, after = (torch.tensor([value % 1000 if dtype != torch.int64 else value]).to(dtype) for value in values)
-    change = numbers(after, torch.float64) - numbers(before, torch.float64)
+    change = change_of(before, after, torch.float64)
     assert torch.equal(taken(before, change.double()), after)
 
 
@@ -125,3 +125,13 @@ def test_no_change_counts_nothing() -> None:
     assert told(torch.zeros(2)) == [0.0, 0.0]
     assert told(torch.ones(3)) == [1.0, 1.0]
     assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0]
+
+
+def test_what_was_infinite_or_no_number_has_no_difference() -> None:
+    inf, nan = float("inf"), float("nan")
+    before = torch.tensor([-inf, inf, nan, inf, -inf, nan, 1.0, 1.0])
+    after = torch.tensor([-inf, inf, nan, 3.0, inf, 2.0, inf, nan])
+    change = change_of(before, after)
+    assert change[:6].tolist() == [0, 0, 0, 3, inf, 2]
+    assert not change[6:].isfinite().any()  # a number that became none is found by it
+    assert torch.allclose(taken(before, change)[:6], after[:6], equal_nan=True)
