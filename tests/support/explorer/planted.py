@@ -126,7 +126,7 @@ PLANTED = (
     Planted("an answer to an earlier order counts", ReplicaSet, "_on_prepared", _any_answer,
             _c(workers=1, faults={"cut": 2, "interrupt": 1, "die": 1, "join": 1}, together=4), invariants.WAIT, 600),
     Planted("who held the state before holds it after going back", ReplicaSet, "go_back", _keeps_holders,
-            _c(batches=STEPS, faults={"cut": 1, "die": 1, "join": 1}, together=3), invariants.AHEAD, 200, 1),
+            _c(batches=STEPS, site="orchestrator", faults={"cut": 1, "die": 1, "join": 1}, together=3), invariants.AHEAD, 200, 1),
     Planted("a report on another group counts against the one that stands", GroupReplicaSet, "note_break", _any_group,
             _c(batches=_ONE, unasked=True, exchange="group"), invariants.ASKED),
     Planted("a step that was undone counts as held", ReplicaSet, "_has_undone", lambda *rest: False,

@@ -75,6 +75,11 @@ class Line:
     rate_bytes_s = (None, None)
     wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))
 
+    @property
+    def identity(self) -> bytes:
+        """Of the worker's process: each has one session."""
+        return self.session_id
+
     def send(self, message: Message, channel: Channel, buffers: Sequence[memoryview] = ()) -> None:
         """Queue a message for the worker."""
         if self.closed:
@@ -162,8 +167,9 @@ class _Preparation:
         replica = CountingReplica(self._samples, self._buckets, seat, self._undoes)
         return PreparedRun(message.run_id, message.spec, None, str, replica, SimpleNamespace())  # type: ignore[arg-type]
 
-    def built(self, message: Prepare, run: PreparedRun) -> Prepared:
-        return Prepared(run_id=run.run_id, ok=True, generation=message.generation)
+    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None) -> Prepared:
+        holds = {} if holds_step is None else {"holds": True, "step": holds_step}
+        return Prepared(run_id=run.run_id, ok=True, generation=message.generation, **holds)  # type: ignore[arg-type]
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:
         raise AssertionError(f"the worker cannot build: {error!r}") from error
