@@ -204,7 +204,7 @@ class Cluster:
             return  # a hello sent again after a resume
         notes = version_notes(local_versions(), hello.versions)
         with self._changed:
-            before = self._seat_before(session)
+            before = self._seat_before(session, hello.before)
             if before in self.expelled:
                 self._close_aside(session, f"{self.name(before)} was sent away before")
                 return
@@ -218,10 +218,10 @@ class Cluster:
         self.tell(f"{member.name} {came}: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
 
-    def _seat_before(self, session: SessionHandle) -> int | None:
-        """The seat of a process that was given up here and comes back; None for a newcomer."""
+    def _seat_before(self, session: SessionHandle, before: str) -> int | None:
+        """The seat of a process that was given up here and comes back; None for a newcomer, or a copy of its identity."""
         for rank, earlier in reversed(self._all_sessions):
-            if hmac.compare_digest(earlier.identity, session.identity):
+            if earlier.session_id.hex() == before and hmac.compare_digest(earlier.identity, session.identity):
                 return rank if self.roster.members[rank].state == "lost" else None
         return None
 

@@ -76,9 +76,10 @@ class Registry(Generic[_S]):
         with self._lock:
             session = self._live.get(attach.session_id)
             over = self._closed.get(attach.session_id)
+            is_replaced = self._by_identity.get(_digest(attach.identity), attach.session_id) != attach.session_id
         if session is None:
             if over is not None:
-                raise RefusedJoin(SESSION_OVER, f"this session is over: {over}")
+                raise RefusedJoin("replaced" if is_replaced else SESSION_OVER, f"this session is over: {over}")
             if attach.purpose == CONTROL and attach.incarnation == 0:
                 return None
             raise RefusedJoin(SESSION_UNKNOWN, "this session is not known here: the listener was started anew")

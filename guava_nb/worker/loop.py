@@ -306,7 +306,7 @@ class WorkerLoop:
         if before is not None and before.is_of(message) and (comes_back or stands_at == message.after_step):
             before.replica.restore()
             self._run = run = replace(before, run_id=message.run_id)
-            self._steps.go_on(run, stands_at if comes_back else -1, message.generation)
+            (self._steps.come_back if comes_back else self._steps.go_on)(run, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
             self._send(self._preparation.built(message, run, holds_step=stands_at), ())
             return

@@ -119,14 +119,24 @@ class StepRunner:
 
     def begin(self, run: PreparedRun, generation: int) -> None:
         """Work on this run from its first step on; what is of an older generation is of an earlier attempt to build it."""
-        self.go_on(run, -1, generation)
+        self.go_on(run, generation)
+        self._pending.reset(-1, generation)
         self._kept_first = None
 
-    def go_on(self, run: PreparedRun, committed: int, generation: int) -> None:
-        """Work on this run with the state that is here: what the last run left, or what this one had after a committed step."""
-        self._built_in = generation
-        self._run, self._pending, self._pieces, self._is_halted = run, PendingSteps(), 1, False
-        self._pending.reset(committed, generation)
+    def come_back(self, run: PreparedRun, generation: int) -> None:
+        """Work on the run in work from its last committed step; `generation` as in `begin`."""
+        self._built_in, self._is_halted = generation, False
+        self._forget_pending(self.committed, generation)
+
+    def go_on(self, run: PreparedRun, generation: int) -> None:
+        """Work on this run from its first step on, with what the last one left; its steps may be of a group that stands."""
+        self._built_in, self._run, self._pending, self._pieces, self._is_halted = (
+            generation,
+            run,
+            PendingSteps(),
+            1,
+            False,
+        )
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 
@@ -141,9 +151,9 @@ class StepRunner:
         self.settle()
         self._forget_pending(self.committed)
 
-    def _forget_pending(self, committed: int) -> None:
+    def _forget_pending(self, committed: int, *generation: int) -> None:
         self._pending = PendingSteps()
-        self._pending.reset(committed)
+        self._pending.reset(committed, *generation)
 
     def close(self) -> None:
         """End the prefetch; a shard that comes later begins it anew."""

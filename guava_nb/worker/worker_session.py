@@ -128,9 +128,11 @@ class WorkerSession:
             LinkTimeout: the orchestrator did not come back within `rejoin_s`.
             GuavaError: another session listens there, or it refused this worker.
         """
+        assert self._session is not None
         self.loop.between_sessions()
         self._count_bytes()
-        self._hello = msgspec.structs.replace(self._hello, name=self.loop.name or self._hello.name)
+        before, name = self._session.session_id.hex(), self.loop.name or self._hello.name
+        self._hello = msgspec.structs.replace(self._hello, name=name, before=before)
         wait_s, pauses = self._options.rejoin_s, Backoff()
         until = time.monotonic() + wait_s
         while not self.loop.is_leaving:

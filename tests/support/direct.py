@@ -5,7 +5,6 @@ Everything above the link is real. Faults are exact: "after the n-th message of 
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ class DirectSession:
 
     def __init__(self, worker: DirectWorker) -> None:
         self.session_id = worker.identity
-        self.identity = secrets.token_bytes(32)
+        self.identity = worker.identity
         self.wire = Wire(dict.fromkeys(Channel, 0), dict.fromkeys(Channel, 0))  # counted as a real session counts
         self.round_trip_s = None
         self.rate_bytes_s = (None, None)

@@ -27,6 +27,7 @@ class Hello(Message, frozen=True, kw_only=True):
     host_id: str = ""  # the same for processes that share one machine and its network
     has_bf16: bool = False  # the device computes bfloat16 by itself: others emulate it, and are slow
     own: tuple[str, ...] = ()  # what lives in the user's own process there: "model", "criterion", "optimizer", ...
+    before: str = ""  # id, as hex, of this process's session that was given up: it comes back to the same seat
 
 
 class Accept(Message, frozen=True):

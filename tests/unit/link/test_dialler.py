@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from guava_nb.errors import ConfigError
-from guava_nb.link.dialler import _Backoff, dial
+from guava_nb.link.dialler import Backoff, dial
 from guava_nb.protocol.joincode import JoinCode
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def test_pauses_between_attempts_grow_and_are_forgotten() -> None:
-    backoff = _Backoff()
+    backoff = Backoff()
     now, attempts = 1000.0, 0
     assert backoff.next_s(now) == 0
     while now < 1060.0:
