@@ -105,8 +105,7 @@ class StepRunner:
         """Have no run yet."""
         self._send, self._device, self._seat, self._energy = send, device, seat, energy
         self._on_work, self._on_commit = on_work, on_commit
-        self._phases = PhaseBook() if energy is None else energy.phases
-        self._flops = FlopCount(False)
+        self._phases, self._flops = PhaseBook() if energy is None else energy.phases, FlopCount(False)
         self._prefetch = DevicePrefetch(copier_for(device))
         self._run: PreparedRun | None = None
         self._pending: PendingSteps[_Sum] = PendingSteps()
@@ -130,13 +129,8 @@ class StepRunner:
 
     def go_on(self, run: PreparedRun, generation: int) -> None:
         """Work on this run from its first step on, with what the last one left; its steps may be of a group that stands."""
-        self._built_in, self._run, self._pending, self._pieces, self._is_halted = (
-            generation,
-            run,
-            PendingSteps(),
-            1,
-            False,
-        )
+        self._built_in, self._run, self._pieces, self._is_halted = generation, run, 1, False
+        self._pending = PendingSteps()
         # Of a model in parts each worker would count its own operations only.
         self._flops = FlopCount(run.spec.count_flops and run.spec.parallel is None)
 

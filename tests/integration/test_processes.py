@@ -59,12 +59,11 @@ def test_an_import_that_workers_lack_is_refused_before_training(
     cell = "import only_at_home_xyz\n" + CELL.format(folder=str(three.folder))
     with pytest.raises(PreparationError) as caught:
         three.train(loader(), cell=cell)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 3
-    for name, line in zip(sorted(three.ready()), sorted(lines), strict=True):
-        assert line.startswith(f"{name} cannot import 'only_at_home_xyz'")
-        assert f"{tmp_path / 'only_at_home_xyz.py'} here, and in no package index" in line
-        assert "%pip" not in line
+    [line] = str(caught.value).splitlines()  # one problem, and all who have it
+    names, _, problem = line.partition(" cannot import 'only_at_home_xyz'")
+    assert sorted(names.split(", ")) == sorted(three.ready())
+    assert f"{tmp_path / 'only_at_home_xyz.py'} here, and in no package index" in problem
+    assert "%pip" not in problem
     assert three.orch.run is not None and three.orch.run.history == []
     assert three.train(loader(), epochs=1).state == "done"  # nobody was hurt
 
