@@ -77,7 +77,7 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
 def train_local(
     model: nn.Module, loader: Batches, num_epochs: int, learning_rate: float, shares: Sequence[float], every: int
 ) -> list[float]:
-    """Train in place by DiLoCo (arXiv 2311.08105), all workers in turn, a row range of each batch for each.
+    """Train in place by local SGD (arXiv 1805.09767), the mean of the weights after each round, all workers in turn, a row range of each batch for each.
 
     Args:
         shares: relative share of each worker.
@@ -88,7 +88,7 @@ def train_local(
     """
     replicas = [copy.deepcopy(model) for _ in shares]
     inner = [torch.optim.Adam(replica.parameters(), lr=learning_rate) for replica in replicas]
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
     criterion = nn.CrossEntropyLoss(reduction="sum")
     losses = []
     for _ in range(num_epochs):

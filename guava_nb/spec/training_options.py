@@ -115,7 +115,7 @@ class TrainingOptions:
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
         sync_every: optimizer steps of a round of local sync; by default 30.
         outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo) or "average", the mean of their weights; by
-            default nesterov.
+            default average, with which one worker alone trains as plain PyTorch does.
         outer_lr: learning rate of that common step; by default 0.7, of average 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
         precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
@@ -301,7 +301,7 @@ class TrainingOptions:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""
         if self.sync == "step":
             return replace(self, sync_every=1)
-        outer = self.outer or "nesterov"
+        outer = self.outer or "average"
         usual: dict[str, Any] = {"sync_every": 30, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
         if outer == "average":
             usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}

@@ -238,7 +238,7 @@ def test_precision_auto_is_bf16_where_every_card_computes_it() -> None:
 
 def test_rounds_stand_in_the_record_without_their_length() -> None:
     assert build().rounds is None
-    assert build(sync="local", accumulation_steps=2).rounds == RoundSpec("nesterov", 0.7, 0.9, 2)
+    assert build(sync="local", accumulation_steps=2).rounds == RoundSpec("average", 1.0, 0.0, 2)
     assert build(sync="local", sync_every=7) == build(sync="local", sync_every=8)
 
 

@@ -239,9 +239,9 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
     step = TrainingOptions().settled(config)
     assert (step.sync_every, step.outer, step.outer_lr) == (1, None, None)
     local = TrainingOptions(sync="local").settled(config)
-    assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "nesterov", 0.7, 0.9)
-    mean = TrainingOptions(sync="local", sync_every=5, outer="average").settled(config)
-    assert (mean.sync_every, mean.outer, mean.outer_lr, mean.outer_momentum) == (5, "average", 1.0, 0.0)
+    assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "average", 1.0, 0.0)
+    diloco = TrainingOptions(sync="local", sync_every=5, outer="nesterov").settled(config)
+    assert (diloco.sync_every, diloco.outer, diloco.outer_lr, diloco.outer_momentum) == (5, "nesterov", 0.7, 0.9)
 
 
 @pytest.mark.parametrize(
