@@ -284,7 +284,7 @@ class WorkerLoop:
                 self._on_evaluate(run, message, self._read(message, payload))
                 steps.restart_wait_clock()
             case CheckStep():
-                self._show("preparing")
+                self._show("preparing" if steps.committed < 0 else "working")
                 self._send(self._preparation.check_step(run, message, payload), ())
                 steps.restart_wait_clock()
             case ListRows():
