@@ -77,7 +77,9 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
 def train_local(
     model: nn.Module, loader: Batches, num_epochs: int, learning_rate: float, shares: Sequence[float], every: int
 ) -> list[float]:
-    """Train in place by local SGD (arXiv 1805.09767), the mean of the weights after each round, all workers in turn, a row range of each batch for each.
+    """Train in place by local SGD (arXiv 1805.09767): rounds that end with the mean of the weights.
+
+    All workers take their steps in turn, each with a row range of each batch.
 
     Args:
         shares: relative share of each worker.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from guava_nb.worker.network_worker import start_worker
 from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 
 
@@ -93,3 +96,31 @@ def test_the_steps_that_a_lone_worker_took_while_it_was_given_up_count(session: 
     assert len(run.history) == len(plain.losses) and difference(run.model(), plain.model) <= 1e-9
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
     assert "not known here before" in "\n".join(session.orch.status().notes)
+
+
+SCRIPT = """
+from guava_nb import Orchestrator
+orchestrator = Orchestrator(num_workers=1)
+print(orchestrator.open().encode(), flush=True)
+orchestrator.wait_for_workers(timeout=60)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_a_script_that_ends_without_close_lets_its_workers_go(end: str, status: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(end=end)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    )  # fmt: skip
+    assert script.stdout is not None
+    worker = start_worker(script.stdout.readline().strip(), device="cpu")
+    try:
+        assert worker.wait(90), "the worker ends with the script, and long before it would give up waiting"
+        assert worker.status().state == "left" and worker.status().exit_status == 0
+        assert script.wait(30) == status
+    finally:
+        worker.kill()
+        script.kill()
+        script.communicate()
