@@ -162,7 +162,8 @@ def test_at_another_address_workers_go_on_by_the_new_code(pair: Pair) -> None:
         run = pair.session.train(loader(), callbacks=[AtStep(2, take_the_port)], detach=True)
         eventually(lambda: orch.join_code != old, 30, "the new address is known")
         new = orch.join_code
-        assert new.secret == old.secret and new.address in pair.notices()
+        eventually(lambda: new.address in pair.notices(), 20, "it is told")
+        assert new.secret == old.secret
         assert "%guava_worker NEWCODE" in pair.notices() and new.encode() not in pair.notices()
         assert orch.open() == new and orch.status().address == new.address
         eventually(lambda: pair.worker.handle.status().state == "reconnecting", 20, "it waits")
