@@ -77,12 +77,7 @@ def test_the_steps_that_a_lone_worker_took_while_it_was_given_up_count(session: 
     only.trap("forward", 6)
     run = session.train(loader(), epochs=3, detach=True)
     only.wait_trapped()
-    cluster = session.orch._open_cluster()
-    (rank,) = cluster.roster.ready()
-    sent = eventually(
-        lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
-    )
-    eventually(lambda: only.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
+    session.wait_sent_ahead(only, run)
     only.relay.refuse()
     only.relay.cut_all()
     try:

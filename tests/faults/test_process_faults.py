@@ -218,12 +218,7 @@ def test_a_lone_worker_that_went_on_while_it_was_away_is_taken_as_it_is(session:
     lone.trap("forward", 6)
     run = session.train(loader(), epochs=50, detach=True)
     lone.wait_trapped()
-    cluster = session.orch._open_cluster()
-    (rank,) = cluster.roster.ready()
-    sent = eventually(
-        lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
-    )
-    eventually(lambda: lone.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
+    session.wait_sent_ahead(lone, run)
     lone.relay.refuse()
     lone.relay.cut_all()
     eventually(lambda: session.state_of(lone.name) == "suspect", 10, "its absence is seen")

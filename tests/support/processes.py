@@ -281,6 +281,15 @@ class Session:
         }
         return self.orch.start_training(batches, num_epochs=epochs, **given)
 
+    def wait_sent_ahead(self, worker: Worker, run: Run) -> None:
+        """Wait until a lone worker that stands still has at least three shards more than it has done."""
+        cluster = self.orch._open_cluster()
+        (rank,) = cluster.roster.ready()
+        sent = eventually(
+            lambda: run.feeding().in_flight[rank][0] >= 3 and cluster.total_bytes(rank)[0], 20, "more shards are sent"
+        )
+        eventually(lambda: worker.handle.status().figures.in_bytes >= sent, 20, "they have arrived")
+
     def assert_undisturbed(self, run: Run, plain: PlainTraining) -> None:
         """The run equals plain PyTorch on the same batches, each sample committed once."""
         assert run.wait(60), run
