@@ -218,11 +218,7 @@ def build_spec(
         ConfigError, SourceError: something is wrong or exists only here.
     """
     if parallel is not None and options.optimizer_site == "orchestrator":
-        cause = (
-            _past_the_orchestrator(config, parallel)
-            if parallel.mode == "data"
-            else f"in mode {parallel.mode} the workers hold parts of the model, and each steps its own; use data mode"
-        )
+        cause = _not_at_the_hub(config, parallel, "the workers hold parts of the model, and each steps its own")
         raise ConfigError(f"optimizer_site is 'orchestrator', and {cause}, or leave optimizer_site at 'workers'")
     if options.sync == "local":
         _refuse_local(config, options, parallel)
@@ -254,12 +250,8 @@ def _rounds(options: TrainingOptions) -> RoundSpec | None:
 
 def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:
     cause = ""
-    if parallel is not None and parallel.mode == "data":
-        cause = f"{_past_the_orchestrator(config, parallel)}"
-    elif parallel is not None:
-        cause = (
-            f"in mode {parallel.mode} workers hold parts of one model, and none can take a step alone; use data mode"
-        )
+    if parallel is not None:
+        cause = _not_at_the_hub(config, parallel, "workers hold parts of one model, and none can take a step alone")
     elif options.optimizer_site == "orchestrator":
         cause = (
             "optimizer_site is 'orchestrator', so no worker has an optimizer to take steps with; leave it at 'workers'"
@@ -279,17 +271,20 @@ def _refuse_wire(config: DistributedConfig, options: TrainingOptions, parallel: 
         ConfigError: gradients do not pass the orchestrator, or are multiplied by a loss scale that changes between steps.
     """
     if parallel is not None:
-        cause = (
-            _past_the_orchestrator(config, parallel)
-            if parallel.mode == "data"
-            else f"in mode {parallel.mode} the workers exchange gradients among themselves; use data mode"
-        )
+        cause = _not_at_the_hub(config, parallel, "the workers exchange gradients among themselves")
         raise ConfigError(f"wire is {options.wire!r}, and {cause}, or leave wire at 'fp32'")
     if options.precision == "fp16":
         raise ConfigError(
             f"wire is {options.wire!r}, and with precision 'fp16' a loss scale that changes multiplies the gradients, so what "
             "one step leaves out cannot be added to the next; use precision bf16 or fp32, or leave wire at 'fp32'"
         )
+
+
+def _not_at_the_hub(config: DistributedConfig, parallel: ParallelSpec, in_parts: str) -> str:
+    """Say why gradients do not meet at the orchestrator; `in_parts`: why not where workers hold parts of a model."""
+    if parallel.mode == "data":
+        return _past_the_orchestrator(config, parallel)
+    return f"in mode {parallel.mode} {in_parts}; use data mode"
 
 
 def _past_the_orchestrator(config: DistributedConfig, parallel: ParallelSpec) -> str:
