@@ -238,11 +238,7 @@ class EnergyMeter:
             self._open.clear()
             self._closed = True
         self._rest()
-        if self._reading.acquire(timeout=_JOIN_S):  # a sensor that hangs in a reading is given back after it
-            try:
-                self._give_back()
-            finally:
-                self._reading.release()
+        self._give_back(_JOIN_S)
 
     def __enter__(self) -> Self:
         """Begin the window "window"."""
@@ -341,7 +337,7 @@ class EnergyMeter:
                 logger.exception("the energy meter failed and stops")
                 return
         if self._closed:
-            self._give_back()
+            self._give_back(0.0)  # a thread that still hangs in a reading gives them back itself after it
 
     def _rest(self) -> None:
         """Read no more where no window is open; a thread that hangs in a sensor is left behind."""
@@ -355,10 +351,16 @@ class EnergyMeter:
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_S)
 
-    def _give_back(self) -> None:
-        for one in self._followed:
-            with contextlib.suppress(Exception):
-                one.sensor.close()
+    def _give_back(self, timeout_s: float) -> None:
+        """Close the sensors, unless a reading goes on for longer than this: none is closed under a call that uses it."""
+        if not self._reading.acquire(timeout=timeout_s):
+            return
+        try:
+            for one in self._followed:
+                with contextlib.suppress(Exception):
+                    one.sensor.close()
+        finally:
+            self._reading.release()
 
 
 def _devices_of(devices: Any) -> Sequence[Any] | None:

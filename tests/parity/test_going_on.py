@@ -19,6 +19,7 @@ from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Channel, State, StepApplied
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, once_after
+from tests.support.links import eventually
 from tests.support.session import direct_session, said
 from tests.support.training import difference, loader
 
@@ -119,8 +120,8 @@ def copied(session: Orchestrator) -> None:
 
 def joined(session: Orchestrator, name: str, hook: Any = lambda worker, message: None) -> DirectWorker:
     assert session._cluster is not None
-    worker = DirectWorker(session._cluster, name, hook).start()
-    session._cluster.wait_for(1, 10)
+    worker, cluster = DirectWorker(session._cluster, name, hook).start(), session._cluster
+    eventually(lambda: name in [member.name for member in cluster.members()], f"{name} has not joined")
     return worker
 
 
