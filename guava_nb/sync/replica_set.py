@@ -27,6 +27,7 @@ from guava_nb.protocol.messages import (
     Prepare,
     Prepared,
     RunSpec,
+    SchedulerStep,
     State,
     StateLoaded,
     StepApplied,
@@ -123,7 +124,8 @@ class ReplicaSet(StateAtWorkers):
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._was_asked(rank, message.generation):
             self._prepared[rank] = message
-            if message.ok and message.holds and (step := self._step_kept(rank, message.step)) is not None:
+            can_hold = message.ok and message.holds and 0 <= message.ticks <= len(self.ticks)
+            if can_hold and (step := self._step_kept(rank, message.step)) is not None:
                 self.at[rank] = step
 
     def _on_loaded(self, rank: int, message: StateLoaded, payload: memoryview) -> None:
@@ -164,9 +166,28 @@ class ReplicaSet(StateAtWorkers):
             elif self.code is not None and (anew := self.code.begins_otherwise(self._prepared[rank].facts)):
                 self._tell_once(job, anew)
         answers = {r: self._prepared[r] for r in asked if r in self._prepared}
+        for rank in filter(self.holds, answers):
+            self._send_ticks(job.cluster, [rank], answers[rank].ticks)
         self.writer.settle(job, [r for r, answer in answers.items() if answer.ok])
         layouts = ("", self.master.layout.digest())
         return {r: answer for r, answer in answers.items() if not answer.ok or answer.layout not in layouts}
+
+    def tick(self, cluster: Cluster, ranks: Iterable[int], metric: float | None) -> None:
+        """Advance the schedule of workers that stand at the last committed step, and of the master where it has the optimizer.
+
+        Args:
+            metric: the figure that the schedule follows; None for one that follows none.
+        """
+        self.ticks.append(metric)
+        self._send_ticks(cluster, ranks, len(self.ticks) - 1)
+        if self.spec.optimizer_site == "orchestrator":
+            self.master.tick(metric)
+        else:
+            self.master_step = min(self.master_step, self.step - 1)
+
+    def _send_ticks(self, cluster: Cluster, ranks: Iterable[int], after: int) -> None:
+        for number, metric in enumerate(self.ticks[after:], after + 1):
+            cluster.send_all(ranks, SchedulerStep(self.run_id, metric, number))
 
     def _tell_once(self, job: Job, sentence: str) -> None:
         if sentence not in self._told:
@@ -324,13 +345,13 @@ class ReplicaSet(StateAtWorkers):
             self._loaded.pop(rank, None)
             self.at.pop(rank, None)
         self._loading = dict.fromkeys(ranks, (generation, step))
-        proved = {rank for rank in ranks if self._has_proved(rank)}
+        proved, ticks = {rank for rank in ranks if self._has_proved(rank)}, len(self.ticks)
         if sent := set(ranks) - proved:
             tree, buffers = pack(dict(state() if callable(state) else state))
-            job.cluster.send_all(sent, LoadState(self.run_id, generation, step, tree), buffers)
+            job.cluster.send_all(sent, LoadState(self.run_id, generation, step, tree, True, ticks), buffers)
         if proved:
             tree, buffers = pack(self.master.state(model=False))
-            job.cluster.send_all(proved, LoadState(self.run_id, generation, step, tree, want_hash=False), buffers)
+            job.cluster.send_all(proved, LoadState(self.run_id, generation, step, tree, False, ticks), buffers)
         try:
             yield
         finally:
@@ -353,7 +374,7 @@ class ReplicaSet(StateAtWorkers):
         """
         made = self._new(run_id, master)
         made.after, made.predecessor, made.master_step = (self.run_id, self.step), self, NOT_HERE
-        made.schedule, made._device_kind = self.schedule, dict(self._device_kind)
+        made.schedule, made.ticks, made._device_kind = self.schedule, self.ticks, dict(self._device_kind)
         name = f"the state after {self.nth(self.step)} of {self.run_id}"
         if master is self.master:
             made.beginning = Beginning.at_workers(name, master, lambda: self.copy, self.join, self.fallback())

@@ -44,6 +44,7 @@ class StateAtWorkers(StepsHeld, ABC):
         count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
         unit: what a step of these replicas is: "step", or "round" of local steps.
         schedule: settings of the optimizer's groups and state of the scheduler, where a run left all else with its workers.
+        ticks: the metric of each tick of a schedule of epochs or validations, in this run and those that it goes on from.
     """
 
     #: Finds the classes that may come in a worker's state.
@@ -61,6 +62,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self.copy: StateCopy | None = None
         self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
+        self.ticks: list[float | None] = []
         self._requests = itertools.count(1)
         self._awaited: dict[int, int] = {}  # requests whose answer is waited for, and of whom
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -212,7 +214,9 @@ class StateAtWorkers(StepsHeld, ABC):
         holders = self.holders(cluster)
         asked = self._holders_with(holders[0]) if holders else []
         if self.copy is None and asked and set(asked) <= set(cluster.roster.ready()) & set(holders):
-            self.copy = StateCopy(self.run_id, self.step, {self.next_request(): r for r in asked}, self._resolve)
+            self.copy = StateCopy(
+                self.run_id, self.step, {self.next_request(): r for r in asked}, self._resolve, len(self.ticks)
+            )
             self.copy.ask(cluster)
 
     def fall_back(self) -> str:
@@ -287,7 +291,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self._awaited = requests = {self.next_request(): rank for rank in ranks}
         self._states.clear()
         for request, rank in requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole))
+            job.cluster.send(rank, FetchState(request, self.run_id, whole, whole, len(self.ticks)))
         about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
         try:
             in_time = pump_while_coming(

@@ -43,17 +43,20 @@ class StateCopy:
         step: after which it is taken; a worker that has gone on has it no more.
         requests: numbers of the questions, and who is asked for which.
         resolve: finds the classes that may come in it.
+        ticks: of its schedule.
 
     Attributes:
         step: as above.
         ranks: workers that hold it, or the parts of it.
     """
 
-    def __init__(self, run_id: str, step: int, requests: Mapping[int, int], resolve: Resolve | None) -> None:
+    def __init__(
+        self, run_id: str, step: int, requests: Mapping[int, int], resolve: Resolve | None, ticks: int = 0
+    ) -> None:
         """Ask for nothing yet."""
         self.step = step
         self.ranks: Sequence[int] = list(requests.values())
-        self._run_id, self._requests, self._resolve = run_id, dict(requests), resolve
+        self._run_id, self._requests, self._resolve, self._ticks = run_id, dict(requests), resolve, ticks
         self._came: dict[int, tuple[State, memoryview]] = {}
         self._over, self._failed = threading.Event(), False
 
@@ -61,7 +64,7 @@ class StateCopy:
         """Ask the workers; the answers are taken whatever job is at work then."""
         cluster.takes = self.take
         for request, rank in self._requests.items():
-            cluster.send(rank, FetchState(request, self._run_id))
+            cluster.send(rank, FetchState(request, self._run_id, ticks=self._ticks))
 
     def take(self, rank: int, message: Message, payload: memoryview) -> bool:
         """Take an answer; returns whether it was one to this question. Called from reader threads."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from guava_nb.errors import GuavaError
 from guava_nb.evaluation.passes import Pass
-from guava_nb.protocol.messages import SchedulerStep
 from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
@@ -151,11 +150,7 @@ class Boundary:
         if replica_set.spec.scheduler is None or replica_set.spec.scheduler_interval != interval:
             return
         metric = followed(replica_set.master.scheduler, self.plan.scheduler_metric, record)
-        self.membership.cluster.send_all(self.membership.current(), SchedulerStep(replica_set.run_id, metric))
-        if replica_set.spec.optimizer_site == "orchestrator":
-            replica_set.master.tick(metric)
-        else:
-            replica_set.master_step = min(replica_set.master_step, replica_set.step - 1)
+        replica_set.tick(self.membership.cluster, self.membership.current(), metric)
 
     def _take_snapshot(self) -> None:
         self.accounting.keep(self.membership.fetch())

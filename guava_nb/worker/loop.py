@@ -44,6 +44,7 @@ from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
+from guava_nb.worker.pending_steps import ScheduleTicks
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.steps import StepRunner
@@ -105,6 +106,7 @@ class WorkerLoop:
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
         self._run: PreparedRun | None = None
+        self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
         self._leaving = ""
         self._leave_deadline: float | None = None  # a leave was said; until then the orchestrator may ask for the state
@@ -270,16 +272,13 @@ class WorkerLoop:
             case Abort():
                 steps.abort(message)
             case LoadState():
+                self._ticks = ScheduleTicks(message.ticks)
                 steps.load_state(run.replica, message, payload)
             case FetchState():
-                steps.send_state(run.replica, message)
-                if self._leave_deadline is not None:
-                    self._leave_deadline = time.monotonic() + TRANSFER_S
-            case SchedulerStep(metric=metric):
-                try:
-                    run.replica.tick(metric)
-                except USER_ERRORS as error:  # the user's schedule: weights and optimizer are as they were
-                    steps.fail(error, run.run_id)
+                if not self._ticks.waits(message):
+                    self._send_state(run, message)
+            case SchedulerStep():
+                self._tick(run, message)
             case Evaluate() | Predict():
                 self._on_evaluate(run, message, self._read(message, payload))
                 steps.restart_wait_clock()
@@ -291,6 +290,20 @@ class WorkerLoop:
                 self._reader.list_rows(message.run_id)
             case EndRun():
                 self._forget()
+
+    def _send_state(self, run: PreparedRun, message: FetchState) -> None:
+        self._steps.send_state(run.replica, message)
+        if self._leave_deadline is not None:
+            self._leave_deadline = time.monotonic() + TRANSFER_S
+
+    def _tick(self, run: PreparedRun, message: SchedulerStep) -> None:
+        if self._ticks.begins(message):
+            try:
+                run.replica.tick(message.metric)
+            except USER_ERRORS as error:  # the user's schedule: weights and optimizer are as they were
+                self._steps.fail(error, run.run_id)
+        for question in self._ticks.due():
+            self._send_state(run, question)
 
     def _refuse_training(self) -> None:
         if self._own is not None and self._own.service:
@@ -308,7 +321,7 @@ class WorkerLoop:
             self._run = run = replace(before, run_id=message.run_id)
             (self._steps.come_back if comes_back else self._steps.go_on)(run, message.generation)
             self._reader.open(run.run_id, run.spec.cache)
-            self._send(self._preparation.built(message, run, holds_step=stands_at), ())
+            self._send(self._preparation.built(message, run, stands_at, self._ticks.done), ())
             return
         self._forget()
         self._show("preparing")
@@ -317,7 +330,7 @@ class WorkerLoop:
         except USER_ERRORS as error:
             self._send(self._preparation.failed(message, error), ())
             return
-        self._run = run
+        self._run, self._ticks = run, ScheduleTicks()
         self._steps.begin(run, message.generation)
         self._reader.open(run.run_id, run.spec.cache)
         self._send(self._preparation.built(message, run), ())

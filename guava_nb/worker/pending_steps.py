@@ -1,4 +1,4 @@
-"""What a worker knows of steps that it has not applied yet, as a pure machine.
+"""What a worker knows of steps that it has not applied yet, and of its schedule's ticks, as pure machines.
 
 Messages of one step come on several connections in any order: its shards, the sums, the commit. Knows no model and no
 session; a payload is an opaque value here.
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from guava_nb.protocol.messages import Commit, Ready, Shard
+from guava_nb.protocol.messages import Commit, FetchState, Ready, SchedulerStep, Shard
 
-__all__ = ["LocalStep", "PendingSteps"]
+__all__ = ["LocalStep", "PendingSteps", "ScheduleTicks"]
 
 T = TypeVar("T")
 
@@ -112,3 +112,38 @@ class PendingSteps(Generic[T]):
         """The current step has been applied; returns its record."""
         self.committed += 1
         return self._steps.pop(self.committed)
+
+
+class ScheduleTicks:
+    """Counts the ticks that a replica's schedule has had. Pure.
+
+    Ticks travel in order with the shards, questions and states do not: a question may come before a tick that it asks for, and a
+    tick after a state that has it already.
+
+    Attributes:
+        done: how many it has had, in its run and those that this goes on from.
+    """
+
+    def __init__(self, done: int = 0) -> None:
+        """A replica was built, or has become a state that has so many."""
+        self.done = done
+        self._waiting: list[FetchState] = []
+
+    def begins(self, tick: SchedulerStep) -> bool:
+        """Whether a tick is to be done now: the state does not have it yet. It counts from here on."""
+        is_new = tick.number > self.done
+        self.done = max(self.done, tick.number)
+        return is_new
+
+    def waits(self, question: FetchState) -> bool:
+        """Whether a question asks for a state with ticks that have not come; it is kept for `due`."""
+        if question.ticks > self.done:
+            self._waiting.append(question)
+            return True
+        return False
+
+    def due(self) -> list[FetchState]:
+        """Return the questions that waited, and wait no more."""
+        due = [question for question in self._waiting if question.ticks <= self.done]
+        self._waiting = [question for question in self._waiting if question.ticks > self.done]
+        return due

@@ -154,11 +154,12 @@ class Preparation:
             )
         return self._own.find(name)
 
-    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None) -> Prepared:
+    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None, ticks: int = 0) -> Prepared:
         """Return the answer for a run that was built; a model that the orchestrator cannot build is described.
 
         Args:
             holds_step: it was not: what the run before it left is here, or what this worker had of this run, after that step.
+            ticks: of its schedule.
         """
         described: tuple[TensorInfo, ...] = ()
         if self._own is not None and run.spec.model is not None and run.spec.model.name == OWN_MODEL:
@@ -170,7 +171,7 @@ class Preparation:
             digest = weights_digest(run.replica.model)
         return Prepared(
             run_id=run.run_id, ok=True, layout=layout, model=described, facts=dict(run.facts), generation=message.generation,
-            holds=holds_step is not None, step=-1 if holds_step is None else holds_step, digest=digest,
+            holds=holds_step is not None, step=-1 if holds_step is None else holds_step, digest=digest, ticks=ticks,
         )  # fmt: skip
 
     def _facts_of(self, spec: RunSpec, resolve: Resolve, module: ModuleType | None) -> dict[str, str]:

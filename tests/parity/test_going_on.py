@@ -16,7 +16,7 @@ from torch import nn
 
 from guava_nb import Orchestrator
 from guava_nb.errors import WorkerLost
-from guava_nb.protocol.messages import Channel, State, StepApplied
+from guava_nb.protocol.messages import Channel, FetchState, SchedulerStep, State, StepApplied, channel_of
 from guava_nb.training.run import Run
 from tests.support.direct import DirectWorker, once_after
 from tests.support.links import eventually
@@ -214,6 +214,36 @@ def test_a_lost_only_copy_is_told_and_what_is_left_goes_on(lone: Orchestrator, t
     kept = torch.load(saved, weights_only=True)
     assert kept["step"] == -1 and (kept["position"]["epoch"], kept["position"]["batches"]) == (0, 0)
     assert difference(train(lone).model(), plain(lone, 1)) <= 1e-9
+
+
+@pytest.mark.parametrize("mode", ["whole", "at the workers"])
+def test_a_state_that_is_asked_for_before_its_schedule_was_told_of_the_epoch_is_that_after_it(
+    lone: Orchestrator, monkeypatch: pytest.MonkeyPatch, mode: str, tmp_path: Path
+) -> None:
+    """Ticks travel behind the batches, questions do not: here each question for a state comes first."""
+    if mode == "whole":
+        monkeypatch.setattr("guava_nb.training.job.MOST_FETCHED_BYTES", 1 << 30)
+    worker = joined(lone, "w")
+    take, late = worker.take, list[SchedulerStep]()
+
+    def overtaking(message: Any, payload: memoryview) -> None:
+        if isinstance(message, SchedulerStep):
+            late.append(message)
+            return
+        if isinstance(message, FetchState):
+            take(message, payload)
+        if isinstance(message, FetchState) or channel_of(message) is Channel.BATCH:
+            while late:
+                take(late.pop(0), memoryview(b""))
+        if not isinstance(message, FetchState):
+            take(message, payload)
+
+    worker.take = overtaking  # type: ignore[method-assign]
+    by_epoch = {**SCHEDULE, "scheduler_args": {"step_size": 1, "gamma": 0.5}, "scheduler_interval": "epoch"}
+    train(lone, num_epochs=2, **by_epoch)
+    kept = torch.load(lone.save_checkpoint(tmp_path / "after.pt"), weights_only=True)
+    assert kept["scheduler"]["last_epoch"] == 2 and kept["scheduler"]["_last_lr"] == [0.005]
+    assert kept["optimizer"]["param_groups"][0]["lr"] == 0.005
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

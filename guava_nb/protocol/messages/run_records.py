@@ -267,7 +267,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     `missing_module` names an import that failed, `problem` any other failure with its `traceback`. `model` describes a
     model that lives at the worker, which the orchestrator cannot build. `facts` are those of `guava_nb.spec.own_facts`.
     `holds`: nothing was built, the state after `step` is here: the last one of the run before, or where this worker stands
-    in the run itself, to which it came back. `digest` is that of
+    in the run itself, to which it came back, and its schedule has had so many `ticks`. `digest` is that of
     `guava_nb.replica.state_dict.weights_digest`, where it was asked for.
     """
 
@@ -285,6 +285,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     holds: bool = False
     step: int = -1
     digest: str = ""
+    ticks: int = 0
 
 
 class EndRun(Message, frozen=True):

@@ -35,6 +35,7 @@ class LoadState(Message, frozen=True):
     step: int  # last committed step, -1 for the start
     state: Tree
     want_hash: bool = True
+    ticks: int = 0  # those that the state's schedule has, or that count no more: see `SchedulerStep`
 
 
 class StateLoaded(Message, frozen=True):
@@ -50,7 +51,10 @@ class StateLoaded(Message, frozen=True):
 
 
 class FetchState(Message, frozen=True):
-    """Orchestrator to worker: send the state as of the last committed step."""
+    """Orchestrator to worker: send the state as of the last committed step, with so many ticks of its schedule.
+
+    It may come before the last of these ticks, which travel on another channel; the answer waits for them.
+    """
 
     NUMBER: ClassVar[int] = 22
 
@@ -58,6 +62,7 @@ class FetchState(Message, frozen=True):
     run_id: str
     model: bool = True
     optimizer: bool = True
+    ticks: int = 0
 
 
 class State(Message, frozen=True):
@@ -269,10 +274,14 @@ class Abort(Message, frozen=True):
 
 
 class SchedulerStep(Message, frozen=True):
-    """Orchestrator to worker (BATCH, so that it stands in order with the shards): advance the scheduler once."""
+    """Orchestrator to worker (BATCH, so that it stands in order with the shards): advance the scheduler once.
+
+    `number` counts the ticks of the run and of those that it goes on from: one that a state has already is not done again.
+    """
 
     NUMBER: ClassVar[int] = 32
     CHANNEL: ClassVar[Channel] = Channel.BATCH
 
     run_id: str
     metric: float | None = None
+    number: int = 0

@@ -167,8 +167,8 @@ class _Preparation:
         replica = CountingReplica(self._samples, self._buckets, seat, self._undoes)
         return PreparedRun(message.run_id, message.spec, None, str, replica, SimpleNamespace())  # type: ignore[arg-type]
 
-    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None) -> Prepared:
-        holds = {} if holds_step is None else {"holds": True, "step": holds_step}
+    def built(self, message: Prepare, run: PreparedRun, holds_step: int | None = None, ticks: int = 0) -> Prepared:
+        holds = {} if holds_step is None else {"holds": True, "step": holds_step, "ticks": ticks}
         return Prepared(run_id=run.run_id, ok=True, generation=message.generation, **holds)  # type: ignore[arg-type]
 
     def failed(self, message: Prepare, error: BaseException) -> Prepared:

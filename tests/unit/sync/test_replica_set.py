@@ -226,3 +226,18 @@ def test_steps_that_a_lone_worker_did_beyond_the_last_report_are_counted_before_
     replicas._adopt_highest(job)
     replicas._adopt_highest(job)
     assert replicas.step == 4 and counted == [(2, 4)]
+
+
+@pytest.mark.parametrize(("has", "sent"), [(0, [1, 2]), (1, [2]), (2, []), (3, None), (-1, None)])
+def test_a_worker_that_comes_back_is_told_the_ticks_that_it_missed(
+    replicas: ReplicaSet, job: Any, has: int, sent: list[int] | None
+) -> None:
+    """One that says it had more than there were holds nothing that is known here."""
+    replicas.step, replicas.ticks, replicas._keep = 4, [0.5, 0.25], ("run", 4)
+    replicas._sent[0] = 4
+    replicas._building[0] = 7
+    replicas._on_prepared(0, Prepared(run_id="run", ok=True, generation=7, holds=True, step=4, ticks=has), NOTHING)
+    assert replicas.holds(0) is (sent is not None)
+    if sent is not None:
+        replicas._send_ticks(job.cluster, [0], has)
+        assert [(message.number, message.metric) for message in job.sent] == [(n, [0.5, 0.25][n - 1]) for n in sent]

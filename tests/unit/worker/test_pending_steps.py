@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guava_nb.protocol.messages import Commit
-from guava_nb.worker.pending_steps import PendingSteps
+from guava_nb.protocol.messages import Commit, FetchState, SchedulerStep
+from guava_nb.worker.pending_steps import PendingSteps, ScheduleTicks
 
 COMMIT = Commit(1.0, False)
 
@@ -86,3 +86,37 @@ def test_what_is_stale_changes_nothing_wherever_it_comes(order: list[str]) -> No
     step = steps.current()
     assert step is not None and step.announced and step.generation == 8 and step.buckets == {0: "new sum"}
     assert steps.find(1, 7) is None and steps.find(2, 5) is None
+
+
+def tick(number: int) -> SchedulerStep:
+    return SchedulerStep("run", None, number)
+
+
+def question(ticks: int) -> FetchState:
+    return FetchState(ticks, "run", ticks=ticks)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=20), st.integers(0, 6))
+def test_each_tick_counts_once_and_each_question_is_answered_when_its_ticks_are_there(
+    asked: list[tuple[bool, int]], begun: int
+) -> None:
+    ticks, done, answered = ScheduleTicks(begun), begun, 0
+    for is_tick, number in asked:
+        if is_tick:
+            number = min(number, ticks.done + 1)  # they come in order
+            is_new = ticks.begins(tick(number))
+            assert is_new is (number > done)
+            done += is_new
+            due = ticks.due()
+            assert all(one.ticks <= done for one in due)
+            answered += len(due)
+        else:
+            assert ticks.waits(question(number)) is (number > done)
+            answered += number <= done
+    for number in range(1, 7):
+        ticks.begins(tick(number))
+    assert answered + len(ticks.due()) == sum(not is_tick for is_tick, _ in asked) and not ticks.due()
+
+
+def test_a_tick_that_a_state_has_already_is_not_done_again() -> None:
+    assert [ScheduleTicks(2).begins(tick(number)) for number in (1, 2, 3)] == [False, False, True]
