@@ -137,9 +137,7 @@ def forecast_of(
     left, said = squeezed_in(run, config, rates[0], squeezed)
     plain = parts_of(run)
     parts, is_local = plain.squeezed(left.of), run.spec.rounds is not None
-    per_epoch = parts.steps_per_epoch
-    if is_local and planned.plan.feed.batches_per_epoch is not None:
-        per_epoch = -(-planned.plan.feed.batches_per_epoch // planned.plan.accumulation_steps)
+    per_epoch = planned.plan.steps_per_epoch if is_local else parts.steps_per_epoch
     return Forecast(
         mode=mode_of(run.spec),
         workers=run.workers,

@@ -50,13 +50,12 @@ def parts_of(run: RunFacts) -> Parts:
 
         exchanged = group_exchange(run)
     plan, after = run.plan, _trained_state(run)
-    begun = plan.start.batches / plan.feed.batches_per_epoch if plan.feed.batches_per_epoch else 0.0
     return Parts(
         start=_starting(run, after) * run.workers + exchanged.joining + _step_checks(run),
         step=exchanged.step,
         train=training_batches(run, exchanged.batch),
         accumulation=plan.batches_per_exchange,
-        epochs=(1.0 - begun, *[1.0] * (plan.num_epochs - plan.start.epoch - 1)),
+        epochs=plan.epochs_left(),
         validation=validation_batches(run, exchanged.looked),
         val_interval=plan.val_interval and math.ceil(plan.val_interval / plan.sync_every),
         state=NOTHING if run.at_orchestrator else _coming_state(run, after) + exchanged.gathering,

@@ -94,7 +94,9 @@ class TrainingOptions:
     Attributes:
         num_epochs: passes over the data; with a checkpoint to resume counted from the very beginning; by default the
             configuration's, 1.
-        val_interval: optimizer steps between validations; by default after each epoch.
+        max_steps: optimizer steps after which the run ends, in mid-epoch too; with a checkpoint to resume counted from the very
+            beginning. Without num_epochs it takes as many passes as it needs.
+        val_interval: optimizer steps between validations; by default after each epoch, and at the end of the run.
         detach: return at once; %guava_status shows the run, %guava_stop (run.stop()) ends it.
         criterion: loss(outputs, targets) for batches (inputs, targets): a torch criterion or a shared function.
         criterion_args: keyword arguments of a torch criterion.
@@ -167,6 +169,7 @@ class TrainingOptions:
     """
 
     num_epochs: int | None = option(None, "count", flag="epochs", setting="num_epochs")
+    max_steps: int | None = option(None, "count", flag="max-steps")
     val_interval: int | None = option(None, "count", flag="val-interval", needs="val")
     detach: bool = option(False, "switch", flag="detach")
     criterion: Reference | None = option("CrossEntropyLoss", "name", flag="loss", known=LOSSES)
@@ -292,8 +295,9 @@ class TrainingOptions:
         Raises:
             ConfigError: a value of the configuration is none for a run.
         """
-        missing = [one for one in option_infos(type(self)) if one.setting and getattr(self, one.name) is None]
-        settled = replace(self, **{one.name: getattr(config, one.setting) for one in missing})
+        settled = replace(self, num_epochs=self.num_epochs or self.max_steps)  # an epoch has one step at least
+        missing = [one for one in option_infos(type(self)) if one.setting and getattr(settled, one.name) is None]
+        settled = replace(settled, **{one.name: getattr(config, one.setting) for one in missing})
         settled = settled._with_rounds()
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 

@@ -215,6 +215,12 @@ def from_checkpoint(
     plan.start = Position(**content["position"])
     if rewind:
         plan.start.rewind(plan.feed)
+    done = int(content["step"]) + 1
+    if not plan.has_step_after(done):
+        raise ConfigError(
+            f"{path} has {done} steps and max_steps is {plan.max_steps}, counted from the very beginning: nothing is left to do. "
+            "Ask for more steps (--max-steps)"
+        )
     if plan.start.epoch >= plan.num_epochs:
         raise ConfigError(
             f"{path} is at the end of epoch {plan.start.epoch} and num_epochs is {plan.num_epochs}, counted from the very "

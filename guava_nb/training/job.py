@@ -245,7 +245,7 @@ class TrainingJob(Job):
     def _until_done(self) -> None:
         while True:
             try:
-                while self.accounting.position.epoch < self.plan.num_epochs:
+                while self._has_more():
                     self._do_epoch(self.accounting.position.epoch)
                 self._boundary.reach()
                 if not (self._may_leave() and self.replica_set.leave(self)):
@@ -253,6 +253,9 @@ class TrainingJob(Job):
                 return
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recovery.recover(error)
+
+    def _has_more(self) -> bool:
+        return self.accounting.position.epoch < self.plan.num_epochs and self.plan.has_step_after(self.accounting.steps)
 
     def _left_text(self) -> str:
         """The sentence on a state that stays with the workers; "" where it is here."""
@@ -273,12 +276,15 @@ class TrainingJob(Job):
     def _do_epoch(self, epoch: int) -> None:
         self._in_epoch = True
         try:
-            self._train_epoch(epoch)
-            self._end_epoch(epoch)
+            if self._train_epoch(epoch):
+                self._end_epoch(epoch)
+            else:
+                self._boundary.end_epoch()
         finally:
             self._in_epoch = False
 
-    def _train_epoch(self, epoch: int) -> None:
+    def _train_epoch(self, epoch: int) -> bool:
+        """Returns whether it was trained to its end; else the run has all its steps."""
         self.run.move("training")
         self.run.begin_epoch(epoch)
         self.budget_gate.begin()
@@ -288,6 +294,9 @@ class TrainingJob(Job):
             while True:
                 self.pump(feeder.available)
                 coming = feeder.next_bytes()
+                if coming is not None and not self.plan.has_step_after(self._issued_steps()):
+                    self.window.drain()
+                    return False
                 if coming is not None:
                     self._boundary.reach()
                     self.window.wait_for_room(coming)
@@ -295,7 +304,8 @@ class TrainingJob(Job):
                     self.window.drain()
                 batches = feeder.take()
                 if batches is None:
-                    return
+                    return True
+                batches = batches[: self._most_batches()]
                 self.window.read_ahead(feeder)
                 if self._check.before(batches) and coming is not None:  # members may have come or gone meanwhile
                     self.window.wait_for_room(coming)
@@ -309,12 +319,21 @@ class TrainingJob(Job):
         self.accounting.note_team(team)
         self.accounting.draw(epoch, batches, self.window.exchange.next_step)
         step = self.window.issue(epoch, batches, team)
-        in_flight = self.window.exchange.in_flight
-        issued = sum(one.machine.num_steps for one in in_flight.values()) + self.accounting.steps
-        self._boundary.mark_due(issued - self.accounting.first_step, in_flight[step].machine.num_steps)
+        num_steps = self.window.exchange.in_flight[step].machine.num_steps
+        self._boundary.mark_due(self._issued_steps() - self.accounting.first_step, num_steps)
         if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
             self._boundary.due.add("snapshot")  # all that was trained before lies there alone
         return step
+
+    def _issued_steps(self) -> int:
+        """Optimizer steps that are committed or in flight, from the very beginning."""
+        return self.accounting.steps + sum(one.machine.num_steps for one in self.window.exchange.in_flight.values())
+
+    def _most_batches(self) -> int | None:
+        """Loader batches up to the last step of the run; None: all of them."""
+        if self.plan.max_steps is None:
+            return None
+        return (self.plan.max_steps - self._issued_steps()) * self.plan.accumulation_steps
 
     def _is_alone(self, team: Sequence[int]) -> bool:
         """Whether the state exists only once: with one worker, or in parts."""

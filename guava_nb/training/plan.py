@@ -96,7 +96,9 @@ class TrainingPlan:
     """Everything the training job follows.
 
     Attributes:
-        val_interval: validate after this many optimizer steps; None validates at the end of each epoch.
+        num_epochs: passes over the data, counted from the very beginning; no more than `max_steps` needs.
+        max_steps: optimizer steps after which the run ends, counted likewise; None sets no limit.
+        val_interval: validate after this many optimizer steps; None validates at the end of each epoch, and of the run.
         accumulation_steps: loader batches per optimizer step.
         sync_every: optimizer steps between two exchanges: 1, or those of a round of local steps.
         batch: how the user says that batches are read; the feeds have it.
@@ -123,6 +125,7 @@ class TrainingPlan:
     feed: LoaderFeed
     val_feed: LoaderFeed | None
     num_epochs: int
+    max_steps: int | None = None
     val_interval: int | None = None
     accumulation_steps: int = 1
     sync_every: int = 1
@@ -153,10 +156,45 @@ class TrainingPlan:
         """Loader batches between two exchanges: those that are issued, committed and counted together."""
         return self.accumulation_steps * self.sync_every
 
+    def __post_init__(self) -> None:
+        """Know how many epochs the most steps take."""
+        each = self.steps_per_epoch
+        if self.max_steps is not None and each:
+            self.num_epochs = min(self.num_epochs, -(-self.max_steps // each))
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch; None where the data has no length."""
+        batches = self.feed.batches_per_epoch
+        return None if batches is None else -(-batches // self.accumulation_steps)
+
     def steps_left(self, step: int) -> int | None:
         """Return how many optimizer steps follow the one of this number; None where the data has no length."""
-        batches = self.feed.batches_per_epoch
-        return None if batches is None else -(-batches // self.accumulation_steps) * self.num_epochs - (step + 1)
+        each = self.steps_per_epoch
+        return None if each is None else self._to_limit(each * self.num_epochs) - (step + 1)
+
+    def _to_limit(self, steps: int) -> int:
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def has_step_after(self, steps: int) -> bool:
+        """Whether so many optimizer steps, from the very beginning, are less than the most of them."""
+        return self.max_steps is None or steps < self.max_steps
+
+    def epochs_left(self) -> tuple[float, ...]:
+        """Return which part of each epoch from the start on is to be done; the first and the last may be less than 1."""
+        each = self.steps_per_epoch
+        done = self.start.batches / self.feed.batches_per_epoch if self.feed.batches_per_epoch else 0.0
+        ends = [1.0] * (self.num_epochs - self.start.epoch)
+        if each and self.max_steps is not None and self.max_steps < each * self.num_epochs:
+            ends[-1] = (self.max_steps - each * (self.num_epochs - 1)) / each
+        return tuple(max(0.0, end - (done if place == 0 else 0.0)) for place, end in enumerate(ends))
+
+    def epoch_ends_left(self) -> int | None:
+        """Return how many epochs will be ended; None where that cannot be known."""
+        each = self.steps_per_epoch
+        if self.max_steps is None:
+            return self.num_epochs - self.start.epoch
+        return None if each is None else self._to_limit(each * self.num_epochs) // max(1, each) - self.start.epoch
 
     @classmethod
     def of(

@@ -110,8 +110,10 @@ def _ticks(interval: str, plan: TrainingPlan, step: int) -> int | None:
     steps, epochs = plan.steps_left(step), plan.num_epochs - plan.start.epoch
     if interval == "step":
         return steps
-    if interval == "epoch" or plan.val_interval is None:
-        return epochs
+    if interval == "epoch":
+        return plan.epoch_ends_left()
+    if plan.val_interval is None:
+        return epochs if plan.max_steps is None or steps is not None else None
     return None if steps is None else steps // plan.val_interval
 
 
