@@ -209,6 +209,16 @@ class StateAtWorkers(StepsHeld, ABC):
         """Return the workers, connected or expected back, that hold the state of the last committed step between two runs."""
         return sorted(rank for rank in cluster.roster.alive() if self.at.get(rank) == self.step)
 
+    def left_text(self, cluster: Cluster) -> str:
+        """Say where the state stays after a run; "" where it is here."""
+        names = " and ".join(map(cluster.name, self.holders(cluster)))
+        if self.master_step == self.step or not names:
+            return ""
+        return (
+            f"the state after {self.nth(self.step)} is with {names} and comes here in the background; run.model() and "
+            "save_checkpoint (%guava_save) bring it at once"
+        )
+
     def begin_copy(self, cluster: Cluster) -> None:
         """Have the state of the last committed step come here, whatever job is at work meanwhile."""
         holders = self.holders(cluster)

@@ -225,7 +225,7 @@ class TrainingJob(Job):
         try:
             self._begin()
             self._until_done()
-            return "done", self._left_text()
+            return "done", self.replica_set.left_text(self.cluster)
         except StopRequested:
             self.window.abort("stopped by the user")
             self._settle()
@@ -243,9 +243,10 @@ class TrainingJob(Job):
             self._recovery.recover(error)
 
     def _until_done(self) -> None:
+        plan = self.plan
         while True:
             try:
-                while self._has_more():
+                while self.accounting.position.epoch < plan.num_epochs and plan.has_step_after(self.accounting.steps):
                     self._do_epoch(self.accounting.position.epoch)
                 self._boundary.reach()
                 if not (self._may_leave() and self.replica_set.leave(self)):
@@ -253,19 +254,6 @@ class TrainingJob(Job):
                 return
             except (NobodyLeft, WorkerLost, GroupLost, Handover) as error:
                 self._recovery.recover(error)
-
-    def _has_more(self) -> bool:
-        return self.accounting.position.epoch < self.plan.num_epochs and self.plan.has_step_after(self.accounting.steps)
-
-    def _left_text(self) -> str:
-        """The sentence on a state that stays with the workers; "" where it is here."""
-        holders = " and ".join(self.cluster.name(rank) for rank in self.replica_set.holders(self.cluster))
-        if self.replica_set.master_step == self.replica_set.step or not holders:
-            return ""
-        return (
-            f"the state after {self.replica_set.nth(self.replica_set.step)} is with {holders} and comes here in the "
-            "background; run.model() and save_checkpoint (%guava_save) bring it at once"
-        )
 
     def _may_leave(self) -> bool:
         """Whether the state may stay with the workers at the end: to bring it here takes long, and can be done later."""
@@ -294,7 +282,7 @@ class TrainingJob(Job):
             while True:
                 self.pump(feeder.available)
                 coming = feeder.next_bytes()
-                if coming is not None and not self.plan.has_step_after(self._issued_steps()):
+                if coming is not None and not self.plan.has_step_after(self.window.issued_steps(self.accounting.steps)):
                     self.window.drain()
                     return False
                 if coming is not None:
@@ -305,7 +293,7 @@ class TrainingJob(Job):
                 batches = feeder.take()
                 if batches is None:
                     return True
-                batches = batches[: self._most_batches()]
+                batches = batches[: self.window.most_batches(self.accounting.steps)]
                 self.window.read_ahead(feeder)
                 if self._check.before(batches) and coming is not None:  # members may have come or gone meanwhile
                     self.window.wait_for_room(coming)
@@ -320,20 +308,10 @@ class TrainingJob(Job):
         self.accounting.draw(epoch, batches, self.window.exchange.next_step)
         step = self.window.issue(epoch, batches, team)
         num_steps = self.window.exchange.in_flight[step].machine.num_steps
-        self._boundary.mark_due(self._issued_steps() - self.accounting.first_step, num_steps)
+        self._boundary.mark_due(self.window.issued_steps(self.accounting.steps) - self.accounting.first_step, num_steps)
         if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
             self._boundary.due.add("snapshot")  # all that was trained before lies there alone
         return step
-
-    def _issued_steps(self) -> int:
-        """Optimizer steps that are committed or in flight, from the very beginning."""
-        return self.accounting.steps + sum(one.machine.num_steps for one in self.window.exchange.in_flight.values())
-
-    def _most_batches(self) -> int | None:
-        """Loader batches up to the last step of the run; None: all of them."""
-        if self.plan.max_steps is None:
-            return None
-        return (self.plan.max_steps - self._issued_steps()) * self.plan.accumulation_steps
 
     def _is_alone(self, team: Sequence[int]) -> bool:
         """Whether the state exists only once: with one worker, or in parts."""

@@ -124,6 +124,16 @@ class StepWindow:
             self._membership.cluster.roster.members[rank].share = weight / sum(weights)
         return self.exchange.issue(epoch, batches, team, weights, self._splitter).machine.step
 
+    def issued_steps(self, committed: int) -> int:
+        """Return how many optimizer steps are committed or in flight, where so many are committed."""
+        return committed + sum(step.machine.num_steps for step in self.exchange.in_flight.values())
+
+    def most_batches(self, committed: int) -> int | None:
+        """Return how many loader batches may follow up to the last step of the run; None: the data ends it."""
+        if self._plan.max_steps is None:
+            return None
+        return (self._plan.max_steps - self.issued_steps(committed)) * self._plan.accumulation_steps
+
     # ------------------------------------------------------------------------------------------------------ what is there
 
     def adopt(self) -> None:
