@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.parallel.replicas.buffer_policy import change_of, is_statistic, policy_of, taken
+from guava_nb.parallel.replicas.buffer_policy import change_of, is_lost, is_statistic, lost_text, policy_of, taken
 from guava_nb.replica.buckets import Bucket, pack_present, present_at
 
 __all__ = ["BufferBook"]
@@ -131,11 +131,12 @@ class BufferBook:
         """Return which tensors moved in this shard, and by how much, as one flat CPU tensor.
 
         Raises:
-            TrainingError: one changed its shape.
+            TrainingError: one changed its shape, or by so much that the new value is lost.
         """
         assert self._bucket is not None
         moved = self._moved()
         parts = [self._outgoing(i) for i in moved]
+        self._refuse_lost({i: part for i, part in zip(moved, parts, strict=True) if i not in self._statistics})
         flat = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=self._bucket.dtype)
         chosen = set(moved)
         return pack_present([i in chosen for i in range(len(self._owners))]), flat
@@ -306,6 +307,12 @@ class BufferBook:
         assert self._bucket is not None
         self._refuse_resized(index)
         return change_of(saved, live, self._bucket.dtype).to(self._bucket.dtype)
+
+    def _refuse_lost(self, changes: dict[int, Tensor]) -> None:
+        lost = [is_lost(self._saved[i], self._live(i), change).cpu() for i, change in changes.items()]
+        for i, is_so in zip(changes, lost, strict=True):
+            if is_so:
+                raise TrainingError(lost_text(self._names[i], self._saved[i], self._live(i)))
 
     def _incoming(self, index: int, change: Tensor) -> Tensor:
         saved = self._saved[index].detach()

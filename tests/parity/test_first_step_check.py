@@ -494,6 +494,31 @@ def test_a_run_that_never_validates_says_so_before() -> None:
         assert "never validates: val_interval is 50 steps, and it has 2" in said(orchestrator)
 
 
+class EachForward(nn.Module):
+    """Counts its forwards in a buffer; `only` tells which."""
+
+    def __init__(self, only: str = "all") -> None:
+        super().__init__()
+        self.net, self.only = nn.Linear(10, 4), only
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.only == "all":
+            self.n += 1
+        return self.net(x) / (1 + 0.02 * self.n)
+
+
+@pytest.mark.parametrize(
+    ("only", "validates", "is_told"), [("all", True, True), ("all", False, False), ("training", True, False)]
+)
+def test_a_buffer_that_a_validation_moves_is_named(only: str, validates: bool, is_told: bool) -> None:
+    with direct_session(2) as orchestrator:
+        orchestrator.register_model(EachForward, {"only": only})
+        val = loader() if validates else None
+        orchestrator.start_training(loader(), val, precision="fp64", progress=False)
+        assert ("Each forward changes n, in a validation too" in said(orchestrator)) is is_told
+
+
 class Narrow(Planted):
     """Computes eight samples at once at most, as a small device does."""
 

@@ -65,7 +65,7 @@ class _Synced(_BatchNorm):
         """Return elements per channel, means and summed squared deviations [channels], over all replicas."""
         dims = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1]
-        mean = x.mean(dims)
+        mean = x.sum(dims) / max(1, count)  # of no rows, which the layer gets where all are masked, 0 and not NaN
         shape = (1, -1, *[1] * (x.dim() - 2))
         squares = (x - mean.reshape(shape)).square().sum(dims)
         mine = torch.cat([mean, squares, mean.new_full((1,), float(count))])

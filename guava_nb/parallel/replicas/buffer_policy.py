@@ -31,7 +31,9 @@ __all__ = [
     "combined",
     "facts_of",
     "followed_parameters",
+    "is_lost",
     "is_statistic",
+    "lost_text",
     "numbers",
     "policy_of",
     "taken",
@@ -45,6 +47,8 @@ POLICIES = ("auto", "average", "first", "sum")
 #: Parameters without gradient of at most so many bytes in all are followed however small the rest is.
 _FOLLOWED_BYTES = 64 << 20
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+#: A value is lost in its change where `taken` misses it by more than this part, and what was there before is at least so large.
+_LOST, _LARGE = {torch.float32: 1e-6, torch.float64: 1e-12}, 1e4
 
 
 class ChangeFacts(NamedTuple):
@@ -107,6 +111,41 @@ def taken(before: Tensor, change: Tensor) -> Tensor:
     if before.is_complex():
         return torch.view_as_complex(now.view(*before.shape, 2)).to(before.dtype)
     return (now.clamp(0, 1) if before.dtype == torch.bool else now).view(before.shape).to(before.dtype)
+
+
+def is_lost(before: Tensor, after: Tensor, change: Tensor) -> Tensor:
+    """Return whether the new value cannot be told from its change, as a truth value on the device.
+
+    Beside a very large value that a buffer leaves (a sentinel of 1e30) the new one has no digits in their difference; whole
+    numbers whose change is larger than 2**53 (2**24) have too many for a float64 (float32).
+
+    Args:
+        change: as `change_of` gives it, in the dtype in which it travels.
+    """
+    old, new = numbers(before), numbers(after)
+    if not old.is_floating_point():
+        return (change.to(torch.int64) != new - old).any()
+    if not new.numel():
+        return torch.zeros((), dtype=torch.bool, device=new.device)
+    got = numbers(taken(before, change))
+    size, gap = new.abs().nan_to_num(0, 0, 0).max(), (got - new).abs().nan_to_num(0, 0, 0).max()
+    return (gap > _LOST[old.dtype] * size) & (old.abs().nan_to_num(0, 0, 0).max() > _LARGE)
+
+
+def lost_text(name: str, before: Tensor, after: Tensor) -> str:
+    """Say that the new value of a tensor is lost in its change, and what to do."""
+    if not (before.is_floating_point() or before.is_complex()):
+        step = float((numbers(after).double() - numbers(before).double()).abs().max())
+        return (
+            f"buffer {name!r} of whole numbers changes by {step:.3g} in one step, and so large a change does not travel exactly "
+            "between workers: keep its upper and lower digits in two buffers, or train with one worker"
+        )
+    old, new = (float(numbers(one).abs().nan_to_num(0, 0, 0).max()) for one in (before, after))
+    return (
+        f"buffer {name!r} goes from values of {old:.3g} to values of {new:.3g} in one step. What travels between workers is by "
+        "how much it changes, and beside so large a number the new value is lost in it: let it begin at inf or -inf, which are "
+        "treated apart, or at a number of its usual size, or train with one worker"
+    )
 
 
 def followed_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

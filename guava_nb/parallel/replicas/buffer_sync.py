@@ -13,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from guava_nb.errors import TrainingError
 from guava_nb.parallel.replicas.buffer_policy import (
     ChangeFacts,
     Way,
     change_of,
     facts_of,
     followed_parameters,
+    is_lost,
     is_statistic,
+    lost_text,
     policy_of,
     taken,
     way_of,
@@ -100,14 +103,22 @@ class BufferSync:
     def _agree(self, changes: Sequence[Tensor], rows: int) -> tuple[list[bool], list[int], dict[int, Way]]:
         """Return which tensors moved anywhere, each replica's rows, and what becomes of those that moved."""
         count, size = len(changes), self._size
-        facts = changes[0].new_zeros(count + size + 4 * size * len(self._uncertain), dtype=torch.float64)
+        looked = len(self._uncertain)
+        facts = changes[0].new_zeros(count + size + (4 * size + 1) * looked, dtype=torch.float64)
         facts[:count] = torch.stack([(change != 0).any() for change in changes])
         facts[count + self._rank] = rows
-        table = facts[count + size :].view(-1, size, 4)
+        table = facts[count + size : count + size + 4 * size * looked].view(-1, size, 4)
+        if rows and looked:
+            facts[-looked:] = torch.stack(
+                [is_lost(self._before[i], self._live(i), changes[i]) for i in self._uncertain]
+            )
         for place, i in enumerate(self._uncertain):
             table[place, self._rank] = torch.cat([_digest(changes[i]), facts_of(changes[i], rows)])
         dist.all_reduce(facts, group=self._group)
         told = facts.tolist()
+        for i, is_so in zip(self._uncertain, told[len(told) - looked :], strict=True):
+            if is_so:
+                raise TrainingError(lost_text(self._facts[i][0], self._before[i], self._live(i)))
         anywhere, all_rows = [bool(one) for one in told[:count]], [int(one) for one in told[count : count + size]]
         busy = [rank for rank in range(size) if all_rows[rank]]
         ways: dict[int, Way] = {}

@@ -161,7 +161,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
         tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
-        kept_looking=trial.moved_looking(kept, whole),
+        kept_looking=trial.moved_looking(kept, one, whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
@@ -343,17 +343,22 @@ class _Trial(Replica):
                 found.append(name)
         return tuple(found)
 
-    def moved_looking(self, kept: Sequence[str], whole: _Pieces) -> tuple[str, ...]:
-        """Return which of these places a forward of a validation changes."""
-        if not kept:
+    def moved_looking(self, kept: Sequence[str], one: Measured, whole: _Pieces) -> tuple[str, ...]:
+        """Return which of these places, and of the buffers that a step moves, a forward of a validation changes too."""
+        buffers = self.moved_by(one) if self._spec.parallel is None else ()  # ranks of a group validate together
+        if not kept and not buffers:
             return ()
+        self._start_over()
         try:
             self.evaluate(copy.deepcopy(whole[0][0]), whole[0][1])
         except _USER_ERRORS:  # it may be no batch to validate with
             return ()
-        moved = self._state.moved(self._state.read())
+        moved, live = self._state.moved(self._state.read()), dict(self.model.named_buffers())
         self._state.restore()
-        return tuple(name for name in kept if name in moved)
+        found = [name for name in kept if name in moved]
+        found += [name for name in buffers if name in live and not torch.equal(live[name], self._first[name])]
+        self._start_over()
+        return tuple(found)
 
     def is_unlike(self, name: str, one: Measured, pieces: _Pieces) -> bool:
         """Whether the pieces leave something else under a name than the whole batch, and not each its own samples' part."""

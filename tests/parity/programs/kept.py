@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from guava_nb import gather_batch
-from tests.parity.programs.program import COUPLED, NOISY, Program, batches, draw, labels
+from tests.parity.programs.program import COUPLED, NOISY, READ, Program, batches, draw, labels
 
 
 def mlp():
@@ -173,6 +173,55 @@ class Infinities(nn.Module):
         return torch.softmax(z[:, :, None] + self.mask, -1).sum(1)
 
 
+class Sentinel(nn.Module):
+    """The least norm of the weights so far, which begins at a very large number."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("best", torch.tensor(1e12))
+
+    def forward(self, x):
+        outputs = self.net(x) * (1 + 0.1 * self.best.clamp(max=5))
+        if self.training:
+            self.best = torch.minimum(self.best, self.net[0].weight.detach().norm())
+        return outputs
+
+
+class Congruential(nn.Module):
+    """Noise of an own generator of 64 bits, kept in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("state", torch.tensor([12345]))
+
+    def forward(self, x):
+        if self.training:
+            self.state = self.state * 6364136223846793005 + 1442695040888963407
+        return self.net(x) * (1 + (self.state % 1000) / 1000)
+
+
+class MaskedNorm(nn.Module):
+    """A batch norm over the rows that count, of which a worker's part may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        counts, z = x[:, 0] > 0, x.clone()
+        z[counts] = self.norm(x[counts])
+        return self.head(z)
+
+
+def masked_rows():
+    x = draw(16, 5)
+    x[:, 0] = -x[:, 0].abs()
+    x[:2, 0] = x[8:11, 0] = 1  # in the first half of each batch
+    return batches(x, labels(3, 16))
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -216,6 +265,7 @@ def square_step(model, batch):
 MOVED = {"zero 3": "writes into"}
 WRITES = dict.fromkeys(("site", "zero 3"), "the forward itself changes parameter")
 PARTED = {f"{mode}/3": "a piece cannot be computed" for mode in ("data", "relay", "site", "zero 1", "zero 3")}
+LOST = "buffer 'best' goes from values of 1e+12 to values of"
 IDLE = {"*": "those without a sample make no forward"}
 PROGRAMS = [
     Program(name="moco", model=MoCo, data=views, step=moco_step, told={"*": "queue"}, refused=MOVED),
@@ -246,6 +296,15 @@ PROGRAMS = [
             told={"*": "least"}),
     Program(name="infinities in buffers, zero 2", model=Infinities, data=classified, criterion="CrossEntropyLoss",
             settings={"zero_stage": 2}, modes=("zero 1",), told={"*": "least"}),
+    Program(name="a buffer that leaves a very large number", model=Sentinel, data=classified, criterion="CrossEntropyLoss",
+            refused={**READ, "zero 3": LOST, "*": LOST}),
+    Program(name="a buffer that leaves a very large number, one worker a batch", model=Sentinel, data=classified,
+            criterion="CrossEntropyLoss", options={"shares": [1, 0]}, modes=("data",),
+            refused={"data/3": "shares (--shares) has 2 numbers", "*": LOST}),
+    Program(name="whole numbers that change by more than a float64 has digits", model=Congruential, data=classified,
+            criterion="CrossEntropyLoss", modes=("data", "site"), refused={"*": "'state' of whole numbers changes by"}),
+    Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
+            criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
