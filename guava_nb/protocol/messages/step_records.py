@@ -199,6 +199,11 @@ class SumBucket(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (GRADIENT): one bucket of gradients, summed over all shards in shard order.
 
     Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+
+    Attributes:
+        shards: how many were summed: a sparse sum has that many times the places.
+        forwarded: the shards whose messages the payload has, one after another, in place of their sum; all others are the
+            receiver's own. None: it has the sum.
     """
 
     NUMBER: ClassVar[int] = 28
@@ -211,6 +216,8 @@ class SumBucket(Message, frozen=True, kw_only=True):
     present: bytes
     tensor: FlatTensor
     commit: Commit | None = None
+    shards: int = 1
+    forwarded: tuple[int, ...] | None = None
 
 
 class ParameterBucket(Message, frozen=True, kw_only=True):

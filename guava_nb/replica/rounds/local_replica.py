@@ -129,7 +129,8 @@ class LocalReplica(Replica):
                 pairs = [(weights[name], self._named[name]) for name in bucket.names]
                 parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
                 flat = torch.cat(parts).mul_(part)
-                changes[bucket.index] = (pack_present([True] * len(parts)), flat.cpu() if shared else flat)
+                flat = flat.cpu() if shared else self.wire.settle(bucket.index, flat)
+                changes[bucket.index] = (pack_present([True] * len(parts)), flat)
         if self.layout.buffers is not None:
             self._buffers.reopen(saved)
             changes[BUFFERS] = self._buffers.flatten()

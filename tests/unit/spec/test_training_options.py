@@ -218,6 +218,7 @@ USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
+    "outer_args": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
 }  # fmt: skip
 
