@@ -304,6 +304,10 @@ class BucketWire:
                 raise RemoteProtocolError(f"bucket {message.bucket} came without the message of shard {shard}")
             yield found
 
+    def owed_norm(self) -> float:
+        """Return the 2-norm of all that was left out, the open step's messages included."""
+        return self._feedback.norm()
+
     def commit(self) -> None:
         """The step counts."""
         self._feedback.commit()

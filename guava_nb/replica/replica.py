@@ -87,9 +87,8 @@ class Replica(BaseReplica):
         if spec.compile and model is None:
             compile_modules([self.model], device)
         self._hooks = GradientHooks(self.model)
-        wire_format, decay = message_format(spec)
-        self.layout = build_layout(self.model, spec.bucket_bytes, wire_format)
-        self.wire = BucketWire(self.layout, wire_format, decay)
+        self.layout = build_layout(self.model, spec.bucket_bytes, message_format(spec)[0])
+        self.wire = BucketWire(self.layout, *message_format(spec))
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]

@@ -16,7 +16,7 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
-from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
+from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, RunSpec, SumBucket
 from guava_nb.replica.buckets import BUFFERS, BucketWire, message_format
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.optimizer import ApplyFailed
@@ -30,9 +30,11 @@ __all__ = ["StarExchange"]
 _Values = TypeVar("_Values", SumBucket, ParameterBucket)
 
 _WIRE = (
-    "gradients of several workers travel as {0} (wire, --wire): what a message leaves out goes with the next one. A worker that "
-    "leaves or is lost takes its rest with it, and so does the end of this run: at most the rounding of one step's gradient"
+    "{0} of several workers travel as {1}: what a message leaves out goes with the next one. A worker that "
+    "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
 )
+_ROUNDING = "at most the rounding of one {0}'s {1}"
+_SPARSE = "with sparse messages that is what several rounds came to, and it is told how much"
 
 
 class StarExchange(StepExchange[Replicas]):
@@ -46,7 +48,7 @@ class StarExchange(StepExchange[Replicas]):
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
         self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
         if not self._wire.is_exact:
-            job.cluster.notice(_WIRE.format(replicas.spec.wire))
+            job.cluster.notice(_how_it_travels(replicas.spec))
         self._counted: set[str] = set()
         job.on(GradientBucket, self._on_bucket)
 
@@ -198,6 +200,14 @@ class StarExchange(StepExchange[Replicas]):
             message = self._head_of(ParameterBucket, in_flight, bucket, present, tensor, commit if last else None)
             self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
         return failure
+
+
+def _how_it_travels(spec: RunSpec) -> str:
+    if spec.rounds is None:
+        return _WIRE.format("gradients", f"{spec.wire} (wire, --wire)", _ROUNDING.format("step", "gradient"))
+    if spec.rounds.outer == "sparse":
+        return _WIRE.format("the ways of a round", f"{message_format(spec)[0].name} (outer='sparse')", _SPARSE)
+    return _WIRE.format("the ways of a round", f"{spec.wire} (wire, --wire)", _ROUNDING.format("round", "way"))
 
 
 def _user_error(in_flight: StepInFlight, error: BaseException, counts: str) -> TrainingError:

@@ -121,8 +121,8 @@ class ErrorFeedback:
             self._committed[name] = residual.clone() if mine is None else mine + residual.to(mine.device)
 
     def norm(self) -> float:
-        """Return the 2-norm of all committed residuals: what a loss of their owner would lose."""
-        norms = [float(residual.norm()) for residual in self._committed.values()]
+        """Return the 2-norm of all residuals, proposed ones included: what a loss of their owner would lose."""
+        norms = [float(residual.norm()) for residual in (self._committed | self._proposed).values()]
         return math.hypot(*norms)
 
 

@@ -180,6 +180,9 @@ class Ready(Message, frozen=True, kw_only=True):
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
     unlike: tuple[str, ...] = ()  # `group`: buffers that replicas changed differently, with no rule or choice for it
     changed: ParameterChange | None = None  # not of a lone worker
+    owed: float | None = (
+        None  # of a round: norm of all that messages left out so far, over that of the round's own gradient
+    )
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
