@@ -91,10 +91,9 @@ def _star_step(run: RunFacts) -> Traffic:
                 told = {"tensor": down, "shards": busy, "forwarded": tuple(range(others))}
                 total = total + run.out(messages.SumBucket, _bytes(down), **known, **told) * members
             continue
-        down = bucket.form(numel, busy)
-        if run.at_orchestrator:  # new values of parameters go down as they are
-            down = messages.FlatTensor(dtype_name(bucket.dtype), numel)
-        total = total + run.out(messages.SumBucket, _bytes(down), **known, tensor=down, shards=busy) * run.workers
+        # New values of parameters go down as they are.
+        down = messages.FlatTensor(dtype_name(bucket.dtype), numel) if run.at_orchestrator else up
+        total = total + run.out(messages.SumBucket, _bytes(down), **known, tensor=down) * run.workers
     return total if buckets else total + commit * run.workers
 
 

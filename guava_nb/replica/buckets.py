@@ -109,24 +109,16 @@ class Bucket:
         is_exact = self.wire.is_exact or self.index == BUFFERS or not self.dtype.is_floating_point
         return None if is_exact else self.wire
 
-    def sum_format(self, shards: int) -> WireFormat | None:
-        """How the encoded sum of so many shards' gradients travels: a sparse one with every place that one of them has."""
-        found = self.wire_format
-        return found.widened(max(1, shards)) if isinstance(found, TopK) else found
-
     def is_forwarded(self, shards: int) -> bool:
         """Whether a worker gets the messages of all other shards: of sparse ones, where that is no more than their sum."""
-        up, down = self.wire_format, self.sum_format(shards)
-        if not isinstance(up, TopK) or down is None:
+        found = self.wire_format
+        if not isinstance(found, TopK):
             return False
-        return shorter_way_down(up, down, self.numel, shards, self.dtype).is_forwarded
+        return shorter_way_down(found, found, self.numel, shards, self.dtype).is_forwarded
 
-    def form(self, numel: int, shards: int = 1) -> FlatTensor:
-        """Return what a message says of `numel` elements of it as they travel, or of the encoded sum over so many shards.
-
-        Of gradients `numel` is all of them.
-        """
-        wire_format = self.sum_format(shards)
+    def form(self, numel: int) -> FlatTensor:
+        """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
+        wire_format = self.wire_format
         if wire_format is None:
             return FlatTensor(dtype_name(self.dtype), numel)
         return FlatTensor("uint8", wire_format.encoded_bytes(numel, self.dtype))
@@ -242,20 +234,17 @@ class BucketWire:
     def _format_of(self, number: int) -> WireFormat | None:
         return None if self.is_exact else self._layout.bucket(number).wire_format
 
-    def encode(self, number: int, flat: Tensor, step: int, shard: int) -> tuple[FlatTensor, memoryview]:
-        """Return what a message says of a shard's flat tensor, `[numel]`, and its payload, which may be the tensor's memory."""
+    def encode(self, number: int, flat: Tensor, shard: tuple[int, int] | None = None) -> tuple[FlatTensor, memoryview]:
+        """Return what a message says of a bucket's flat tensor, `[numel]`, and its payload, which may be the tensor's memory.
+
+        `shard` is a worker's: step and shard, under which a sparse message is kept, since it need not come back.
+        """
         if self._format_of(number) is None:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
         message = self._feedback.encode(number, flat).message
-        if isinstance(self._format, TopK):  # it need not come back
-            self._own[step, shard, number] = message
-        return FlatTensor("uint8", len(message)), message
-
-    def encode_sum(self, number: int, flat: Tensor, shards: int) -> tuple[FlatTensor, memoryview]:
-        """Return the same of the sum over so many shards."""
-        if self._format_of(number) is None:
-            return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
-        message = self._feedback.encode(number, flat, self._layout.bucket(number).sum_format(shards)).message
+        if shard is not None and isinstance(self._format, TopK):
+            step, index = shard
+            self._own[step, index, number] = message
         return FlatTensor("uint8", len(message)), message
 
     def settle(self, number: int, flat: Tensor) -> Tensor:
@@ -284,12 +273,9 @@ class BucketWire:
         Raises:
             RemoteProtocolError: the payload is none of that bucket, or a shard's message is neither in it nor here.
         """
-        if self._format_of(message.bucket) is None:
+        if message.forwarded is None:
             return self.decode(message.bucket, message.tensor, payload)
         bucket = self._layout.bucket(message.bucket)
-        if message.forwarded is None:
-            wire_format = bucket.sum_format(message.shards) or self._format
-            return wire_format.decode(payload, bucket.numel, bucket.dtype)
         messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
         return sum_of_messages(self._format, messages, bucket.numel, bucket.dtype)
 

@@ -121,12 +121,11 @@ class StarExchange(StepExchange[Replicas]):
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         present, flat = self._result(in_flight, bucket)
-        shards = len(in_flight.machine.tasks)
         if bucket in in_flight.messages:
             self._forward(in_flight, bucket, present, commit)
             return
-        tensor, payload = self._wire.encode_sum(bucket, flat, shards)
-        message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit, shards=shards)
+        tensor, payload = self._wire.encode(bucket, flat)
+        message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
         self._job.cluster.send_all(in_flight.members, message, [payload])
 
     def _forward(self, in_flight: StepInFlight, bucket: int, present: bytes, commit: Commit | None) -> None:

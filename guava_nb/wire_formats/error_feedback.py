@@ -45,18 +45,16 @@ class ErrorFeedback:
         self._committed: dict[str, Tensor] = {}
         self._proposed: dict[str, Tensor] = {}
 
-    def encode(self, key: object, flat: Tensor, wire_format: WireFormat | None = None) -> Sent:
+    def encode(self, key: object, flat: Tensor) -> Sent:
         """Return the message of a flat tensor, `[numel]`, and of what is left of earlier ones of that key.
-
-        `wire_format` is that of this one message; None: as all.
 
         Raises:
             LocalProtocolError: earlier ones had another size.
         """
-        wire_format, values = wire_format or self.wire_format, self._with_rest(key, flat)
-        message = wire_format.encode(values)
-        decoded = wire_format.decode(message, values.numel(), values.dtype, values.device)
-        if not wire_format.is_exact:
+        values = self._with_rest(key, flat)
+        message = self.wire_format.encode(values)
+        decoded = self.wire_format.decode(message, values.numel(), values.dtype, values.device)
+        if not self.wire_format.is_exact:
             # What is not finite must not stay for ever, whether or not its step is discarded.
             self._proposed[str(key)] = (values - decoded).nan_to_num_(0.0, 0.0, 0.0)
         return Sent(message, decoded)

@@ -130,15 +130,14 @@ def by_hand(
     every: int,
     epochs: int = 2,
     shares: Sequence[float] | None = None,
-    is_forwarded: bool = True,
 ) -> tuple[torch.nn.Module, list[float]]:
     """The oracle: local SGD, DiLoCo or SparseLoCo as the papers have them, with nothing of ours but the initial weights, the
-    cut, and the rounding of single messages. `is_forwarded`: workers get sparse messages as they are, not their encoded sum.
+    cut, and the rounding of single messages.
     """
     rounds = run_spec.rounds
     assert rounds is not None
     model = replica(run_spec).model
-    travelled = Messages(run_spec, workers, is_forwarded)
+    travelled = Messages(run_spec, workers)
     locals_ = [copy.deepcopy(model) for _ in range(workers)]
     inner = [
         getattr(torch.optim, run_spec.optimizer.name)(one.parameters(), **run_spec.optimizer.args) for one in locals_
@@ -183,10 +182,9 @@ def by_hand(
 class Messages:
     """Of the oracle: what arrives of the workers' ways, and what each sender still owes, in one flat tensor each."""
 
-    def __init__(self, run_spec: RunSpec, workers: int, is_forwarded: bool) -> None:
+    def __init__(self, run_spec: RunSpec, workers: int) -> None:
         assert run_spec.rounds is not None
         self.rounds, self.is_sparse = run_spec.rounds, run_spec.rounds.outer == "sparse"
-        self.is_forwarded = is_forwarded
         self.dense = WIRE_FORMATS[run_spec.wire]
         self.owed = [torch.zeros(()) for _ in range(workers + 1)]  # the last is the hub's
 
@@ -208,7 +206,8 @@ class Messages:
         total = torch.stack([self._sent(k, way, count) for k, way in ways.items()]).sum(0)
         if not self.is_sparse:
             return self._sent(-1, total)
-        return total if self.is_forwarded else self._sent(len(self.owed) - 1, total, count * len(ways))
+        # Two workers get each other's messages; more get the sum, made sparse once more.
+        return total if len(ways) <= 2 else self._sent(len(self.owed) - 1, total, count)
 
 
 def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:

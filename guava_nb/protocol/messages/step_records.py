@@ -204,9 +204,9 @@ class SumBucket(Message, frozen=True, kw_only=True):
     Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
 
     Attributes:
-        shards: how many were summed: a sparse sum has that many times the places.
-        forwarded: the shards whose messages the payload has, one after another, in place of their sum; all others are the
+        forwarded: the shards whose messages the payload has, one after another, in place of the sum; all others are the
             receiver's own. None: it has the sum.
+        shards: how many there are, where messages are forwarded.
     """
 
     NUMBER: ClassVar[int] = 28
@@ -219,8 +219,8 @@ class SumBucket(Message, frozen=True, kw_only=True):
     present: bytes
     tensor: FlatTensor
     commit: Commit | None = None
-    shards: int = 1
     forwarded: tuple[int, ...] | None = None
+    shards: int = 0
 
 
 class ParameterBucket(Message, frozen=True, kw_only=True):

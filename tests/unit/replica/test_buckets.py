@@ -99,9 +99,9 @@ def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing
     layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
     flats = [torch.randn(layout.buckets[0].numel) for _ in range(2)]
     senders = [BucketWire(layout, sparse, 0.95) for _ in flats]
-    sent = [wire.encode(0, flat, 5, shard)[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))]
+    sent = [wire.encode(0, flat, (5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))]
     hub = BucketWire(layout, sparse)
-    assert hub.is_forwarded(0, 2) and not hub.is_forwarded(0, 8)
+    assert hub.is_forwarded(0, 2) and not hub.is_forwarded(0, 3)
 
     def came(*shards: int, payload: bytes = b"") -> Any:
         body = memoryview(payload or b"".join(sent[shard] for shard in shards))
@@ -127,10 +127,10 @@ def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing
 def test_a_hub_that_owes_sends_its_sum_whatever_is_shorter() -> None:
     layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
     hub, other, flat = BucketWire(layout, sparse), BucketWire(layout, sparse), torch.randn(layout.buckets[0].numel)
-    tensor, payload = hub.encode_sum(0, flat, 8)
+    tensor, payload = hub.encode(0, flat)
     assert not hub.is_forwarded(0, 2)
-    message = SumBucket(run_id="r", generation=0, step=0, bucket=0, present=b"\3", tensor=tensor, shards=8)
-    assert tensor == layout.buckets[0].form(len(flat), 8)
+    message = SumBucket(run_id="r", generation=0, step=0, bucket=0, present=b"\3", tensor=tensor)
+    assert tensor == layout.buckets[0].form(len(flat))
     arrived = other.decode_sum(message, payload)
     assert float((flat - arrived).norm()) == pytest.approx(hub.owed_norm(), rel=1e-6)
     hub.discard()
