@@ -253,6 +253,8 @@ class BucketWire:
 
     def is_forwarded(self, number: int, shards: int) -> bool:
         """Whether the shards' messages go on as they came, not their sum: then this sender owes nothing either."""
+        if not isinstance(self._format, TopK):
+            return False
         return self._layout.bucket(number).is_forwarded(shards) and not self._feedback.owes(number)
 
     def decode(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
