@@ -38,6 +38,7 @@ class DemoOptions:
         precision: "fp32" or "fp64".
         check: also train plain PyTorch and compare.
         sync: "step", or "local" for rounds of `sync_every` local steps.
+        outer: how the workers' ways of such a round become new weights.
     """
 
     workers: int = 2
@@ -51,6 +52,7 @@ class DemoOptions:
     check: bool = False
     sync: str = "step"
     sync_every: int = 10
+    outer: str = "average"
     report: Path | None = None
     tls: bool = True
 
@@ -58,6 +60,10 @@ class DemoOptions:
         """Refuse what the configuration cannot know of."""
         if self.mode not in MODES:
             raise ConfigError(f"--mode {self.mode} is unknown; choose one of: {', '.join(MODES)}")
+        if self.outer != "average" and self.sync != "local":
+            raise ConfigError(
+                f"--outer {self.outer} is of rounds of local steps: give --sync local too, or leave it out"
+            )
         if self.sync == "local" and self.mode != "data":
             raise ConfigError(f"--sync local lets every worker take steps of its own, and in {self.mode} mode none can")
         if self.mode == "hybrid" and (self.workers < 4 or self.workers % 2):
@@ -106,6 +112,11 @@ def add_command(commands: Any) -> None:
         help="exchange gradients in each step, or rounds of local steps (%(default)s)",
     )
     add("--sync-every", type=int, metavar="H", help="steps of a round of --sync local (%(default)s)")
+    add(
+        "--outer",
+        choices=("average", "nesterov", "sparse"),
+        help="what such a round goes into: the mean of the weights, DiLoCo, SparseLoCo (%(default)s)",
+    )
     add("--report", type=Path, metavar="FILE", help="write all figures as JSON")
     add("--no-tls", dest="tls", action="store_false", help="do not encrypt the connections")
     parser.set_defaults(**{**asdict(DemoOptions()), "precision": None})
@@ -195,6 +206,7 @@ def _train(options: DemoOptions, config: DistributedConfig) -> tuple[dict[str, A
             shares=options.shares,
             sync=options.sync,
             sync_every=options.sync_every if options.sync == "local" else None,
+            outer=options.outer if options.sync == "local" else None,
         )
         report = training.result().report()
         if options.mode != "data":
@@ -207,13 +219,16 @@ def _check(options: DemoOptions, model: Module, losses: list[float]) -> dict[str
     import torch
 
     from guava_nb.cli.demo_model import DigitNet
-    from guava_nb.cli.reference import measure_parity, train_local, train_plain
+    from guava_nb.cli.reference import OuterLoop, measure_parity, train_local, train_plain
 
     torch.manual_seed(options.seed)
     plain = DigitNet().to(torch.float64 if options.precision == "fp64" else torch.float32)
     loader, shares = make_loaders(options)[0], options.shares or (1.0,) * options.workers
     if options.sync == "local":
-        plain_losses = train_local(plain, loader, options.epochs, options.learning_rate, shares, options.sync_every)
+        outer = OuterLoop(plain, options.outer, len(shares))
+        plain_losses = train_local(
+            plain, loader, options.epochs, options.learning_rate, shares, options.sync_every, outer
+        )
     else:
         plain_losses = train_plain(plain, loader, options.epochs, options.learning_rate)
     return measure_parity(model, losses, plain, plain_losses, options.precision).as_dict()

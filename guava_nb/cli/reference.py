@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from guava_nb.data.split import share_ranges
+from guava_nb.wire_formats.top_k import TopK
 
-__all__ = ["Parity", "evaluate", "largest_difference", "measure_parity", "train_local", "train_plain"]
+__all__ = ["OuterLoop", "Parity", "evaluate", "largest_difference", "measure_parity", "train_local", "train_plain"]
 
 Batches = Iterable[Sequence[torch.Tensor]]
 
@@ -74,10 +75,70 @@ def train_plain(model: nn.Module, loader: Batches, num_epochs: int, learning_rat
     return losses
 
 
+class OuterLoop:
+    """The end of a round, as the papers have it: the model's parameters and what each worker's way was become new ones."""
+
+    def __init__(self, model: nn.Module, method: str, workers: int) -> None:
+        """Prepare for "average" (arXiv 1805.09767), "nesterov" (DiLoCo, 2311.08105) or "sparse" (SparseLoCo, 2508.15706)."""
+        is_nesterov, self._is_sparse = method == "nesterov", method == "sparse"
+        self._model, self._owed = model, [torch.zeros(())] * (workers + 1)  # the last is the hub's
+        self._optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=0.7 if is_nesterov else 1.0,
+            momentum=0.9 if is_nesterov else 0.0,
+            nesterov=is_nesterov,
+        )
+
+    @torch.no_grad()
+    def step(self, replicas: Sequence[nn.Module], seen: Sequence[int]) -> None:
+        """Take the step; `seen` are the samples of each replica in the round."""
+        begun = _flat(self._model)
+        ways = [(begun - _flat(one)) * (rows / sum(seen)) for one, rows in zip(replicas, seen, strict=True)]
+        working = [worker for worker, rows in enumerate(seen) if rows]
+        if self._is_sparse and len(replicas) > 1:
+            mean = self._sparse_sum({worker: ways[worker] for worker in working})
+        else:
+            mean = torch.stack(ways).sum(0)
+        for parameter, gradient in zip(*_parts(self._model, mean), strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        for one in replicas:
+            one.load_state_dict(self._model.state_dict())
+
+    def _sparse_sum(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return what arrives: of two workers the messages, of more the sum, made sparse once more."""
+        one = TopK(64, 4096, bits=2)
+        total = torch.stack([self._sent(one, worker, way, 0.95) for worker, way in ways.items()]).sum(0)
+        return total if len(ways) <= 2 else self._sent(one, -1, total, 1.0)
+
+    def _sent(self, wire_format: TopK, sender: int, flat: torch.Tensor, decay: float) -> torch.Tensor:
+        flat = flat + self._owed[sender] * decay
+        arrived = wire_format.decode(wire_format.encode(flat), flat.numel(), flat.dtype)
+        self._owed[sender] = flat - arrived
+        return arrived
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    """All parameters in one tensor, the last one first: so do gradients become ready, and so they travel."""
+    return nn.utils.parameters_to_vector(reversed(list(model.parameters())))
+
+
+def _parts(model: nn.Module, flat: torch.Tensor) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    parameters = list(reversed(list(model.parameters())))
+    parts = flat.split([one.numel() for one in parameters])  # type: ignore[no-untyped-call]
+    return parameters, [part.view_as(one) for one, part in zip(parameters, parts, strict=True)]
+
+
 def train_local(
-    model: nn.Module, loader: Batches, num_epochs: int, learning_rate: float, shares: Sequence[float], every: int
+    model: nn.Module,
+    loader: Batches,
+    num_epochs: int,
+    learning_rate: float,
+    shares: Sequence[float],
+    every: int,
+    outer: OuterLoop,
 ) -> list[float]:
-    """Train in place by local SGD (arXiv 1805.09767): rounds that end with the mean of the weights.
+    """Train in place by rounds of local steps, each of which ends with a step of `outer`.
 
     All workers take their steps in turn, each with a row range of each batch.
 
@@ -90,7 +151,6 @@ def train_local(
     """
     replicas = [copy.deepcopy(model) for _ in shares]
     inner = [torch.optim.Adam(replica.parameters(), lr=learning_rate) for replica in replicas]
-    outer = torch.optim.SGD(model.parameters(), lr=1.0)
     criterion = nn.CrossEntropyLoss(reduction="sum")
     losses = []
     for _ in range(num_epochs):
@@ -106,21 +166,8 @@ def train_local(
                         inner[worker].step()
                         loss_sum, seen[worker] = loss_sum + float(loss.detach()), seen[worker] + last - first
             losses.append(loss_sum / sum(seen))
-            _take_outer_step(model, outer, replicas, seen)
+            outer.step(replicas, seen)
     return losses
-
-
-@torch.no_grad()
-def _take_outer_step(
-    model: nn.Module, outer: torch.optim.Optimizer, replicas: Sequence[nn.Module], seen: Sequence[int]
-) -> None:
-    ends = zip(*(replica.parameters() for replica in replicas), strict=True)
-    for start, of_workers in zip(model.parameters(), ends, strict=True):
-        moved = [(start - end) * (rows / sum(seen)) for end, rows in zip(of_workers, seen, strict=True)]
-        start.grad = torch.stack(moved).sum(0)
-    outer.step()
-    for replica in replicas:
-        replica.load_state_dict(model.state_dict())
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class Member:
     detail: str = ""
     samples: int = 0
     tokens: float | None = None
+    owed: float | None = None  # how much its messages left out so far, in rounds of local steps
     bytes_before: tuple[int, int] = (0, 0)  # sent to it and received from it before that run
     share: float | None = None
     step_s: float | None = None

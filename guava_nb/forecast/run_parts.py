@@ -82,10 +82,16 @@ def _star_step(run: RunFacts) -> Traffic:
     if layout.buffers is not None:
         buckets.append((layout.buffers, run.moving_elements()))
     for bucket, numel in buckets:
-        plain, up = messages.FlatTensor(dtype_name(bucket.dtype), numel), bucket.form(numel)
-        down = plain if run.at_orchestrator else up  # new values of parameters go down as they are
-        known: dict[str, Any] = {"bucket": bucket.index, "present": bytes(bucket.present_bytes)}
+        up, known = bucket.form(numel), {"bucket": bucket.index, "present": bytes(bucket.present_bytes)}
         total = total + run.back(messages.GradientBucket, _bytes(up), **known, tensor=up) * busy
+        if bucket.is_forwarded(busy):  # each gets the messages of all others
+            for others, members in ((busy - 1, busy), (busy, run.workers - busy)):
+                down = messages.FlatTensor("uint8", up.numel * others)
+                told = {"tensor": down, "shards": busy, "forwarded": tuple(range(others))}
+                total = total + run.out(messages.SumBucket, _bytes(down), **known, **told) * members
+            continue
+        # New values of parameters go down as they are.
+        down = messages.FlatTensor(dtype_name(bucket.dtype), numel) if run.at_orchestrator else up
         total = total + run.out(messages.SumBucket, _bytes(down), **known, tensor=down) * run.workers
     return total if buckets else total + commit * run.workers
 

@@ -17,7 +17,9 @@ from guava_nb.wire_formats.error_feedback import ErrorFeedback
 from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat, accumulation_dtype
 
-__all__ = ["OUTER_METHODS", "OuterMethod", "pseudo_gradient", "weighted_mean"]
+__all__ = ["OUTER_METHODS", "OuterMethod", "pseudo_gradient", "sparse_format", "weighted_mean"]
+
+_CHUNK = 4096
 
 
 def pseudo_gradient(before: Tensor, after: Tensor) -> Tensor:
@@ -85,6 +87,15 @@ class OuterMethod:
         return moved.to(weights.dtype), buffer
 
 
+def sparse_format(density: float = 1 / 64, bits: int = 2) -> TopK:
+    """Return the format of sparse pseudo-gradients: of each 4,096 elements that part of them, at least one, at so many bits.
+
+    Raises:
+        ConfigError: the numbers make no format.
+    """
+    return TopK(max(1, round(density * _CHUNK)), _CHUNK, bits)
+
+
 #: `average`: local SGD, the mean of the members' weights. `nesterov`: DiLoCo (arXiv:2311.08105). `sparse`: SparseLoCo
 #: (arXiv:2508.15706), whose error feedback takes the place of the outer momentum. Numbers as in the papers.
 OUTER_METHODS: Mapping[str, OuterMethod] = {
@@ -92,6 +103,6 @@ OUTER_METHODS: Mapping[str, OuterMethod] = {
     for one in (
         OuterMethod("average"),
         OuterMethod("nesterov", learning_rate=0.7, momentum=0.9),
-        OuterMethod("sparse", wire_format=TopK(64, 4096, bits=2), decay=0.95),
+        OuterMethod("sparse", wire_format=sparse_format(), decay=0.95),
     )
 }

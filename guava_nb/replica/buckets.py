@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,11 +20,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from guava_nb.data.codec import dtype_name, tensor_bytes, tensor_from
 from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from guava_nb.outer_methods.outer_methods import sparse_format
 from guava_nb.parallel.replicas.bucketing import plan_buckets, wire_dtype
 from guava_nb.parallel.replicas.buffer_policy import followed_parameters
-from guava_nb.protocol.messages import FlatTensor
+from guava_nb.protocol.messages import FlatTensor, RunSpec, SumBucket
 from guava_nb.wire_formats.error_feedback import ErrorFeedback
+from guava_nb.wire_formats.message_sum import shorter_way_down, sum_of_messages
 from guava_nb.wire_formats.registry import WIRE_FORMATS
+from guava_nb.wire_formats.top_k import TopK
 from guava_nb.wire_formats.wire_format import WireFormat
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "BucketLayout",
     "BucketWire",
     "build_layout",
+    "message_format",
     "pack_present",
     "present_at",
 ]
@@ -72,7 +76,7 @@ class Bucket:
         dtype: dtype on the wire. Of the buffer bucket: float32, or float64 where a buffer is, or counts with integers.
         whole_numbers: places of those that hold integers or truth values; of the buffer bucket only.
         complex_numbers: likewise complex ones, whose real and imaginary parts travel as two elements each.
-        wire: name of the run's wire format.
+        wire: the run's wire format.
     """
 
     index: int
@@ -81,7 +85,7 @@ class Bucket:
     dtype: torch.dtype
     whole_numbers: frozenset[int] = frozenset()
     complex_numbers: frozenset[int] = frozenset()
-    wire: str = "fp32"
+    wire: WireFormat = WIRE_FORMATS["fp32"]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -102,9 +106,15 @@ class Bucket:
     @property
     def wire_format(self) -> WireFormat | None:
         """How its gradients travel where that loses something; None: as they are, as buffers and complex numbers always do."""
-        found = WIRE_FORMATS[self.wire]
-        is_exact = found.is_exact or self.index == BUFFERS or not self.dtype.is_floating_point
-        return None if is_exact else found
+        is_exact = self.wire.is_exact or self.index == BUFFERS or not self.dtype.is_floating_point
+        return None if is_exact else self.wire
+
+    def is_forwarded(self, shards: int) -> bool:
+        """Whether a worker gets the messages of all other shards: of sparse ones, where that is no more than their sum."""
+        found = self.wire_format
+        if not isinstance(found, TopK):
+            return False
+        return shorter_way_down(found, found, self.numel, shards, self.dtype).is_forwarded
 
     def form(self, numel: int) -> FlatTensor:
         """Return what a message says of `numel` elements of it as they travel; of gradients that is all of them."""
@@ -191,20 +201,30 @@ class BucketLayout:
         return hasher.hexdigest()
 
 
+def message_format(spec: RunSpec) -> tuple[WireFormat, float]:
+    """Return how gradients travel in a run, and how much of what a message left out counts in the next one."""
+    if spec.rounds is not None and spec.rounds.outer == "sparse":
+        return sparse_format(spec.rounds.density, spec.rounds.bits), spec.rounds.decay
+    return WIRE_FORMATS[spec.wire], 1.0
+
+
 class BucketWire:
     """Flat tensors of buckets as they travel, and back; what one sender's messages left out goes with its next ones.
 
     A worker has one for its gradients, the orchestrator one for their sums. `commit` and `discard` follow the step.
     """
 
-    def __init__(self, layout: BucketLayout, wire: str) -> None:
-        """Send in that format, with nothing left out so far."""
-        self._layout, self._wire = layout, wire
+    def __init__(
+        self, layout: BucketLayout, wire_format: WireFormat = WIRE_FORMATS["fp32"], decay: float = 1.0
+    ) -> None:
+        """Send in that format, with nothing left out so far; `decay` as of `ErrorFeedback`."""
+        self._layout, self._format, self._decay = layout, wire_format, decay
         self.reset()
 
     def reset(self) -> None:
         """Forget what was left out: the state is another one."""
-        self._feedback = ErrorFeedback(WIRE_FORMATS[self._wire])
+        self._feedback = ErrorFeedback(self._format, self._decay)
+        self._own: dict[tuple[int, int, int], memoryview] = {}  # sparse messages by step, shard, bucket
 
     @property
     def is_exact(self) -> bool:
@@ -214,12 +234,28 @@ class BucketWire:
     def _format_of(self, number: int) -> WireFormat | None:
         return None if self.is_exact else self._layout.bucket(number).wire_format
 
-    def encode(self, number: int, flat: Tensor) -> tuple[FlatTensor, memoryview]:
-        """Return what a message says of a bucket's flat tensor, `[numel]`, and its payload, which may be the tensor's memory."""
+    def encode(self, number: int, flat: Tensor, shard: tuple[int, int] | None = None) -> tuple[FlatTensor, memoryview]:
+        """Return what a message says of a bucket's flat tensor, `[numel]`, and its payload, which may be the tensor's memory.
+
+        `shard` is a worker's: step and shard, under which a sparse message is kept, since it need not come back.
+        """
         if self._format_of(number) is None:
             return FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
         message = self._feedback.encode(number, flat).message
+        if shard is not None and isinstance(self._format, TopK):
+            step, index = shard
+            self._own[step, index, number] = message
         return FlatTensor("uint8", len(message)), message
+
+    def settle(self, number: int, flat: Tensor) -> Tensor:
+        """Return a bucket's flat tensor, `[numel]`, that does not travel, with all that earlier messages left out."""
+        return flat if self._format_of(number) is None else self._feedback.settle(number, flat)
+
+    def is_forwarded(self, number: int, shards: int) -> bool:
+        """Whether the shards' messages go on as they came, not their sum: then this sender owes nothing either."""
+        if not isinstance(self._format, TopK):
+            return False
+        return self._layout.bucket(number).is_forwarded(shards) and not self._feedback.owes(number)
 
     def decode(self, number: int, tensor: FlatTensor, payload: memoryview) -> Tensor:
         """Return the flat tensor, `[numel]`, of a bucket that came; its memory is the payload's where nothing was encoded.
@@ -233,19 +269,48 @@ class BucketWire:
         bucket = self._layout.bucket(number)
         return wire_format.decode(payload, bucket.numel, bucket.dtype)
 
+    def decode_sum(self, message: SumBucket, payload: memoryview) -> Tensor:
+        """Return the sum, `[numel]`, of a bucket that came from the hub; memory as of `decode`.
+
+        Raises:
+            RemoteProtocolError: the payload is none of that bucket, or a shard's message is neither in it nor here.
+        """
+        if message.forwarded is None:
+            return self.decode(message.bucket, message.tensor, payload)
+        bucket = self._layout.bucket(message.bucket)
+        messages = self._messages_of(message, payload, self._format.encoded_bytes(bucket.numel, bucket.dtype))
+        return sum_of_messages(self._format, messages, bucket.numel, bucket.dtype)
+
+    def _messages_of(self, message: SumBucket, payload: memoryview, nbytes: int) -> Iterator[memoryview]:
+        """Give the messages of all shards in their order: those that came, and this worker's own."""
+        came = {shard: payload[k * nbytes : (k + 1) * nbytes] for k, shard in enumerate(message.forwarded or ())}
+        if len(payload) != nbytes * len(came):
+            raise RemoteProtocolError(f"{len(payload)} bytes came for {len(came)} messages of {nbytes}")
+        for shard in range(message.shards):
+            found = came.get(shard, self._own.get((message.step, shard, message.bucket)))
+            if found is None:
+                raise RemoteProtocolError(f"bucket {message.bucket} came without the message of shard {shard}")
+            yield found
+
+    def owed_norm(self) -> float:
+        """Return the 2-norm of all that was left out, the open step's messages included."""
+        return self._feedback.norm()
+
     def commit(self) -> None:
         """The step counts."""
         self._feedback.commit()
+        self._own.clear()
 
     def discard(self) -> None:
         """The step does not count: what it encoded is as if it had never been."""
         self._feedback.discard()
+        self._own.clear()
 
 
-def build_layout(model: nn.Module, bucket_bytes: int, wire: str = "fp32") -> BucketLayout:
+def build_layout(model: nn.Module, bucket_bytes: int, wire: WireFormat = WIRE_FORMATS["fp32"]) -> BucketLayout:
     """Cut a model's trainable parameters into buckets of about `bucket_bytes`; tied parameters stand once.
 
-    `wire` names the format of their gradients.
+    `wire` is the format of their gradients.
 
     Raises:
         ConfigError: a parameter has no shape yet (a lazy layer).

@@ -223,7 +223,7 @@ def bucket_sender(send: Callable[[Message, Sequence[memoryview]], None], message
     """Return what queues each bucket of a shard's gradients, flat, `[numel]` in the wire dtype; `wire` encodes them."""
 
     def on_bucket(bucket: int, present: bytes, flat: Tensor) -> None:
-        tensor, payload = wire.encode(bucket, flat)
+        tensor, payload = wire.encode(bucket, flat, (message.step, message.shard))
         head = GradientBucket(
             run_id=message.run_id, generation=message.generation, step=message.step, shard=message.shard,
             bucket=bucket, present=present, tensor=tensor,

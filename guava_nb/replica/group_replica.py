@@ -83,7 +83,7 @@ class GroupReplica(BaseReplica):
         self._criterion = None if spec.criterion is None else scoring(build_criterion(spec, resolve, device))
         model = place_model(build_model(spec, resolve), spec, torch.device("cpu"))
         self.layout = build_layout(model, spec.bucket_bytes)
-        self.wire = BucketWire(self.layout, spec.wire)
+        self.wire = BucketWire(self.layout)
         self._use_optimizer(self._make_optimizer(dict(model.named_parameters())))
         self.close()
 

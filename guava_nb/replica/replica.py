@@ -25,7 +25,7 @@ from guava_nb.parallel.replicas.batch_norm import explaining_few_rows
 from guava_nb.parallel.replicas.gather_batch import Gather, gathering, refusing
 from guava_nb.protocol.messages import ParameterChange, RunSpec
 from guava_nb.replica.base_replica import BaseReplica, Buckets, explained, pick
-from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, pack_present, present_at
+from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, message_format, pack_present, present_at
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.device_figures import DeviceFigures, norms
 from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
@@ -87,8 +87,8 @@ class Replica(BaseReplica):
         if spec.compile and model is None:
             compile_modules([self.model], device)
         self._hooks = GradientHooks(self.model)
-        self.layout = build_layout(self.model, spec.bucket_bytes, spec.wire)
-        self.wire = BucketWire(self.layout, spec.wire)
+        self.layout = build_layout(self.model, spec.bucket_bytes, message_format(spec)[0])
+        self.wire = BucketWire(self.layout, *message_format(spec))
         self._use_optimizer(build_optimizer(spec.optimizer, self.model.named_parameters(), resolve))
         self._named = dict(self.model.named_parameters())
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]

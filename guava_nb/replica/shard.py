@@ -63,6 +63,7 @@ class ShardResult:
         tokens: as the user's function counted them; None where it is not asked.
         unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
         changed: what the step's forwards changed of the trained parameters; None also for a lone worker.
+        owed: of a round: norm of all that messages left out so far, over that of its pseudo-gradient; None: nothing.
     """
 
     loss_sum: float
@@ -76,6 +77,7 @@ class ShardResult:
     tokens: float | None = None
     unlike: tuple[str, ...] = ()
     changed: ParameterChange | None = None
+    owed: float | None = None
 
     def report(self, shard: Shard, wait_s: float) -> Ready:
         """Return what the orchestrator is told of it; `wait_s`: seconds that this worker waited for the shard."""
@@ -83,7 +85,7 @@ class ShardResult:
             run_id=shard.run_id, generation=shard.generation, step=shard.step, shard=shard.shard, rows=shard.rows,
             loss_sum=self.loss_sum, count=self.count, finite=self.finite, nonfinite=self.nonfinite,
             forward_s=self.forward_s, backward_s=self.backward_s, wait_s=wait_s, tokens=self.tokens,
-            gradient_square=self.gradient_square, unlike=self.unlike, changed=self.changed,
+            gradient_square=self.gradient_square, unlike=self.unlike, changed=self.changed, owed=self.owed,
         )  # fmt: skip
 
 

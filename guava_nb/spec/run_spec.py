@@ -245,7 +245,26 @@ def _rounds(options: TrainingOptions) -> RoundSpec | None:
     if options.sync == "step":
         return None
     assert options.outer is not None and options.outer_lr is not None and options.accumulation_steps is not None
-    return RoundSpec(options.outer, options.outer_lr, options.outer_momentum or 0.0, options.accumulation_steps)
+    momentum, sparse = options.outer_momentum or 0.0, options.outer_args or {}
+    _check_outer_args(options.outer, sparse)
+    return RoundSpec(options.outer, options.outer_lr, momentum, options.accumulation_steps, **sparse)
+
+
+def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
+    if given and outer != "sparse":
+        raise ConfigError(
+            f"outer_args is given, and outer={outer!r} takes none: leave it out, or choose outer='sparse' (--outer sparse)"
+        )
+    rules: Mapping[str, tuple[Callable[[float], bool], str]] = {
+        "density": (lambda value: 0 < value <= 1, "give a number above 0, up to 1"),
+        "bits": (lambda value: value in (2, 4, 8, 32), "give 2, 4, 8 or 32"),
+        "decay": (lambda value: 0 <= value <= 1, "give a number from 0 to 1"),
+    }
+    for name, value in given.items():
+        if name not in rules:
+            raise ConfigError(f"outer_args names {name!r}; it may name {', '.join(rules)}")
+        if not isinstance(value, int | float) or not rules[name][0](value):
+            raise ConfigError(f"outer_args: {name} is {value!r}; {rules[name][1]}")
 
 
 def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:
@@ -256,8 +275,6 @@ def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel:
         cause = (
             "optimizer_site is 'orchestrator', so no worker has an optimizer to take steps with; leave it at 'workers'"
         )
-    elif options.wire != "fp32":
-        cause = "what a round sends is not encoded yet; leave wire at 'fp32'"
     elif options.precision == "fp16":
         cause = "fp16 scales the loss alike on all workers, while each takes steps of its own; use bf16 or fp32 (--precision)"
     if cause:

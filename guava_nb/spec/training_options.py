@@ -116,10 +116,13 @@ class TrainingOptions:
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
         sync_every: optimizer steps of a round of local sync; by default 30.
-        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo) or "average", the mean of their weights; by
+        outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights, or
+            "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds; by
             default average, with which one worker alone trains as plain PyTorch does.
-        outer_lr: learning rate of that common step; by default 0.7, of average 1.
+        outer_lr: learning rate of that common step; of nesterov 0.7 by default, else 1.
         outer_momentum: momentum of nesterov, below 1; by default 0.9.
+        outer_args: of sparse: density, the part that is sent (above 0, up to 1); bits of each value (2, 4, 8, 32); decay,
+            how much of what was left out counts a round later (0 to 1). By default 1/64, 2, 0.95.
         precision: arithmetic of forward and backward; "auto" takes bf16 where the card of every worker computes it by itself,
             else fp32; by default the configuration's.
         compile: compile the model on the workers (torch.compile): the first steps take longer, the others less time. It needs
@@ -133,9 +136,10 @@ class TrainingOptions:
             normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others
             averaged, and it is told where that need not be right.
         optimizer_site: who holds the optimizer, "orchestrator" for an authoritative master copy; by default the configuration's.
-        wire: how the gradients of several workers travel by way of the orchestrator, and their sum back: "fp32" exactly (float64
-            too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4" in an eighth. What a message leaves out goes
-            with the next one (error feedback). In data mode only; the run is then near to plain PyTorch, not equal to it.
+        wire: how the gradients of several workers, or what their local steps came to, travel by way of the orchestrator, and
+            their sum back: "fp32" exactly (float64 too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4"
+            in an eighth. What a message leaves out goes with the next one (error feedback). In data mode only; the run is then
+            near to plain PyTorch, not equal to it.
         callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
         batch: how batches are read, where it is not plain, in the words in which the status tells it, such as "cut: image,
             label; cut on axis 1: frames; one per sample: boxes; whole: anchors". What it does not name is read as usual.
@@ -188,9 +192,10 @@ class TrainingOptions:
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
     sync: str = option("step", "choice", flag="sync", choices=("step", "local"))
     sync_every: int | None = option(None, "count", flag="sync-every", needs="sync")
-    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average"), needs="sync")
+    outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average", "sparse"), needs="sync")
     outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
     outer_momentum: float | None = option(None, "norm", flag="outer-momentum", needs="sync")
+    outer_args: Mapping[str, Any] | None = option(None, "arguments", flag="outer-args", needs="sync")
     precision: str | None = option(None, "choice", flag="precision", choices=_PRECISIONS, setting="effective_precision")
     compile: bool = option(False, "switch", flag="compile")
     channels_last: bool = option(False, "switch", flag="channels-last")
@@ -245,10 +250,15 @@ class TrainingOptions:
             )
 
     def _check_local(self) -> None:
-        if self.outer_momentum and (self.outer == "average" or self.outer_momentum >= 1):
+        if self.outer_momentum and (self.outer in ("average", "sparse") or self.outer_momentum >= 1):
             raise ConfigError(
                 f"outer_momentum is {self.outer_momentum:g}; give a number below 1, and only with outer='nesterov' "
-                "(--outer nesterov): an average has none"
+                "(--outer nesterov): an average has none, and sparse has its error feedback instead"
+            )
+        if self.outer == "sparse" and self.wire != "fp32":
+            raise ConfigError(
+                f"wire is {self.wire!r}, and outer='sparse' has a format of its own: leave wire at 'fp32', and give "
+                "outer_args={'bits': 4} (--outer-args) for finer values"
             )
         if self.check == "strict":
             raise ConfigError(
@@ -307,7 +317,7 @@ class TrainingOptions:
             return replace(self, sync_every=1)
         outer = self.outer or "average"
         usual: dict[str, Any] = {"sync_every": 30, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
-        if outer == "average":
+        if outer != "nesterov":
             usual |= {"outer_lr": 1.0, "outer_momentum": 0.0}
         return replace(self, **{name: value for name, value in usual.items() if getattr(self, name) is None})
 

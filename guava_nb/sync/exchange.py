@@ -189,6 +189,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         member.samples += self._rows_of(in_flight, message.shard)
         if message.tokens is not None:
             member.tokens = (member.tokens or 0.0) + message.tokens
+        member.owed = message.owed if is_valid(message.owed) else None
         if message.unlike:
             self._tell_unlike(message.step, message.unlike)
         self._compare_changes(in_flight, rank, message.changed)

@@ -6,6 +6,7 @@ Carries out what the step machines decide. What a commit means for the run is th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,8 +16,8 @@ from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError, TrainingError
 from guava_nb.hub.bucket_sum import is_finite
-from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, SumBucket
-from guava_nb.replica.buckets import BUFFERS, BucketWire
+from guava_nb.protocol.messages import Commit, FlatTensor, GradientBucket, ParameterBucket, RunSpec, SumBucket
+from guava_nb.replica.buckets import BUFFERS, BucketWire, message_format
 from guava_nb.replica.buffer_merge import BufferMerge
 from guava_nb.replica.optimizer import ApplyFailed
 from guava_nb.sync.exchange import OnApplied, OnCommit, Replicas, StepExchange
@@ -26,10 +27,14 @@ from guava_nb.sync.step_machine import Add, Decided, Halt, Instruction, Reissue,
 
 __all__ = ["StarExchange"]
 
+_Values = TypeVar("_Values", SumBucket, ParameterBucket)
+
 _WIRE = (
-    "gradients of several workers travel as {0} (wire, --wire): what a message leaves out goes with the next one. A worker that "
-    "leaves or is lost takes its rest with it, and so does the end of this run: at most the rounding of one step's gradient"
+    "{0} of several workers travel as {1}: what a message leaves out goes with the next one. A worker that "
+    "leaves or is lost takes its rest with it, and so does the end of this run: {2}"
 )
+_ROUNDING = "at most the rounding of one {0}'s {1}"
+_SPARSE = "with sparse messages that is what several rounds came to, and it is told how much"
 
 
 class StarExchange(StepExchange[Replicas]):
@@ -41,9 +46,9 @@ class StarExchange(StepExchange[Replicas]):
         """Handle the exchange's messages in that job."""
         super().__init__(job, replicas, on_commit, on_applied, credit)
         self._at_orchestrator = replicas.spec.optimizer_site == "orchestrator"
-        self._wire = BucketWire(replicas.master.layout, replicas.spec.wire)  # of the sums
+        self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
         if not self._wire.is_exact:
-            job.cluster.notice(_WIRE.format(replicas.spec.wire))
+            job.cluster.notice(_how_it_travels(replicas.spec))
         self._counted: set[str] = set()
         job.on(GradientBucket, self._on_bucket)
 
@@ -95,6 +100,8 @@ class StarExchange(StepExchange[Replicas]):
                 if message.bucket == BUFFERS and BUFFERS not in in_flight.sums:
                     in_flight.sums[BUFFERS] = self._merge_of(in_flight)
                 in_flight.add(message.bucket, message.shard, tensor, message.present)
+                if self._wire.is_forwarded(message.bucket, len(in_flight.machine.tasks)):
+                    in_flight.messages.setdefault(message.bucket, {})[message.shard] = rank, payload
         self._carry_out(in_flight, instructions)
 
     def _merge_of(self, in_flight: StepInFlight) -> BufferMerge:
@@ -114,7 +121,23 @@ class StarExchange(StepExchange[Replicas]):
 
     def _send_sum(self, in_flight: StepInFlight, bucket: int, commit: Commit | None) -> None:
         present, flat = self._result(in_flight, bucket)
-        self._send_flat(SumBucket, in_flight, bucket, present, self._wire.encode(bucket, flat), commit)
+        if bucket in in_flight.messages:
+            self._forward(in_flight, bucket, present, commit)
+            return
+        tensor, payload = self._wire.encode(bucket, flat)
+        message = self._head_of(SumBucket, in_flight, bucket, present, tensor, commit)
+        self._job.cluster.send_all(in_flight.members, message, [payload])
+
+    def _forward(self, in_flight: StepInFlight, bucket: int, present: bytes, commit: Commit | None) -> None:
+        """Send each member the messages that are not its own; each adds all up in shard order, to the same bits."""
+        messages = sorted(in_flight.messages[bucket].items())
+        for member in in_flight.members:
+            lacking = {shard: payload for shard, (sender, payload) in messages if sender != member}
+            tensor = FlatTensor("uint8", sum(map(len, lacking.values())))
+            message = self._head_of(
+                SumBucket, in_flight, bucket, present, tensor, commit, shards=len(messages), forwarded=tuple(lacking)
+            )
+            self._job.cluster.send(member, message, list(lacking.values()))
 
     def _result(self, in_flight: StepInFlight, bucket: int) -> tuple[bytes, torch.Tensor]:
         total = in_flight.sums[bucket]
@@ -123,22 +146,21 @@ class StarExchange(StepExchange[Replicas]):
             self._tell_unlike(in_flight.machine.step, total.unlike)
         return result
 
-    def _send_flat(
+    def _head_of(
         self,
-        record: type[SumBucket | ParameterBucket],
+        record: type[_Values],
         in_flight: StepInFlight,
         bucket: int,
         present: bytes,
-        encoded: tuple[FlatTensor, memoryview],
+        tensor: FlatTensor,
         commit: Commit | None,
-    ) -> None:
-        tensor, payload = encoded
+        **of_sum: Any,
+    ) -> _Values:
         machine = in_flight.machine
-        message = record(
+        return record(
             run_id=self._replicas.run_id, generation=machine.generation, step=machine.step, bucket=bucket,
-            present=present, tensor=tensor, commit=commit,
+            present=present, tensor=tensor, commit=commit, **of_sum,
         )  # fmt: skip
-        self._job.cluster.send_all(in_flight.members, message, [payload])
 
     def _commit(self, in_flight: StepInFlight, decided: Decided) -> None:
         failure = self._apply_here(in_flight, decided.commit) if self._at_orchestrator else None
@@ -173,9 +195,18 @@ class StarExchange(StepExchange[Replicas]):
         values = [*master.parameter_buckets(), *changes]
         for index, (bucket, present, flat) in enumerate(values):
             last = index == len(values) - 1
-            exact = FlatTensor(dtype_name(flat.dtype), flat.numel()), tensor_bytes(flat)
-            self._send_flat(ParameterBucket, in_flight, bucket, present, exact, commit if last else None)
+            tensor = FlatTensor(dtype_name(flat.dtype), flat.numel())
+            message = self._head_of(ParameterBucket, in_flight, bucket, present, tensor, commit if last else None)
+            self._job.cluster.send_all(in_flight.members, message, [tensor_bytes(flat)])
         return failure
+
+
+def _how_it_travels(spec: RunSpec) -> str:
+    if spec.rounds is None:
+        return _WIRE.format("gradients", f"{spec.wire} (wire, --wire)", _ROUNDING.format("step", "gradient"))
+    if spec.rounds.outer == "sparse":
+        return _WIRE.format("the ways of a round", f"{message_format(spec)[0].name} (outer='sparse')", _SPARSE)
+    return _WIRE.format("the ways of a round", f"{spec.wire} (wire, --wire)", _ROUNDING.format("round", "way"))
 
 
 def _user_error(in_flight: StepInFlight, error: BaseException, counts: str) -> TrainingError:

@@ -49,6 +49,7 @@ class StepInFlight:
         members: ranks that take part: they get the sums whether or not they have a shard.
         shards: in summation order; kept until the commit, since they may have to be sent again.
         batches: loader batches in this step.
+        messages: of buckets whose messages go on to the others as they came: the sender and the message, by shard.
         changes: what the workers' own code changed of the parameters.
     """
 
@@ -58,6 +59,7 @@ class StepInFlight:
     shards: PlannedShards
     batches: int
     sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
+    messages: dict[int, dict[int, tuple[int, memoryview]]] = field(default_factory=dict)
     changes: OwnChanges = field(default_factory=OwnChanges)
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:

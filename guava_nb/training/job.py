@@ -441,7 +441,7 @@ class TrainingJob(Job):
             SamplesKill: it was the third that was lost over the same samples.
         """
         poison = self.accounting.poison
-        self.replica_set.at.pop(rank, None)
+        self.membership.lose(rank)
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
         died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled

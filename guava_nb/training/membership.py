@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.sync.own_state import tell_own_state_lost
 from guava_nb.sync.replica_set import ReplicaSet, preparation_text
 from guava_nb.training.plan import Snapshot
 
@@ -103,7 +104,16 @@ class Membership:
         if fit:
             self._tell_emulated_bf16(fit)
             self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)
+            for rank in sorted(self.behind.intersection(fit)):
+                tell_own_state_lost(self.cluster, self.replica_set.spec, rank, "got the state of another worker")
             self.behind.difference_update(fit)
+
+    def lose(self, rank: int) -> None:
+        """Count a member out that is gone; the others are told what is lost with it."""
+        took_part = self.replica_set.at.pop(rank, None) is not None
+        if took_part and self._job.ready:
+            happened = "is lost" if self.cluster.roster.members[rank].state == "lost" else "left"
+            tell_own_state_lost(self.cluster, self.replica_set.spec, rank, happened)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Let members take no part in this run from now on."""

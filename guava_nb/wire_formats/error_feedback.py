@@ -51,18 +51,36 @@ class ErrorFeedback:
         Raises:
             LocalProtocolError: earlier ones had another size.
         """
-        name, values = str(key), flat.detach().to(accumulation_dtype(flat.dtype))
-        before = self._proposed.get(name, self._committed.get(name))
-        if before is not None:
-            if before.shape != values.shape:
-                raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {name}")
-            values = values + before * self.decay
+        values = self._with_rest(key, flat)
         message = self.wire_format.encode(values)
         decoded = self.wire_format.decode(message, values.numel(), values.dtype, values.device)
         if not self.wire_format.is_exact:
             # What is not finite must not stay for ever, whether or not its step is discarded.
-            self._proposed[name] = (values - decoded).nan_to_num_(0.0, 0.0, 0.0)
+            self._proposed[str(key)] = (values - decoded).nan_to_num_(0.0, 0.0, 0.0)
         return Sent(message, decoded)
+
+    def settle(self, key: object, flat: Tensor) -> Tensor:
+        """Return a flat tensor, `[numel]`, with all that earlier messages of that key left out, which is then owed no more.
+
+        For what does not travel: it loses nothing. Errors as of `encode`.
+        """
+        values = self._with_rest(key, flat)
+        if self.owes(key):
+            self._proposed[str(key)] = torch.zeros_like(values)
+        return values
+
+    def owes(self, key: object) -> bool:
+        """Whether earlier messages of that key left something out, or may have."""
+        return str(key) in self._proposed or str(key) in self._committed
+
+    def _with_rest(self, key: object, flat: Tensor) -> Tensor:
+        name, values = str(key), flat.detach().to(accumulation_dtype(flat.dtype))
+        before = self._proposed.get(name, self._committed.get(name))
+        if before is None:
+            return values
+        if before.shape != values.shape:
+            raise LocalProtocolError(f"{values.numel()} elements for the residual of {before.numel()} of {name}")
+        return values + before.to(values.device) * self.decay
 
     def commit(self) -> None:
         """What was encoded since the last commit counts."""
@@ -101,8 +119,8 @@ class ErrorFeedback:
             self._committed[name] = residual.clone() if mine is None else mine + residual.to(mine.device)
 
     def norm(self) -> float:
-        """Return the 2-norm of all committed residuals: what a loss of their owner would lose."""
-        norms = [float(residual.norm()) for residual in self._committed.values()]
+        """Return the 2-norm of all residuals, proposed ones included: what a loss of their owner would lose."""
+        norms = [float(residual.norm()) for residual in (self._committed | self._proposed).values()]
         return math.hypot(*norms)
 
 

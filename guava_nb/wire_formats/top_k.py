@@ -45,10 +45,6 @@ class TopK(WireFormat):
         self._most = (1 << bits - 1) - 1
         self.name, self.is_exact = f"top {count} of {chunk} at {bits} bits", count == chunk and bits == 32
 
-    def widened(self, members: int) -> TopK:
-        """Return the format that holds every place of the sum of so many messages."""
-        return TopK(min(self.chunk, self.count * members), self.chunk, self.bits)
-
     def encoded_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """Return the bytes of levels, places and values."""
         return sum(sum(self._sizes(*section, dtype)) for section in self._sections(numel))

@@ -486,7 +486,7 @@ class StepRunner:
 def _values(message: SumBucket | ParameterBucket, payload: memoryview, run: PreparedRun | None) -> torch.Tensor:
     if run is None or isinstance(message, ParameterBucket):
         return tensor_from(message.tensor.dtype, (message.tensor.numel,), payload)
-    return run.replica.wire.decode(message.bucket, message.tensor, payload)
+    return run.replica.wire.decode_sum(message, payload)
 
 
 def _notes_on(error: BaseException, replica: BaseReplica, message: Shard) -> list[str]:

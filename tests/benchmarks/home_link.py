@@ -1,11 +1,12 @@
 """Two workers behind emulated home lines: step sync beside rounds of local steps, same model, tokens and seeds.
 
-    python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step nesterov average alone]
+    python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step average average+int8 sparse alone]
 
 A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of 20 Mbit/s up,
 100 Mbit/s down and 60 ms (`tests/support/relay.py`). Prints one JSON line for each case: seconds of the run, wire bytes of
 gradients and of all, the loss of the last steps and of a validation on files that were not trained on, and which part of the
-run's time the workers computed. `alone` is one worker of them with all tokens, whose line carries no gradients.
+run's time the workers computed. A case is `step` or an outer method of local rounds, with `+` and a wire format; `alone` is one
+worker of them with all tokens, whose line carries no gradients.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[
     generator = torch.Generator().manual_seed(1)
     data = DataLoader(rows_of_text(steps * BATCH, 20), batch_size=BATCH, shuffle=True, generator=generator)
     options: dict[str, Any] = {"shares": [1, 0]} if name == "alone" else {}
-    if name in ("nesterov", "average"):
-        options = {"sync": "local", "sync_every": every, "outer": name}
+    way, _, wire = name.partition("+")
+    if way in ("nesterov", "average", "sparse"):
+        options = {"sync": "local", "sync_every": every, "outer": way}
     run = orchestrator.start_training(
         data, DataLoader(rows_of_text(256, 0), batch_size=64), step="language_step", optimizer="AdamW",
         optimizer_args={"lr": 2e-3}, scheduler="CosineAnnealingLR", scheduler_args={"T_max": steps}, progress=False,
-        threads=1, fresh=True, check="off", seed=1, **options,
+        threads=1, fresh=True, check="off", seed=1, wire=wire or "fp32", **options,
     )  # fmt: skip
     report, seconds = run.report(), run.history[-1]["seconds"]
-    records = run.history[-10:] if name in ("step", "alone") else run.history[-1:]
+    records = run.history[-10:] if way in ("step", "alone") else run.history[-1:]
     return {
         "benchmark": "home_link", "case": name, "every": every if options.get("sync") else 1, "steps": report["steps"],
         "parameters": sum(one.numel() for one in run.model().parameters()), "seconds": round(seconds, 1),
@@ -115,7 +117,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=30)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", default=["step", "nesterov", "average", "alone"])
+    parser.add_argument(
+        "--cases", nargs="+", default=["step", "step+int8", "average", "average+int8", "nesterov", "sparse", "alone"]
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = DistributedConfig(num_workers=2, master_ip="127.0.0.1", master_port=0, path="relay", compression="off")

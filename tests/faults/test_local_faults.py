@@ -26,6 +26,7 @@ SGD = Factory("SGD", {"lr": 0.1})
 MOMENTUM = Factory("SGD", {"lr": 0.05, "momentum": 0.5})
 STEP_LR = Factory("StepLR", {"step_size": 3, "gamma": 0.5})
 #: What a survivor does in a lost worker's place is what that one would have done: SGD keeps nothing of its own.
+SPARSE = RoundSpec("sparse", 1.0, 0.0, density=0.25)
 STATELESS = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), optimizer=SGD, scheduler=STEP_LR)
 ADAM = spec(rounds=RoundSpec("nesterov", 0.7, 0.9), hash_every_steps=1)
 
@@ -71,7 +72,12 @@ def test_a_cut_connection_resumed_in_a_round_changes_nothing(cluster: Cluster, k
     assert_by_hand(job.run, 2, 7, 1)
 
 
-def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replicas_alike(cluster: Cluster) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "int8", "sparse"])
+def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replicas_alike(
+    cluster: Cluster, wire: str
+) -> None:
+    told: list[str] = []
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
     hashes: dict[int, set[str]] = defaultdict(set)
     joined: list[DirectWorker] = []
 
@@ -94,7 +100,9 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
 
     start(cluster, [watch, watch])
     # Momentum is an inner state: each survivor and each newcomer has another one than the lost worker had.
-    run_spec = spec(rounds=RoundSpec("average", 1.0, 0.0), optimizer=MOMENTUM, hash_every_steps=1)
+    rounds = SPARSE if wire == "sparse" else RoundSpec("average", 1.0, 0.0)
+    encoded = {"bucket_bytes": 1 << 20, "wire": "int8" if wire == "int8" else "fp32"}
+    run_spec = spec(rounds=rounds, optimizer=MOMENTUM, hash_every_steps=1, **encoded)
     job = job_for(cluster, run_spec, plan_for(loader(101, 16), 10, sync_every=3, callbacks=[Join()]))
     job.start()
     run = finish(job.run)
@@ -104,6 +112,56 @@ def test_thirty_rounds_with_losses_and_joins_count_every_sample_and_keep_replica
     assert sorted(hashes) == list(range(30)) and all(len(found) == 1 for found in hashes.values())
     _, undisturbed = by_hand(run_spec, loader(101, 16), 2, 3, 10)
     assert sum(losses_of(run)[-6:]) == pytest.approx(sum(undisturbed[-6:]), rel=0.01)
+    lost = [text for text in told if "is lost, and what only it had" in text]
+    assert len(lost) == sum(one.dead for one in joined) and all(
+        "the state of its own optimizer" in text for text in lost
+    )
+    assert [("had left out so far" in text) for text in lost] == [wire != "fp32"] * len(lost)
+    assert any("travel as" in text for text in told) == (wire != "fp32")
+
+
+@pytest.mark.parametrize("kind", [GradientBucket, Ready, StepApplied])
+def test_a_worker_lost_in_a_sparse_round_leaves_replicas_alike_and_the_last_one_takes_in_what_it_owes(
+    cluster: Cluster, kind: type[Message]
+) -> None:
+    hashes: dict[int, set[str]] = defaultdict(set)
+    die = once_after(2, kind, lambda worker: worker.die())
+
+    def watch(worker: DirectWorker, message: Message) -> None:
+        if isinstance(message, StepApplied) and message.parameter_hash:
+            hashes[message.step].add(message.parameter_hash)
+
+    def die_and_watch(worker: DirectWorker, message: Message) -> None:
+        watch(worker, message)
+        die(worker, message)
+
+    workers = [DirectWorker(cluster, f"w{k}", hook) for k, hook in enumerate((watch, die_and_watch, watch))]
+    for worker in workers:
+        worker.start()
+    cluster.wait_for(3, 10)
+    job = job_for(cluster, spec(rounds=SPARSE, hash_every_steps=1), plan_for(loader(101, 16), 3, sync_every=3))
+    job.start()
+    finish(job.run)
+    assert die.fired and (job.run.lost_samples, job.run.duplicated_samples) == (0, 0)
+    assert sorted(hashes) == list(range(9)) and all(len(found) == 1 for found in hashes.values())
+    own = [worker.loop._steps._run.replica.wire for worker in (workers[0], workers[2])]  # type: ignore[union-attr]
+    assert all(wire.owed_norm() > 0 for wire in own)  # a residual stays with its owner, whatever was lost with another
+
+
+def test_two_runs_that_go_on_from_a_checkpoint_of_sparse_rounds_come_to_the_same(tmp_path: Path) -> None:
+    from tests.parity.test_forecast import Session
+
+    cluster, told, saved = make_cluster(), list[str](), tmp_path / "saved.pt"
+    cluster.notice = told.append  # type: ignore[method-assign, assignment]
+    session, run_spec = Session(cluster, 2), spec(rounds=SPARSE, optimizer=SGD)
+    session.train(run_spec, plan_for(loader(101, 16), 2, sync_every=3, save_every_steps=3, save_path=saved), tmp_path)
+    models = [
+        session.train(run_spec, plan_for(loader(101, 16), 1, sync_every=3), tmp_path, begin=saved).model()
+        for _ in range(2)
+    ]
+    cluster.close()
+    assert difference(*models) == 0
+    assert "the end of this run: with sparse messages" in told[0]
 
 
 def test_the_last_worker_lost_goes_back_to_the_snapshot(cluster: Cluster) -> None:

@@ -169,9 +169,20 @@ def test_what_a_plan_asks_for_is_in_the_forecast(cluster: Cluster, tmp_path: Pat
     assert_close(made, run)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_of_local_rounds_takes_what_was_forecast(cluster: Cluster, tmp_path: Path, workers: int) -> None:
-    session, run_spec = Session(cluster, workers), spec(model=WIDE, rounds=RoundSpec())
+@pytest.mark.parametrize(
+    ("workers", "rounds", "wire"),
+    [
+        (1, RoundSpec(), "fp32"),
+        (2, RoundSpec(), "fp32"),
+        (2, RoundSpec(), "int8"),
+        (2, RoundSpec("sparse", 1.0, 0.0), "fp32"),
+        (5, RoundSpec("sparse", 1.0, 0.0), "fp32"),
+    ],
+)
+def test_a_run_of_local_rounds_takes_what_was_forecast(
+    cluster: Cluster, tmp_path: Path, workers: int, rounds: RoundSpec, wire: str
+) -> None:
+    session, run_spec = Session(cluster, workers), spec(model=WIDE, rounds=rounds, wire=wire)
     made = forecast(session, run_spec, plan_for(loader(rows=203), loader(rows=60), sync_every=3, val_interval=5))
     run = session.train(run_spec, plan_for(loader(rows=203), loader(rows=60), sync_every=3, val_interval=5), tmp_path)
     assert (made.steps, made.steps_per_epoch) == (run.history[-1]["step"], 7) == (21, 7)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.protocol.messages import Factory, RoundSpec
@@ -73,6 +74,47 @@ def test_local_steps_equal_loops_by_hand(
     rows = 101 if batch > 2 else 21  # of batches of 2 the third worker gets nothing
     _, run = train(cluster, workers, run_spec, loader(rows, batch), sync_every=every, shares=shares)
     model, losses = by_hand(run_spec, loader(rows, batch), workers, every, shares=shares)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("workers", "rounds", "wire"),
+    [
+        (1, AVERAGE, "int8"),
+        (2, NESTEROV, "bf16"),
+        (2, NESTEROV, "int4"),
+        (3, AVERAGE, "int8"),
+        (3, AVERAGE, "fp16"),
+    ],
+)
+def test_quantised_rounds_equal_loops_by_hand(cluster: Cluster, rounds: RoundSpec, workers: int, wire: str) -> None:
+    run_spec = spec(rounds=rounds, wire=wire, hash_every_steps=1, bucket_bytes=1 << 20)
+    _, run = train(cluster, workers, run_spec, loader(101, 16), sync_every=3)
+    model, losses = by_hand(run_spec, loader(101, 16), workers, 3)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+    exact, _ = by_hand(replace(run_spec, wire="fp32"), loader(101, 16), workers, 3)
+    assert (difference(run.model(), exact) > 1e-9) == (workers > 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "args"),
+    [(2, {}), (3, {}), (2, {"density": 0.3, "bits": 32}), (3, {"density": 0.1, "bits": 32, "decay": 1.0})],
+)
+def test_sparse_rounds_equal_loops_by_hand(cluster: Cluster, workers: int, args: dict[str, Any]) -> None:
+    run_spec = spec(rounds=RoundSpec("sparse", 1.0, 0.0, **args), hash_every_steps=1, bucket_bytes=1 << 20)
+    _, run = train(cluster, workers, run_spec, loader(101, 16), sync_every=2)
+    model, losses = by_hand(run_spec, loader(101, 16), workers, 2)
+    assert losses_of(run) == pytest.approx(losses, abs=1e-12)
+    assert difference(run.model(), model) <= 1e-9
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_sparse_rounds_of_all_elements_at_32_bits_are_the_average(cluster: Cluster, workers: int) -> None:
+    whole = RoundSpec("sparse", 1.0, 0.0, density=1.0, bits=32)
+    _, run = train(cluster, workers, spec(rounds=whole), loader(101, 16), sync_every=3)
+    model, losses = by_hand(spec(rounds=AVERAGE), loader(101, 16), workers, 3)
     assert losses_of(run) == pytest.approx(losses, abs=1e-12)
     assert difference(run.model(), model) <= 1e-9
 

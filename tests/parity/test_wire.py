@@ -98,8 +98,8 @@ def test_a_replica_that_reads_other_sums_is_found(cluster: Cluster) -> None:
     def hook(worker: DirectWorker, message: Message) -> None:
         if isinstance(message, StepApplied) and message.step == 1:
             wire = worker.loop._steps._run.replica.wire  # type: ignore[union-attr]
-            decode = wire.decode
-            wire.decode = lambda *given: decode(*given).mul_(1.01)  # type: ignore[method-assign]
+            decode = wire.decode_sum
+            wire.decode_sum = lambda *given: decode(*given).mul_(1.01)  # type: ignore[method-assign]
 
     train(cluster, wired("int8"), [None, hook], are_equal=False)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.cluster.cluster import Cluster
@@ -21,7 +22,9 @@ from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
+from guava_nb.wire_formats.registry import WIRE_FORMATS
 from tests.support.direct import RANDOM_STATE
+from tests.unit.outer_methods.test_outer_methods import SparseLoCo
 
 
 class SmallNet(torch.nn.Module):
@@ -121,12 +124,20 @@ def plain(
 
 
 def by_hand(
-    run_spec: RunSpec, data: Any, workers: int, every: int, epochs: int = 2, shares: Sequence[float] | None = None
+    run_spec: RunSpec,
+    data: Any,
+    workers: int,
+    every: int,
+    epochs: int = 2,
+    shares: Sequence[float] | None = None,
 ) -> tuple[torch.nn.Module, list[float]]:
-    """The oracle: local SGD or DiLoCo as the papers have it, with nothing of ours but the initial weights and the cut."""
+    """The oracle: local SGD, DiLoCo or SparseLoCo as the papers have them, with nothing of ours but the initial weights, the
+    cut, and the rounding of single messages.
+    """
     rounds = run_spec.rounds
     assert rounds is not None
     model = replica(run_spec).model
+    travelled = Messages(run_spec, workers)
     locals_ = [copy.deepcopy(model) for _ in range(workers)]
     inner = [
         getattr(torch.optim, run_spec.optimizer.name)(one.parameters(), **run_spec.optimizer.args) for one in locals_
@@ -154,12 +165,49 @@ def by_hand(
                         schedules[k].step()
             losses.append(total / sum(seen))
             with torch.no_grad():
-                for parameter, *ends in zip(model.parameters(), *(one.parameters() for one in locals_), strict=True):
-                    parameter.grad = sum(n / sum(seen) * (parameter - end) for n, end in zip(seen, ends, strict=True))  # type: ignore[assignment]
+                begun = parameters_to_vector(reversed(list(model.parameters())))
+                ended = [parameters_to_vector(reversed(list(one.parameters()))) for one in locals_]
+                ways = {
+                    k: (begun - end) * (n / sum(seen)) for k, (n, end) in enumerate(zip(seen, ended, strict=True)) if n
+                }
+                for parameter in model.parameters():
+                    parameter.grad = torch.empty_like(parameter)
+                vector_to_parameters(travelled.sum_of(ways), [p.grad for p in reversed(list(model.parameters()))])  # type: ignore[misc]
             outer.step()
             for one in locals_:
                 one.load_state_dict(model.state_dict())
     return model, losses
+
+
+class Messages:
+    """Of the oracle: what arrives of the workers' ways, and what each sender still owes, in one flat tensor each."""
+
+    def __init__(self, run_spec: RunSpec, workers: int) -> None:
+        assert run_spec.rounds is not None
+        self.rounds, self.is_sparse = run_spec.rounds, run_spec.rounds.outer == "sparse"
+        self.dense = WIRE_FORMATS[run_spec.wire]
+        self.owed = [torch.zeros(()) for _ in range(workers + 1)]  # the last is the hub's
+
+    def _sent(self, sender: int, values: torch.Tensor, count: int = 0) -> torch.Tensor:
+        values = values + self.owed[sender] * (
+            self.rounds.decay if self.is_sparse and sender < len(self.owed) - 1 else 1.0
+        )
+        if self.is_sparse:
+            arrived = SparseLoCo(count, 4096, self.rounds.bits, 0.0).compressed(values)
+        else:
+            arrived = self.dense.decode(self.dense.encode(values), values.numel(), values.dtype)
+        self.owed[sender] = values - arrived
+        return arrived
+
+    def sum_of(self, ways: dict[int, torch.Tensor]) -> torch.Tensor:
+        if len(self.owed) == 2:  # a lone worker sends nothing
+            return ways[0]
+        count = max(1, round(self.rounds.density * 4096))
+        total = torch.stack([self._sent(k, way, count) for k, way in ways.items()]).sum(0)
+        if not self.is_sparse:
+            return self._sent(-1, total)
+        # Two workers get each other's messages; more get the sum, made sparse once more.
+        return total if len(ways) <= 2 else self._sent(len(self.owed) - 1, total, count)
 
 
 def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:

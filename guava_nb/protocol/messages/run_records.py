@@ -130,16 +130,22 @@ class RoundSpec(msgspec.Struct, frozen=True, array_like=True):
     """Rounds of local steps between two exchanges. How many steps a round has, each shard says.
 
     Attributes:
-        outer: what the exchanged mean of the pseudo-gradients goes into: "nesterov" or "average".
+        outer: what the exchanged mean of the pseudo-gradients goes into: "nesterov", "average" or "sparse".
         outer_lr: learning rate of that outer step; 1 with momentum 0 takes the mean of the workers' weights.
         outer_momentum: of the outer step.
         batches_per_step: loader batches of one local step.
+        density: of "sparse": which part of the pseudo-gradient's elements a message has.
+        bits: of each of them.
+        decay: how much of what a message left out counts in the next one.
     """
 
     outer: str = "nesterov"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     batches_per_step: int = 1
+    density: float = 1 / 64
+    bits: int = 2
+    decay: float = 0.95
 
 
 class DataSpec(msgspec.Struct, frozen=True, array_like=True):

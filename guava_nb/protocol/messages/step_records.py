@@ -185,6 +185,9 @@ class Ready(Message, frozen=True, kw_only=True):
     tokens: float | None = None  # as the user's function counted them; None when not asked, or not counted here
     unlike: tuple[str, ...] = ()  # `group`: buffers that replicas changed differently, with no rule or choice for it
     changed: ParameterChange | None = None  # not of a lone worker
+    owed: float | None = (
+        None  # of a round: norm of all that messages left out so far, over that of the round's own gradient
+    )
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
@@ -204,6 +207,11 @@ class SumBucket(Message, frozen=True, kw_only=True):
     """Orchestrator to worker (GRADIENT): one bucket of gradients, summed over all shards in shard order.
 
     Bucket index -1 carries the mean of the buffers. The last bucket of a step carries `commit`.
+
+    Attributes:
+        forwarded: the shards whose messages the payload has, one after another, in place of the sum; all others are the
+            receiver's own. None: it has the sum.
+        shards: how many there are, where messages are forwarded.
     """
 
     NUMBER: ClassVar[int] = 28
@@ -216,6 +224,8 @@ class SumBucket(Message, frozen=True, kw_only=True):
     present: bytes
     tensor: FlatTensor
     commit: Commit | None = None
+    forwarded: tuple[int, ...] | None = None
+    shards: int = 0
 
 
 class ParameterBucket(Message, frozen=True, kw_only=True):

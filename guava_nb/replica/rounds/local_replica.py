@@ -9,6 +9,7 @@ arXiv 1805.09767; DiLoCo, Douillard et al. 2023, arXiv 2311.08105). Until then e
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,6 +88,7 @@ class LocalReplica(Replica):
         else:
             for number, (present, flat) in changes.items():
                 on_bucket(number, present, flat)
+            result = replace(result, owed=self._owed(changes))
         result = _timed(result, time.monotonic() - started)
         return LaunchedShard(lambda: result)
 
@@ -129,7 +131,8 @@ class LocalReplica(Replica):
                 pairs = [(weights[name], self._named[name]) for name in bucket.names]
                 parts = [pseudo_gradient(start, end).reshape(-1) for start, end in pairs]
                 flat = torch.cat(parts).mul_(part)
-                changes[bucket.index] = (pack_present([True] * len(parts)), flat.cpu() if shared else flat)
+                flat = flat.cpu() if shared else self.wire.settle(bucket.index, flat)
+                changes[bucket.index] = (pack_present([True] * len(parts)), flat)
         if self.layout.buffers is not None:
             self._buffers.reopen(saved)
             changes[BUFFERS] = self._buffers.flatten()
@@ -142,6 +145,12 @@ class LocalReplica(Replica):
                 name = self.layout.bucket(number).not_finite(flat, present)[0]
                 return replace(result, finite=False, nonfinite=name)
         return result
+
+    def _owed(self, changes: Buckets) -> float | None:
+        if self.wire.is_exact:
+            return None
+        way = math.hypot(*(float(flat.norm()) for number, (_, flat) in changes.items() if number != BUFFERS))
+        return self.wire.owed_norm() / way if way else None
 
     # ------------------------------------------------------------------------------------------------- the round's start
 

@@ -86,7 +86,7 @@ class CountingReplica(Replica):
 
     def __init__(self, samples: int, buckets: int, group: Any = None, undoes: bool = True) -> None:
         self.samples, self._group, self.layout = samples, group, _layout(buckets)
-        self.wire = BucketWire(self.layout, "fp32")
+        self.wire = BucketWire(self.layout)
         self.value, self.step = 0, -1
         self.pending: list[float] | None = None
         self.before: tuple[int, int] | None = None

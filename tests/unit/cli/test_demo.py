@@ -286,3 +286,5 @@ def test_local_sync_is_of_data_mode() -> None:
     with pytest.raises(ConfigError, match="--sync local lets every worker take steps of its own"):
         demo.DemoOptions(mode="zero", sync="local")
     assert demo.DemoOptions(sync="local").sync_every == 10
+    with pytest.raises(ConfigError, match="--outer sparse is of rounds of local steps: give --sync local too"):
+        demo.DemoOptions(outer="sparse")

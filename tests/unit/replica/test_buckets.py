@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from guava_nb.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from guava_nb.protocol.messages import FlatTensor
-from guava_nb.replica.buckets import BUFFERS, build_layout, pack_present, present_at
+from guava_nb.outer_methods.outer_methods import sparse_format
+from guava_nb.protocol.messages import FlatTensor, SumBucket
+from guava_nb.replica.buckets import BUFFERS, BucketWire, build_layout, pack_present, present_at
 
 
 class Tied(nn.Module):
@@ -90,6 +93,48 @@ def test_lazy_layers_are_refused_and_a_frozen_model_has_no_buckets() -> None:
         build_layout(nn.LazyLinear(3), 1 << 20)
     layout = build_layout(nn.Linear(2, 2).requires_grad_(False), 1 << 20)
     assert layout.numbers == ()
+
+
+def test_forwarded_messages_come_to_the_same_bits_at_all_and_one_that_is_missing_is_a_violation() -> None:
+    layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
+    flats = [torch.randn(layout.buckets[0].numel) for _ in range(2)]
+    senders = [BucketWire(layout, sparse, 0.95) for _ in flats]
+    sent = [wire.encode(0, flat, (5, shard))[1] for shard, (wire, flat) in enumerate(zip(senders, flats, strict=True))]
+    hub = BucketWire(layout, sparse)
+    assert hub.is_forwarded(0, 2) and not hub.is_forwarded(0, 3)
+
+    def came(*shards: int, payload: bytes = b"") -> Any:
+        body = memoryview(payload or b"".join(sent[shard] for shard in shards))
+        tensor = FlatTensor("uint8", len(body))
+        return SumBucket(
+            run_id="r", generation=0, step=5, bucket=0, present=b"\3", tensor=tensor, shards=2, forwarded=shards
+        ), body  # fmt: skip
+
+    idle = BucketWire(layout, sparse)
+    total = idle.decode_sum(*came(0, 1))
+    for shard, wire in enumerate(senders):
+        assert torch.equal(wire.decode_sum(*came(1 - shard)), total)
+    assert torch.equal(total, sum(sparse.decode(one, len(flats[0])) for one in sent))  # type: ignore[arg-type]
+    with pytest.raises(RemoteProtocolError, match="without the message of shard 1"):
+        idle.decode_sum(*came(0))
+    with pytest.raises(RemoteProtocolError, match="bytes came for 1 messages"):
+        idle.decode_sum(*came(0, payload=bytes(sent[0]) + b"0"))
+    senders[0].commit()
+    with pytest.raises(RemoteProtocolError, match="without the message of shard 0"):
+        senders[0].decode_sum(*came(1))
+
+
+def test_a_hub_that_owes_sends_its_sum_whatever_is_shorter() -> None:
+    layout = build_layout(nn.Linear(90, 90), 1 << 20, sparse := sparse_format())
+    hub, other, flat = BucketWire(layout, sparse), BucketWire(layout, sparse), torch.randn(layout.buckets[0].numel)
+    tensor, payload = hub.encode(0, flat)
+    assert not hub.is_forwarded(0, 2)
+    message = SumBucket(run_id="r", generation=0, step=0, bucket=0, present=b"\3", tensor=tensor)
+    assert tensor == layout.buckets[0].form(len(flat))
+    arrived = other.decode_sum(message, payload)
+    assert float((flat - arrived).norm()) == pytest.approx(hub.owed_norm(), rel=1e-6)
+    hub.discard()
+    assert hub.is_forwarded(0, 2) and hub.owed_norm() == 0
 
 
 def test_a_flat_tensor_of_another_form_is_a_violation_of_its_sender() -> None:

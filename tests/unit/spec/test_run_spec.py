@@ -240,6 +240,25 @@ def test_rounds_stand_in_the_record_without_their_length() -> None:
     assert build().rounds is None
     assert build(sync="local", accumulation_steps=2).rounds == RoundSpec("average", 1.0, 0.0, 2)
     assert build(sync="local", sync_every=7) == build(sync="local", sync_every=8)
+    sparse = build(sync="local", outer="sparse", outer_args={"density": 0.1, "bits": 4}).rounds
+    assert sparse == RoundSpec("sparse", 1.0, 0.0, 1, density=0.1, bits=4) and sparse.decay == 0.95
+    assert build(sync="local", wire="int8").wire == "int8"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"outer_args": {"bits": 4}}, "outer='average' takes none: leave it out, or choose outer='sparse'"),
+        ({"outer": "sparse", "outer_args": {"densety": 1}}, "names 'densety'; it may name density, bits, decay"),
+        ({"outer": "sparse", "outer_args": {"density": 0}}, "density is 0; give a number above 0, up to 1"),
+        ({"outer": "sparse", "outer_args": {"density": "1"}}, "density is '1'; give a number above 0"),
+        ({"outer": "sparse", "outer_args": {"bits": 3}}, "bits is 3; give 2, 4, 8 or 32"),
+        ({"outer": "sparse", "outer_args": {"decay": 2}}, "decay is 2; give a number from 0 to 1"),
+    ],
+)
+def test_numbers_of_sparse_rounds_are_looked_at(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(sync="local", **options)
 
 
 @pytest.mark.parametrize(

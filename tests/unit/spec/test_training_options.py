@@ -218,6 +218,7 @@ USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
+    "outer_args": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",
 }  # fmt: skip
 
@@ -242,6 +243,8 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
     assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "average", 1.0, 0.0)
     diloco = TrainingOptions(sync="local", sync_every=5, outer="nesterov").settled(config)
     assert (diloco.sync_every, diloco.outer, diloco.outer_lr, diloco.outer_momentum) == (5, "nesterov", 0.7, 0.9)
+    sparse = TrainingOptions(sync="local", outer="sparse").settled(config)
+    assert (sparse.outer_lr, sparse.outer_momentum) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +254,8 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
         ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
         ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
         ({"sync": "local", "outer_momentum": 1.0}, "below 1"),
+        ({"sync": "local", "outer": "sparse", "outer_momentum": 0.9}, "sparse has its error feedback instead"),
+        ({"sync": "local", "outer": "sparse", "wire": "int8"}, "has a format of its own: leave wire at 'fp32'"),
         ({"sync": "local", "check": "strict"}, "no step is taken on a whole batch"),
         ({"sync": "local", "sync_every": 0}, "at least 1"),
     ],

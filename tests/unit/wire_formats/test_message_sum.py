@@ -31,6 +31,6 @@ def test_the_shorter_way_down() -> None:
     int8, sparse = WIRE_FORMATS["int8"], TopK()
     assert shorter_way_down(int8, int8, 1280, 2) == WayDown(True, 1300)
     assert shorter_way_down(int8, int8, 1280, 3) == WayDown(False, 1300)
-    assert shorter_way_down(sparse, sparse.widened(4), 4096, 4) == WayDown(True, 252)
-    assert shorter_way_down(sparse, sparse.widened(8), 4096, 8) == WayDown(False, 452)
+    assert shorter_way_down(sparse, TopK(256, 4096), 4096, 4) == WayDown(True, 252)
+    assert shorter_way_down(sparse, TopK(512, 4096), 4096, 8) == WayDown(False, 452)
     assert shorter_way_down(sparse, sparse, 4096, 4) == WayDown(False, 84)

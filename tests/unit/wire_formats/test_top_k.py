@@ -55,10 +55,6 @@ def test_density_one_at_32_bits_is_exact() -> None:
     assert TopK(7, 7, 32).encoded_bytes(70) == 280
 
 
-def test_widened_holds_all_places_of_a_sum() -> None:
-    assert TopK(64, 4096).widened(4).count == 256 and TopK(64, 100).widened(4).count == 100
-
-
 def test_levels_that_no_encoder_writes_are_refused() -> None:
     wire = TopK(2, 16, 8)
     message = bytearray(wire.encode(torch.arange(16.0)))

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from guava_nb.data.split import share_ranges
 from guava_nb.errors import LocalProtocolError, TrainingError
-from guava_nb.protocol.messages import Commit, Factory, RoundSpec, RunSpec
+from guava_nb.protocol.messages import Commit, Factory, GradientBucket, RoundSpec, RunSpec, Shard
+from guava_nb.replica.gradient_buckets import bucket_sender
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import LocalReplica, whole_replica
 from guava_nb.replica.shard import ShardWork
@@ -142,6 +143,37 @@ def test_an_optimizer_that_cannot_be_copied_is_told() -> None:
     replica = made(replace(SPEC, optimizer=Factory("Locked"), scheduler=None), Locked=Locked)
     with pytest.raises(TrainingError, match="Locked keeps what cannot be copied"):
         replica.run_shard(work())
+
+
+def test_a_lone_round_takes_in_what_earlier_messages_left_out_and_an_undone_one_leaves_it_owed() -> None:
+    sparse = made(
+        replace(SPEC, rounds=RoundSpec("sparse", 1.0, 0.0), optimizer=Factory("SGD", {"lr": 0.1})), norm=False
+    )
+    asked = Shard(run_id="r", generation=0, step=0, shard=0, rows=24, global_rows=24, batch=None)  # type: ignore[arg-type]
+    came: list[tuple[GradientBucket, memoryview]] = []
+    sender = bucket_sender(lambda head, buffers: came.append((head, buffers[0])), asked, sparse.wire)  # type: ignore[arg-type]
+    result = sparse.run_shard(work(), sender)
+    sums = {
+        head.bucket: (head.present, sparse.wire.decode(head.bucket, head.tensor, payload)) for head, payload in came
+    }
+    sparse.apply(sums, Commit(1.0, False, steps=3))
+    owed, start = sparse.wire.owed_norm(), torch.nn.utils.parameters_to_vector(sparse.model.parameters()).detach()
+    assert owed > 0 and result.owed and 0.5 < result.owed < 1.0  # of four elements of 244, and nothing before
+    exact = made(
+        replace(SPEC, rounds=RoundSpec("average", 1.0, 0.0), optimizer=Factory("SGD", {"lr": 0.1})), norm=False
+    )
+    exact.load_state(sparse.state())
+    for attempt in range(2):
+        sparse.run_shard(work())
+        if not attempt:
+            sparse.restore()
+            assert sparse.wire.owed_norm() == owed
+    exact.run_shard(work())
+    sparse.apply(None, Commit(1.0, False, steps=3))
+    exact.apply(None, Commit(1.0, False, steps=3))
+    ways = [start - torch.nn.utils.parameters_to_vector(one.model.parameters()).detach() for one in (sparse, exact)]
+    assert float((ways[0] - ways[1]).norm()) == pytest.approx(0.95 * owed, rel=1e-9)
+    assert sparse.wire.owed_norm() == 0.0
 
 
 def test_the_outer_rates_of_a_state_are_those_of_the_run_that_loads_it() -> None:
