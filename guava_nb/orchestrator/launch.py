@@ -13,12 +13,13 @@ from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
+from guava_nb.forecast.sync_choice import SyncChoice
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["budget_for", "forecast_on", "job_for"]
+__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines"]
 
 
 def job_for(
@@ -41,28 +42,29 @@ def budget_for(
     Raises:
         ConfigError: not even one step and its checkpoint have room.
     """
-    workers = len(replica_set.pick(set(cluster.roster.ready())))
-    trained = replica_set.step >= 0 or bool(replica_set.master.optimizer.state)
-    planned = PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
+    planned = PlannedRun.about_to_begin(replica_set, plan, composed, cluster, limit.limit_bytes)
     with unchanged_randomness():
         return budget_of(limit, planned)
 
 
-def forecast_on(cluster: Cluster | None, planned: PlannedRun, config: DistributedConfig, idle: bool) -> Forecast:
+def forecast_on(
+    cluster: Cluster | None, planned: PlannedRun, config: DistributedConfig, idle: bool, sync: SyncChoice | None = None
+) -> Forecast:
     """Return the forecast of a run by what is known of the lines; those that are not known are measured first.
 
     Args:
         cluster: None before the session is open.
         idle: no run is in progress, so that the lines are free to be measured.
+        sync: as for `forecast_of`.
     """
     if cluster is None:
-        return forecast_of(planned, config, (None, None))
-    measured = _measured(cluster) if idle else []
+        return forecast_of(planned, config, (None, None), sync=sync)
+    measured = measured_lines(cluster) if idle else []
     squeezed = squeezed_so_far(cluster.all_sessions(), planned.composed.spec.optimizer_site == "orchestrator")
-    return forecast_of(planned, config, _rates(cluster), squeezed, measured)
+    return forecast_of(planned, config, _rates(cluster), squeezed, measured, sync)
 
 
-def _measured(cluster: Cluster) -> list[str]:
+def measured_lines(cluster: Cluster) -> list[str]:
     """Measure the lines that are not known; returns what is to be said of that."""
     try:
         return measure_lines(cluster)

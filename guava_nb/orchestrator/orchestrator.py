@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import PlannedRun, guessed_feeds, unchanged_randomness
+from guava_nb.forecast.sync_choice import SyncChoice
 from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.sync_advice import SyncAdvice
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
@@ -81,6 +84,7 @@ class Orchestrator(SessionHost):
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )
+        self._sync_advice = SyncAdvice(self._replica_sets, self._notices)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 
@@ -195,6 +199,7 @@ class Orchestrator(SessionHost):
         given = {"num_epochs": num_epochs, "val_interval": val_interval, "detach": detach, **options}
         chosen = TrainingOptions.of("start_training", val_loader is not None, **given).settled(self.config)
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
+        chosen, choice = self._with_sync(chosen, self._models.needed(self._replica_sets.loaded), loaders)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
         with interrupts_remembered() as interrupts:
             model, seats = self._models.needed(self._replica_sets.loaded), cluster.roster.ready()
@@ -209,6 +214,7 @@ class Orchestrator(SessionHost):
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
+            self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
@@ -266,14 +272,31 @@ class Orchestrator(SessionHost):
                 factory = self._models.needed(self._replica_sets.loaded)
             else:
                 factory = self._models.factory_of(model, model_args)
-            planned = self._planned(chosen, factory, (train_loader, val_loader))
-            return forecast_on(self._cluster, planned, self.config, self.run is None or self.run.done)
+            is_idle, loaders = self.run is None or self.run.done, (train_loader, val_loader)
+            chosen, choice = self._with_sync(chosen, factory, loaders, is_idle)
+            planned = self._planned(chosen, factory, loaders)
+            choice = choice or self._sync_advice.known(planned, self._cluster)
+            return forecast_on(self._cluster, planned, self.config, is_idle, choice)
 
-    def _planned(self, options: TrainingOptions, model: Factory, loaders: tuple[Any, Any]) -> PlannedRun:
-        """What a run of these options would be; built here only, and thrown away."""
+    def _with_sync(
+        self, options: TrainingOptions, model: Factory, loaders: tuple[Any, Any], idle: bool = True
+    ) -> tuple[TrainingOptions, SyncChoice | None]:
+        """As for `SyncAdvice.resolve`."""
+        reach = cuda_reach(self._cluster) if self._cluster is not None and idle else None
+        planned = partial(self._planned, model=model, loaders=loaders, reach=reach)
+        return self._sync_advice.resolve(options, model, planned, self._cluster if idle else None, self.config)
+
+    def _planned(
+        self,
+        options: TrainingOptions,
+        model: Factory,
+        loaders: tuple[Any, Any],
+        reach: Callable[[], bool] | None = None,
+    ) -> PlannedRun:
+        """What a run of these options would be; built here only, and thrown away. `reach`: as for `parallel_spec`."""
         cluster = self._cluster
         workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
-        composed = self._builder().compose(options, model, loaders, workers)
+        composed = self._builder().compose(options, model, loaders, workers, reach or (lambda: False))
         plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), composed.validation)
         limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
         replica_set, trained = self._replica_sets.guess(composed, plan, options)

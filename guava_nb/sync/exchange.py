@@ -187,6 +187,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
         member.waits.reported(time.monotonic(), message.wait_s)
         member.samples += self._rows_of(in_flight, message.shard)
+        member.note_pace(in_flight.machine.tasks[message.shard].rows, member.step_s)
         if message.tokens is not None:
             member.tokens = (member.tokens or 0.0) + message.tokens
         if message.unlike:
