@@ -20,6 +20,8 @@ __all__ = ["ROUNDS", "SyncChoice", "SyncWork", "Way", "WorkerPace", "choose_sync
 ROUNDS = (5, 15, 30, 60)
 #: Of a step's computing, what the line may take where every step is exchanged; of all time, where rounds are.
 _STEP_SHARE, _ROUND_SHARE = 0.25, 0.1
+#: How many times faster than the slowest worker the fastest one is where local steps are dealt by pace.
+_UNLIKE = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class SyncChoice:
         sync, sync_every: as options of a run.
         sentence: what was chosen, why, and what it costs; "" where the user chose.
         ways: all that were weighed; none where something is not known.
-        shares: of the workers, in their order; None: equal ones.
         warning: that it takes longer than one worker alone would; "" where it does not, or that is not known.
+        is_uneven: faster workers take more local steps.
     """
 
     sync: str
@@ -126,6 +128,7 @@ class SyncChoice:
     sentence: str
     ways: tuple[Way, ...] = ()
     warning: str = ""
+    is_uneven: bool = False
 
     @property
     def chosen(self) -> Way | None:
@@ -151,7 +154,9 @@ class SyncChoice:
         return {**{name: getattr(self, name) for name in kept}, "ways": ways}
 
 
-def choose_sync(work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", asked: int = 0) -> SyncChoice:
+def choose_sync(
+    work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", asked: int = 0, measured: bool = False
+) -> SyncChoice:
     """Choose between step sync and rounds of local steps.
 
     Args:
@@ -159,6 +164,7 @@ def choose_sync(work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", 
         paces: of its workers.
         refused: why rounds cannot be; "" where they can.
         asked: optimizer steps between exchanges where the user has chosen; 0: they are chosen here.
+        measured: in rounds a faster worker may take more local steps.
 
     Returns:
         Step sync where rounds cannot be or something is not known, and where the line takes no more than a quarter of a step's
@@ -166,7 +172,9 @@ def choose_sync(work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", 
         the fastest one.
     """
     why = _why_step(paces, refused)
-    lone, ways = alone(work, paces), [together(work, paces, every) for every in sorted({1, *ROUNDS, asked or 1})]
+    dealt = [replace(pace, share=pace.samples_s or 1.0) for pace in paces] if measured and _are_unlike(paces) else paces
+    lengths = sorted({1, *ROUNDS, asked or 1})
+    lone, ways = alone(work, paces), [together(work, paces if every == 1 else dealt, every) for every in lengths]
     if len(paces) < 2 or any(pace.lacks for pace in paces):
         told = f"sync auto: an exchange in every step, with the numbers of plain PyTorch, because {why}"
         timeless = [replace(way, compute_s=math.nan, seconds=math.nan, run_s=None) for way in (lone, *ways)]
@@ -179,10 +187,8 @@ def choose_sync(work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", 
             f"{lone.time}{_advice(ways, lone, chosen)}"
         )
     sync = "step" if chosen.every == 1 else "local"
-    sentence = f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, len(paces))}"
-    if asked:
-        sentence = ""
-    return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning)
+    sentence = "" if asked else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt)}"
+    return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, sync == "local" and dealt is not paces)
 
 
 def slower_than_alone(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> str:
@@ -262,7 +268,13 @@ def _called(way: Way) -> str:
     return "an exchange in every step" if way.every == 1 else f"an exchange after each {way.every} local steps"
 
 
-def _cost(chosen: Way, step: Way, lone: Way, workers: int) -> str:
+def _are_unlike(paces: Sequence[WorkerPace]) -> bool:
+    """Whether some workers are so much faster that others should not wait for as many local steps of theirs."""
+    rates = [pace.samples_s or 0.0 for pace in paces]
+    return max(rates) > _UNLIKE * min(rates)
+
+
+def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace]) -> str:
     """Say what a choice costs in bytes, time and exactness."""
     sent = "" if chosen.run_bytes is None else f"{show_bytes(round(chosen.run_bytes))} and "
     told = f"{sent}about {chosen.time}"
@@ -272,9 +284,15 @@ def _cost(chosen: Way, step: Way, lone: Way, workers: int) -> str:
     if step.run_bytes is not None:
         beside = f"with an exchange in every step {show_bytes(round(step.run_bytes))} and {step.time}; {beside}"
     return (
-        f"{told} ({beside}), and not the numbers of plain PyTorch: an average of the weights that {workers} workers reach in "
-        f"{chosen.every} steps each"
+        f"{told} ({beside}), and not the numbers of plain PyTorch: an average of the weights that {len(paces)} workers reach in "
+        f"{_local_steps(chosen.every, paces)}"
     )
+
+
+def _local_steps(every: int, paces: Sequence[WorkerPace]) -> str:
+    total = sum(pace.share for pace in paces)
+    steps = [round(every * len(paces) * pace.share / total) for pace in paces]
+    return f"{every} steps each" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)} steps, each by its pace"
 
 
 def _advice(ways: Sequence[Way], lone: Way, chosen: Way) -> str:

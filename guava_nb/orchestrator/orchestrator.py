@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from guava_nb.evaluation.predict import Deadlines, predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import PlannedRun, guessed_feeds, unchanged_randomness
-from guava_nb.forecast.sync_choice import SyncChoice
-from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for
+from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
+from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
@@ -40,7 +38,6 @@ from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
 from guava_nb.replica.optimizer import warm_up
-from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
 from guava_nb.status import Status
@@ -84,7 +81,7 @@ class Orchestrator(SessionHost):
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )
-        self._sync_advice = SyncAdvice(self._replica_sets, self._notices)
+        self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 
@@ -199,10 +196,11 @@ class Orchestrator(SessionHost):
         given = {"num_epochs": num_epochs, "val_interval": val_interval, "detach": detach, **options}
         chosen = TrainingOptions.of("start_training", val_loader is not None, **given).settled(self.config)
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
-        chosen, choice = self._with_sync(chosen, self._models.needed(self._replica_sets.loaded), loaders)
+        model = self._models.needed(self._replica_sets.loaded)
+        chosen, choice = self._sync_advice.resolve(chosen, model, loaders, cluster, self.config)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
         with interrupts_remembered() as interrupts:
-            model, seats = self._models.needed(self._replica_sets.loaded), cluster.roster.ready()
+            seats = cluster.roster.ready()
             composed = self._builder().compose(chosen, model, loaders, len(seats), cuda_reach(cluster))
             if composed.own:
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
@@ -272,36 +270,15 @@ class Orchestrator(SessionHost):
                 factory = self._models.needed(self._replica_sets.loaded)
             else:
                 factory = self._models.factory_of(model, model_args)
-            is_idle, loaders = self.run is None or self.run.done, (train_loader, val_loader)
-            chosen, choice = self._with_sync(chosen, factory, loaders, is_idle)
+            idle, loaders = self._cluster if self.run is None or self.run.done else None, (train_loader, val_loader)
+            chosen, choice = self._sync_advice.resolve(chosen, factory, loaders, idle, self.config)
             planned = self._planned(chosen, factory, loaders)
             choice = choice or self._sync_advice.known(planned, self._cluster)
-            return forecast_on(self._cluster, planned, self.config, is_idle, choice)
+            return forecast_on(self._cluster, planned, self.config, idle is not None, choice)
 
-    def _with_sync(
-        self, options: TrainingOptions, model: Factory, loaders: tuple[Any, Any], idle: bool = True
-    ) -> tuple[TrainingOptions, SyncChoice | None]:
-        """As for `SyncAdvice.resolve`."""
-        reach = cuda_reach(self._cluster) if self._cluster is not None and idle else None
-        planned = partial(self._planned, model=model, loaders=loaders, reach=reach)
-        return self._sync_advice.resolve(options, model, planned, self._cluster if idle else None, self.config)
-
-    def _planned(
-        self,
-        options: TrainingOptions,
-        model: Factory,
-        loaders: tuple[Any, Any],
-        reach: Callable[[], bool] | None = None,
-    ) -> PlannedRun:
-        """What a run of these options would be; built here only, and thrown away. `reach`: as for `parallel_spec`."""
-        cluster = self._cluster
-        workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
-        composed = self._builder().compose(options, model, loaders, workers, reach or (lambda: False))
-        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), composed.validation)
-        limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
-        replica_set, trained = self._replica_sets.guess(composed, plan, options)
-        caches = WorkerCaches() if cluster is None else cluster.caches
-        return PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes if limit else 0, caches)
+    def _planned(self, *args: Any, **words: Any) -> PlannedRun:
+        """As for `planned_run`."""
+        return planned_run(self._builder(), self._replica_sets, self._cluster, self.config, *args, **words)
 
     def _idle_cluster(self) -> Cluster:
         """The cluster, if a run can begin there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -21,7 +22,7 @@ from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.protocol.messages import Cell, Factory, RunSpec
 from guava_nb.replica.model.resident import OWN_MODEL
 from guava_nb.spec.run_spec import why_not_local
-from guava_nb.spec.training_options import OF_SESSION, TrainingOptions
+from guava_nb.spec.training_options import MEASURED, OF_SESSION, TrainingOptions
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import is_own
 from guava_nb.training.plan import TrainingPlan
@@ -42,11 +43,12 @@ class SyncAdvice:
     Args:
         replica_sets: knows what was trained, and what workers hold.
         notices: of the session.
+        planned: as `planned_run`, of this session.
     """
 
-    def __init__(self, replica_sets: ReplicaSets, notices: Notices) -> None:
+    def __init__(self, replica_sets: ReplicaSets, notices: Notices, planned: Callable[..., PlannedRun]) -> None:
         """Nothing was played yet."""
-        self._replica_sets, self._notices = replica_sets, notices
+        self._replica_sets, self._notices, self._planned = replica_sets, notices, planned
         self._numbers = itertools.count(1)
         self._played: tuple[object, dict[int, float]] = (None, {})  # of which model; seconds per sample by rank
 
@@ -54,7 +56,7 @@ class SyncAdvice:
         self,
         options: TrainingOptions,
         model: Factory,
-        planned: Callable[[TrainingOptions], PlannedRun],
+        loaders: tuple[Any, Any],
         cluster: Cluster | None,
         config: DistributedConfig,
     ) -> tuple[TrainingOptions, SyncChoice | None]:
@@ -63,7 +65,7 @@ class SyncAdvice:
         It takes about a minute at most beside building models.
 
         Args:
-            planned: gives the run of other options; its replicas are thrown away.
+            loaders: to train and to validate with.
             cluster: None before the session is open or while it is at work; then nothing is measured.
         """
         if options.sync != "auto":
@@ -74,11 +76,13 @@ class SyncAdvice:
             choice = SyncChoice("step", 1, f"sync auto: an exchange in every step, because {why}")
         else:
             with unchanged_randomness():
-                run = planned(step)
-                choice = self._choose(run, cluster, why_not_local(config, step, run.composed.spec.parallel))
-        return options.synced(choice.sync, choice.sync_every), choice
+                run = self._planned(step, model, loaders, cluster is not None)
+                choice = self._choose(
+                    run, cluster, why_not_local(config, step, run.composed.spec.parallel), options.shares
+                )
+        return options.synced(choice.sync, choice.sync_every, choice.is_uneven), choice
 
-    def _choose(self, planned: PlannedRun, cluster: Cluster | None, refused: str) -> SyncChoice:
+    def _choose(self, planned: PlannedRun, cluster: Cluster | None, refused: str, shares: object) -> SyncChoice:
         if (
             planned.composed.spec.parallel is not None
         ):  # gradients do not cross the lines to here, which alone are known
@@ -89,7 +93,8 @@ class SyncAdvice:
         if refused or cluster is None or planned.workers < 2:
             return choose_sync(work, [WorkerPace(f"worker {k + 1}") for k in range(planned.workers)], refused)
         measured_lines(cluster)
-        return choose_sync(work, _paces(planned, cluster, self._seconds(planned, cluster)))
+        paces = _paces(planned, cluster, self._seconds(planned, cluster))
+        return choose_sync(work, paces, measured=shares in (None, MEASURED))
 
     def known(self, planned: PlannedRun, cluster: Cluster | None) -> SyncChoice | None:
         """Compare the ways for a run whose way the user chose, by what is known; None where that is not enough."""
@@ -99,7 +104,9 @@ class SyncAdvice:
         paces = _paces(planned, cluster, self._known_seconds(planned, cluster))
         if any(pace.lacks for pace in paces):
             return None
-        return choose_sync(sync_work(planned), paces, asked=planned.plan.sync_every)
+        return choose_sync(
+            sync_work(planned), paces, asked=planned.plan.sync_every, measured=planned.plan.shares == MEASURED
+        )
 
     def tell(
         self,
@@ -135,7 +142,8 @@ class SyncAdvice:
         with unchanged_randomness():
             planned = PlannedRun.about_to_begin(replica_set, plan, composed, cluster)
             paces = _paces(planned, cluster, self._seconds(planned, cluster))
-            return choose_sync(sync_work(planned), paces, asked=plan.sync_every).warning
+            work, measured = sync_work(planned), plan.shares == MEASURED
+            return choose_sync(work, paces, asked=plan.sync_every, measured=measured).warning
 
     # ------------------------------------------------------------------------------------------------- how fast workers are
 
@@ -150,6 +158,8 @@ class SyncAdvice:
             self._notices.add(f"no step was played beforehand, so it is not known how long one takes: {error}", "run")
             return known
         self._played = (_made_of(planned.composed.spec, planned.replica_set.cells), found)
+        for rank, seconds in found.items():  # where the first round's measured shares begin
+            cluster.roster.members[rank].sample_s = seconds
         return {**found, **known}
 
     def _known_seconds(self, planned: PlannedRun, cluster: Cluster) -> dict[int, float]:
