@@ -21,7 +21,7 @@ ROUNDS = (5, 15, 30, 60)
 #: Of a step's computing, what the line may take where every step is exchanged; of all time, where rounds are.
 _STEP_SHARE, _ROUND_SHARE = 0.25, 0.1
 #: How many times faster than the slowest worker the fastest one is where local steps are dealt by pace.
-_UNLIKE = 1.25
+_UNLIKE = 1.5
 
 
 @dataclass(frozen=True, slots=True)

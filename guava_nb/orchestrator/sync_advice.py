@@ -32,7 +32,7 @@ __all__ = ["SyncAdvice"]
 
 #: What all exchanges of a run must come to before lines are measured for the sake of a warning, which costs 2.7 MB each; and
 #: how long they must take before steps are played for it.
-_WORTH_BYTES, _WORTH_S = 64 << 20, 60.0
+_WORTH_BYTES, _WORTH_S = 64 << 20, 20.0
 #: Optimizer steps of a run whose data has no length.
 _UNKNOWN_STEPS = 1000
 
@@ -127,7 +127,7 @@ class SyncAdvice:
     def _warning(self, replica_set: ReplicaSet, plan: TrainingPlan, composed: Composed, cluster: Cluster) -> str:
         """Return the sentence on a run that would take longer than one worker alone, else "".
 
-        Nothing is measured for a run whose exchanges are small, and no step is played where they take less than a minute.
+        Nothing is measured for a run whose exchanges are small, and no step is played where they take less than 20 s.
         """
         if composed.spec.parallel is not None or is_own(composed.spec) or len(cluster.roster.ready()) < 2:
             return ""
@@ -136,13 +136,17 @@ class SyncAdvice:
         if exchanged < _WORTH_BYTES:
             return ""
         measured_lines(cluster)
-        rates = [rate for rank in cluster.roster.ready() for rate in cluster.rates(rank) if rate]
-        if not rates or exchanged / min(rates) < _WORTH_S:
-            return ""
         with unchanged_randomness():
             planned = PlannedRun.about_to_begin(replica_set, plan, composed, cluster)
-            paces = _paces(planned, cluster, self._seconds(planned, cluster))
+            seconds = self._known_seconds(planned, cluster)
+            rates = [rate for rank in cluster.roster.ready() for rate in cluster.rates(rank) if rate]
+            is_long = bool(rates) and exchanged / min(rates) >= _WORTH_S
+            if is_long and replica_set.predecessor is None:  # else the workers hold what the run goes on from
+                seconds = self._seconds(planned, cluster)
+            if not set(seconds) >= set(cluster.roster.ready()):
+                return ""
             work, measured = sync_work(planned), plan.shares == MEASURED
+            paces = _paces(planned, cluster, seconds)
             return choose_sync(work, paces, asked=plan.sync_every, measured=measured).warning
 
     # ------------------------------------------------------------------------------------------------- how fast workers are
