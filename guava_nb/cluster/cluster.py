@@ -331,7 +331,7 @@ class Cluster:
     def count_anew(self) -> None:
         """Start a run's figures: samples and bytes per member count from here."""
         for member in self.roster:
-            member.samples, member.tokens, member.waits = 0, None, Waits()
+            member.samples, member.tokens, member.waits, member.shards = 0, None, Waits(), 0
             member.bytes_before = self.total_bytes(member.rank)
 
     def worked(self, rank: int) -> tuple[int, float | None]:

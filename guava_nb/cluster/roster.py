@@ -17,6 +17,8 @@ __all__ = ["Member", "Roster", "version_notes"]
 
 #: Differences of these versions change what a worker can run or compute; a person should see them at the join.
 _COMPARED = ("guava_nb", "python", "torch")
+#: Weight of the newest shard in a worker's smoothed pace.
+_PACE_WEIGHT = 0.3
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class Member:
     bytes_before: tuple[int, int] = (0, 0)  # sent to it and received from it before that run
     share: float | None = None
     step_s: float | None = None
+    sample_s: float | None = None  # seconds that it computes for a sample, smoothed over its shards
+    shards: int = 0  # that this is known from
     wait_s: float | None = None
     waits: Waits = field(default_factory=Waits)
     line: tuple[float | None, float | None] = (None, None)  # bytes a second to it and from it, when it was asked
@@ -42,6 +46,14 @@ class Member:
     def alive(self) -> bool:
         """Whether the seat is held: connected, or expected back."""
         return self.state in ("ready", "suspect")
+
+    def note_pace(self, samples: int, seconds: float) -> None:
+        """Take how long it computed a shard; the first one of a run warms up, and counts only until the second one."""
+        if samples > 0 and seconds > 0:
+            self.shards += 1
+            now = seconds / samples
+            known = now if self.sample_s is None or self.shards <= 2 else self.sample_s
+            self.sample_s = known + _PACE_WEIGHT * (now - known)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes and lengths of time as people write and read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["parse_bytes", "show_bytes"]
+__all__ = ["parse_bytes", "show_bytes", "show_time"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _FACTORS: dict[str, int] = {
@@ -45,3 +45,12 @@ def show_bytes(count_bytes: int) -> str:
     while abs(value) >= (1000 if unit == 0 else 999.95) and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def show_time(seconds: float) -> str:
+    """A length of time in one unit: 0.012 is "12 ms", 9000 is "2.5 h"."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"

@@ -15,6 +15,7 @@ from typing import Any
 
 from guava_nb.cluster.traffic import KINDS, NOTHING, Traffic
 from guava_nb.config.units import show_bytes
+from guava_nb.forecast.sync_choice import SyncChoice
 
 __all__ = ["Feeding", "Forecast", "Parts", "Saving", "seconds_for"]
 
@@ -190,6 +191,7 @@ class Forecast:
         notes: what the figures do not hold, one sentence each.
         first_epoch: number of the first of the epochs, which is not 1 after a checkpoint.
         only_ends: all steps of that first one are done; only what ends it, its validation, is left.
+        sync: how often to exchange, chosen or compared with the other ways; None: not known.
     """
 
     mode: str
@@ -209,6 +211,7 @@ class Forecast:
     notes: tuple[str, ...] = field(default=())
     first_epoch: int = 1
     only_ends: bool = False
+    sync: SyncChoice | None = None
 
     @property
     def run_bytes(self) -> int | None:
@@ -242,7 +245,8 @@ class Forecast:
 
     def answers(self) -> list[str]:
         """What one asks for first: how long it takes, whether the budget is enough, what would make it smaller."""
-        return [*self._times(), *self._budget(), *map(self._saving, self.savings)]
+        chosen = [] if self.sync is None else [text for text in (self.sync.sentence, self.sync.warning) if text]
+        return [*chosen, *self._times(), *self._budget(), *map(self._saving, self.savings)]
 
     def sentences(self) -> list[str]:
         """What else is to be said beside the figures."""
@@ -307,7 +311,13 @@ class Forecast:
                 {"what": s.what, "bytes": s.run_bytes, "of": "step" if s.per_step else "run"} for s in self.savings
             ],
             "notes": list(self.notes),
+            "sync": None if self.sync is None else self.sync.to_dict(),
         }
+
+    def ways(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table of ways to exchange, its head first; none where they are not known."""
+        rows = [] if self.sync is None else self.sync.rows()
+        return [("exchange", "bytes", "time", "numbers"), *rows] if rows else []
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the rows of its table: a name, bytes out and in, bytes by kind."""
@@ -318,10 +328,8 @@ class Forecast:
 
     def __repr__(self) -> str:
         """The whole forecast as text."""
-        rows = [("", "out", "in", *KINDS), *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([self.headline(), *self.answers(), *table, *self.sentences()])
+        tables = [*_lines(self.ways()), *_lines([("", "out", "in", *KINDS), *self.cells()])]
+        return "\n".join([self.headline(), *self.answers(), *tables, *self.sentences()])
 
     def headline(self) -> str:
         """One line: what, how long, how much."""
@@ -337,6 +345,12 @@ class Forecast:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table as lines of text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _shown(nbytes: float) -> str:

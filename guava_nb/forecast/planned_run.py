@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.traffic import NOTHING
 from guava_nb.config import DistributedConfig
 from guava_nb.data.loader_feed import LoaderFeed
@@ -23,6 +24,7 @@ from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.run_facts import RunFacts, Sizes, peeked, rows_of
 from guava_nb.forecast.run_parts import parts_of
 from guava_nb.forecast.savings import savings
+from guava_nb.forecast.sync_choice import SyncChoice, SyncWork
 from guava_nb.protocol.messages import DataSpec, RunSpec
 from guava_nb.replica.model.resident import held
 from guava_nb.row_cache.policy import WorkerCaches
@@ -33,7 +35,7 @@ from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Costs, Limit, refuse_small
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["Composed", "PlannedRun", "budget_of", "forecast_of", "guessed_feeds", "unchanged_randomness"]
+__all__ = ["Composed", "PlannedRun", "budget_of", "forecast_of", "guessed_feeds", "sync_work", "unchanged_randomness"]
 
 
 @dataclass(slots=True)
@@ -66,6 +68,15 @@ class PlannedRun:
     trained: bool
     budget_bytes: int
     caches: WorkerCaches
+
+    @classmethod
+    def about_to_begin(
+        cls, replica_set: ReplicaSet, plan: TrainingPlan, composed: Composed, cluster: Cluster, budget_bytes: int = 0
+    ) -> PlannedRun:
+        """Return the run that these replicas are about to begin."""
+        workers = len(replica_set.pick(set(cluster.roster.ready())))
+        trained = replica_set.step >= 0 or bool(replica_set.master.optimizer.state)
+        return cls(replica_set, plan, composed, workers, trained, budget_bytes, cluster.caches)
 
     def resolve(self, name: str) -> Any:
         """Return what a name in the record stands for, here."""
@@ -125,6 +136,7 @@ def forecast_of(
     rates: tuple[float | None, float | None],
     squeezed: Squeezed = NOT_SQUEEZED,
     on_lines: Sequence[str] = (),
+    sync: SyncChoice | None = None,
 ) -> Forecast:
     """Return the forecast of a run.
 
@@ -132,6 +144,7 @@ def forecast_of(
         rates: bytes a second out and in, as far as they were measured.
         squeezed: what compression has left of the bytes in this session.
         on_lines: what is to be said of how the lines were measured.
+        sync: how often to exchange, chosen or compared; None: not known.
     """
     run = planned.facts()
     left, said = squeezed_in(run, config, rates[0], squeezed)
@@ -156,6 +169,24 @@ def forecast_of(
         notes=(*said, *on_lines, *_notes(run, bool(planned.composed.own), config)),
         first_epoch=run.plan.start.epoch + 1,
         only_ends=parts.validation is not None and parts.epochs[0] <= 0.0,
+        sync=sync,
+    )
+
+
+def sync_work(planned: PlannedRun) -> SyncWork:
+    """Return what a run sends and computes, as far as it matters how often it exchanges."""
+    run, plan = planned.facts(), planned.plan
+    parts, layout, left = parts_of(run), run.replica_set.master.layout, plan.steps_left(run.replica_set.step)
+    whole, exchanges, batches = parts.run(), parts.steps(), plan.feed.batches_per_epoch
+    return SyncWork(
+        samples=run.train.batch_rows * plan.accumulation_steps,
+        sample_bytes=parts.train.row.out_bytes,
+        up_bytes=parts.step.in_bytes / run.workers,
+        down_bytes=parts.step.out_bytes / run.workers,
+        buckets=max(1, len(layout.buckets)),
+        other_bytes=whole.total_bytes - parts.step.total_bytes * exchanges if whole and exchanges is not None else None,
+        steps=left,
+        steps_per_epoch=batches and -(-batches // plan.accumulation_steps),
     )
 
 

@@ -20,6 +20,7 @@ from guava_nb.config.units import parse_bytes
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.line_words import expand, near, split_line, take_code
 from guava_nb.render import redact
+from guava_nb.spec.training_options import MEASURED
 
 __all__ = [
     "Command",
@@ -286,8 +287,10 @@ def zero_stage(text: str) -> int:
     return int(text)
 
 
-def shares(text: str) -> tuple[float, ...]:
-    """A type for weights per worker: "2,1" gives the first worker two thirds."""
+def shares(text: str) -> tuple[float, ...] | str:
+    """A type for weights per worker: "2,1" gives the first worker two thirds; or "measured"."""
+    if text == MEASURED:
+        return text
     values = tuple(number(part) for part in text.strip("[]()").split(",") if part.strip())
     if not values or min(values) < 0 or sum(values) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of weights such as 2,1")

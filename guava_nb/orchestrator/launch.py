@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.line_rate import measure_lines
+from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
+from guava_nb.forecast.planned_run import (
+    Composed,
+    PlannedRun,
+    budget_of,
+    forecast_of,
+    guessed_feeds,
+    unchanged_randomness,
+)
+from guava_nb.forecast.sync_choice import SyncChoice
+from guava_nb.orchestrator.replica_sets import ReplicaSets
+from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.protocol.messages import Factory
+from guava_nb.row_cache.policy import WorkerCaches
+from guava_nb.spec.training_options import TrainingOptions
 from guava_nb.sync.replica_set import ReplicaSet
-from guava_nb.training.byte_budget import Budget, Limit
+from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["budget_for", "forecast_on", "job_for"]
+__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_run"]
 
 
 def job_for(
@@ -41,28 +56,29 @@ def budget_for(
     Raises:
         ConfigError: not even one step and its checkpoint have room.
     """
-    workers = len(replica_set.pick(set(cluster.roster.ready())))
-    trained = replica_set.step >= 0 or bool(replica_set.master.optimizer.state)
-    planned = PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes, cluster.caches)
+    planned = PlannedRun.about_to_begin(replica_set, plan, composed, cluster, limit.limit_bytes)
     with unchanged_randomness():
         return budget_of(limit, planned)
 
 
-def forecast_on(cluster: Cluster | None, planned: PlannedRun, config: DistributedConfig, idle: bool) -> Forecast:
+def forecast_on(
+    cluster: Cluster | None, planned: PlannedRun, config: DistributedConfig, idle: bool, sync: SyncChoice | None = None
+) -> Forecast:
     """Return the forecast of a run by what is known of the lines; those that are not known are measured first.
 
     Args:
         cluster: None before the session is open.
         idle: no run is in progress, so that the lines are free to be measured.
+        sync: as for `forecast_of`.
     """
     if cluster is None:
-        return forecast_of(planned, config, (None, None))
-    measured = _measured(cluster) if idle else []
+        return forecast_of(planned, config, (None, None), sync=sync)
+    measured = measured_lines(cluster) if idle else []
     squeezed = squeezed_so_far(cluster.all_sessions(), planned.composed.spec.optimizer_site == "orchestrator")
-    return forecast_of(planned, config, _rates(cluster), squeezed, measured)
+    return forecast_of(planned, config, _rates(cluster), squeezed, measured, sync)
 
 
-def _measured(cluster: Cluster) -> list[str]:
+def measured_lines(cluster: Cluster) -> list[str]:
     """Measure the lines that are not known; returns what is to be said of that."""
     try:
         return measure_lines(cluster)
@@ -75,3 +91,29 @@ def _rates(cluster: Cluster) -> tuple[float | None, float | None]:
     measured = [cluster.rates(rank) for rank in cluster.roster.alive()]
     known = [[rate for rate in way if rate is not None] for way in zip(*measured, strict=True)] or [[], []]
     return (sum(known[0]) or None, sum(known[1]) or None)
+
+
+def planned_run(
+    builder: RunBuilder,
+    replica_sets: ReplicaSets,
+    cluster: Cluster | None,
+    config: DistributedConfig,
+    options: TrainingOptions,
+    model: Factory,
+    loaders: tuple[Any, Any],
+    is_real: bool = False,
+) -> PlannedRun:
+    """Return what a run of these options would be; built here only, and thrown away.
+
+    Args:
+        cluster: None before the session is open; then `num_workers` of the configuration take part.
+        is_real: ask workers with GPUs whether they reach each other, as a run does that begins.
+    """
+    workers = (0 if cluster is None else len(cluster.roster.ready())) or config.num_workers
+    reach = cuda_reach(cluster) if cluster is not None and is_real else lambda: False
+    composed = builder.compose(options, model, loaders, workers, reach)
+    plan = TrainingPlan.of(options, config, guessed_feeds(loaders, options.batch), composed.validation)
+    limit = chosen_limit(config, options.budget_bytes, options.save_path)
+    replica_set, trained = replica_sets.guess(composed, plan, options)
+    caches = WorkerCaches() if cluster is None else cluster.caches
+    return PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes if limit else 0, caches)

@@ -28,16 +28,16 @@ from guava_nb.evaluation.predict import Deadlines, predict
 from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
-from guava_nb.forecast.planned_run import PlannedRun, guessed_feeds, unchanged_randomness
-from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for
+from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
+from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
+from guava_nb.orchestrator.sync_advice import SyncAdvice
 from guava_nb.processes.interrupts import interrupts_remembered
 from guava_nb.protocol.messages import Factory
 from guava_nb.replica.model.wrappers import is_compiled, unwrapped
 from guava_nb.replica.optimizer import warm_up
-from guava_nb.row_cache.policy import WorkerCaches
 from guava_nb.spec.run_spec import factory_name
 from guava_nb.spec.training_options import Reference, TrainingOptions, takes_options
 from guava_nb.status import Status
@@ -81,6 +81,7 @@ class Orchestrator(SessionHost):
         self._replica_sets = ReplicaSets(
             self._models, self._notices, self._open_cluster, lambda: self._patience_s, lambda: self.run_path
         )
+        self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
         self._warming: threading.Thread | None = None
 
@@ -195,9 +196,11 @@ class Orchestrator(SessionHost):
         given = {"num_epochs": num_epochs, "val_interval": val_interval, "detach": detach, **options}
         chosen = TrainingOptions.of("start_training", val_loader is not None, **given).settled(self.config)
         cluster, loaders = self._idle_cluster(), (train_loader, val_loader)
+        model = self._models.needed(self._replica_sets.loaded)
+        chosen, choice = self._sync_advice.resolve(chosen, model, loaders, cluster, self.config)
         limit = chosen_limit(self.config, chosen.budget_bytes, chosen.save_path)
         with interrupts_remembered() as interrupts:
-            model, seats = self._models.needed(self._replica_sets.loaded), cluster.roster.ready()
+            seats = cluster.roster.ready()
             composed = self._builder().compose(chosen, model, loaders, len(seats), cuda_reach(cluster))
             if composed.own:
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
@@ -209,6 +212,7 @@ class Orchestrator(SessionHost):
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
+            self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
@@ -266,19 +270,15 @@ class Orchestrator(SessionHost):
                 factory = self._models.needed(self._replica_sets.loaded)
             else:
                 factory = self._models.factory_of(model, model_args)
-            planned = self._planned(chosen, factory, (train_loader, val_loader))
-            return forecast_on(self._cluster, planned, self.config, self.run is None or self.run.done)
+            idle, loaders = self._cluster if self.run is None or self.run.done else None, (train_loader, val_loader)
+            chosen, choice = self._sync_advice.resolve(chosen, factory, loaders, idle, self.config)
+            planned = self._planned(chosen, factory, loaders)
+            choice = choice or self._sync_advice.known(planned, self._cluster)
+            return forecast_on(self._cluster, planned, self.config, idle is not None, choice)
 
-    def _planned(self, options: TrainingOptions, model: Factory, loaders: tuple[Any, Any]) -> PlannedRun:
-        """What a run of these options would be; built here only, and thrown away."""
-        cluster = self._cluster
-        workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
-        composed = self._builder().compose(options, model, loaders, workers)
-        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), composed.validation)
-        limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
-        replica_set, trained = self._replica_sets.guess(composed, plan, options)
-        caches = WorkerCaches() if cluster is None else cluster.caches
-        return PlannedRun(replica_set, plan, composed, workers, trained, limit.limit_bytes if limit else 0, caches)
+    def _planned(self, *args: Any, **words: Any) -> PlannedRun:
+        """As for `planned_run`."""
+        return planned_run(self._builder(), self._replica_sets, self._cluster, self.config, *args, **words)
 
     def _idle_cluster(self) -> Cluster:
         """The cluster, if a run can begin there."""

@@ -335,6 +335,12 @@ class ReplicaSets:
             check_schedule(replica_set, plan, lambda sentence: None)
         return replica_set, trained
 
+    def for_trial(self, composed: Composed, spec: RunSpec, run_id: str) -> ReplicaSet:
+        """Return replicas that only play a few steps from new weights; what workers hold of others is brought here."""
+        made = build_ensemble(run_id, spec, self._registry.cells, composed.shared, None)
+        made.code = composed.code
+        return self._hold(made)
+
     # --------------------------------------------------------------------------------------------------------- to ask
 
     def for_question(

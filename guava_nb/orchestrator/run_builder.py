@@ -23,7 +23,7 @@ from guava_nb.spec.cells import resolve
 from guava_nb.spec.changed_code import CodeHere
 from guava_nb.spec.own_facts import ROLES, is_same_code, roots_of
 from guava_nb.spec.run_spec import build_spec, parallel_spec, precision_for, uses_gather
-from guava_nb.spec.training_options import Reference, TrainingOptions
+from guava_nb.spec.training_options import MEASURED, Reference, TrainingOptions
 from guava_nb.training.worker_data_facts import data_spec, refuse_group, refuse_place, refuse_static
 
 __all__ = ["RunBuilder"]
@@ -133,8 +133,8 @@ class RunBuilder:
         return replace(spec, frozen=self._registry.frozen_in(spec.model))
 
 
-def _check_shares(shares: Sequence[float] | None, workers: int) -> None:
-    if shares is not None and len(shares) != workers:
+def _check_shares(shares: Sequence[float] | str | None, workers: int) -> None:
+    if shares is not None and shares != MEASURED and len(shares) != workers:
         raise ConfigError(
             f"shares (--shares) has {len(shares)} numbers for {workers} workers: give one number for each worker, in the order "
             "they joined (0 for one that gets no samples), or wait until all workers are here"

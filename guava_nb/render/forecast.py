@@ -14,4 +14,6 @@ def forecast_view(forecast: Forecast) -> View:
     title, _, headline = forecast.headline().partition(": ")
     table = Table(("bytes of", "out", "in", *KINDS), tuple(forecast.cells()))
     answers = Table((), tuple((answer,) for answer in forecast.answers()))
-    return View(title, headline, None, (answers, table), tuple(forecast.sentences()))
+    head, *rows = forecast.ways() or [()]
+    ways = (Table(head, tuple(rows)),) if rows else ()
+    return View(title, headline, None, (answers, *ways, table), tuple(forecast.sentences()))

@@ -33,6 +33,7 @@ class ShardWork:
         axes: how each part is cut into micro-batches, by `guava_nb.nested.marks_of`; empty: its replica reads it.
         part_steps: in a round of local steps the one that each part belongs to, from 0; empty: all parts are one step.
         num_steps: optimizer steps of the round.
+        local_batches: of each of these steps; `part_steps` counts them.
     """
 
     step: int
@@ -45,6 +46,7 @@ class ShardWork:
     axes: Sequence[bytes] = ()
     part_steps: Sequence[int] = ()
     num_steps: int = 1
+    local_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True)

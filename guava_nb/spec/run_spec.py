@@ -30,7 +30,16 @@ from guava_nb.spec.cells import resolve
 from guava_nb.spec.own_facts import reads
 from guava_nb.spec.training_options import Reference, TrainingOptions, option_infos, same_named
 
-__all__ = ["build_spec", "factory_name", "mode_of", "parallel_spec", "plain_arguments", "precision_for", "uses_gather"]
+__all__ = [
+    "build_spec",
+    "factory_name",
+    "mode_of",
+    "parallel_spec",
+    "plain_arguments",
+    "precision_for",
+    "uses_gather",
+    "why_not_local",
+]
 
 _GATHER = "gather_batch"
 
@@ -220,8 +229,8 @@ def build_spec(
     if parallel is not None and options.optimizer_site == "orchestrator":
         cause = _not_at_the_hub(config, parallel, "the workers hold parts of the model, and each steps its own")
         raise ConfigError(f"optimizer_site is 'orchestrator', and {cause}, or leave optimizer_site at 'workers'")
-    if options.sync == "local":
-        _refuse_local(config, options, parallel)
+    if options.sync == "local" and (cause := why_not_local(config, options, parallel)):
+        raise ConfigError(f"sync is 'local', and {cause}, or leave sync at 'step'")
     if options.wire != "fp32":
         _refuse_wire(config, options, parallel)
     return RunSpec(
@@ -267,18 +276,17 @@ def _check_outer_args(outer: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"outer_args: {name} is {value!r}; {rules[name][1]}")
 
 
-def _refuse_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:
-    cause = ""
+def why_not_local(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> str:
+    """Return why a run cannot have rounds of local steps, and what to change; "" where it can."""
     if parallel is not None:
-        cause = _not_at_the_hub(config, parallel, "workers hold parts of one model, and none can take a step alone")
-    elif options.optimizer_site == "orchestrator":
-        cause = (
+        return _not_at_the_hub(config, parallel, "workers hold parts of one model, and none can take a step alone")
+    if options.optimizer_site == "orchestrator":
+        return (
             "optimizer_site is 'orchestrator', so no worker has an optimizer to take steps with; leave it at 'workers'"
         )
-    elif options.precision == "fp16":
-        cause = "fp16 scales the loss alike on all workers, while each takes steps of its own; use bf16 or fp32 (--precision)"
-    if cause:
-        raise ConfigError(f"sync is 'local', and {cause}, or leave sync at 'step'")
+    if options.precision == "fp16":
+        return "fp16 scales the loss alike on all workers, while each takes steps of its own; use bf16 or fp32 (--precision)"
+    return ""
 
 
 def _refuse_wire(config: DistributedConfig, options: TrainingOptions, parallel: ParallelSpec | None) -> None:

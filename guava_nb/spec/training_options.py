@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOSSES",
+    "MEASURED",
     "OF_SESSION",
     "Kind",
     "OptionInfo",
@@ -46,6 +47,8 @@ Kind = Literal[
 
 #: Value of `resume` for the last run of a session whose process ended.
 OF_SESSION = "session"
+#: Value of `shares` that follows the pace of the workers.
+MEASURED = "measured"
 #: What most people use of torch; any other name is as good.
 LOSSES = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "SmoothL1Loss", "NLLLoss", "KLDivLoss")
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adadelta", "Adamax")
@@ -115,6 +118,8 @@ class TrainingOptions:
         sync: when workers exchange what they learned: "step" sums the gradients of every step, and equals training on one
             machine; "local" lets each worker take `sync_every` steps on its own part of the batches and then takes one common
             step, which sends that much less over slow lines and is another algorithm (DiLoCo, local SGD). Data mode at the hub.
+            "auto" measures lines and steps before the run, takes "step" where the line costs less than a quarter of the
+            computing, else the shortest rounds of which the line takes a tenth, and says what it chose.
         sync_every: optimizer steps of a round of local sync; by default 30.
         outer: what the workers' mean way of a round goes into: "nesterov" (DiLoCo), "average", the mean of their weights, or
             "sparse" (SparseLoCo), which sends the largest 1/64 of each worker's way at 2 bits and the rest with later rounds; by
@@ -130,7 +135,9 @@ class TrainingOptions:
         channels_last: keep images and convolutions in the memory format that tensor cores prefer.
         seed: root of all random numbers of the run; by default the configuration's.
         shares: relative share of each worker, in the order they joined, one for each that is here; a worker that joins later gets
-            the least of them, and where none is left that had a share, one worker does it all. By default equal ones.
+            the least of them, and where none is left that had a share, one worker does it all. By default equal ones. With
+            local sync "measured" lets a faster worker take more local steps in a round, by its pace in the rounds before; the
+            numbers then depend on that pace.
         buffers: what becomes of a buffer that workers change by different amounts: "average" by samples, "first" takes those of
             the first samples, "sum" adds changes up, as of counts; or by name, as in "vq.*=first,hist=sum". Statistics of
             normalisation layers are always averaged. By default "auto": whole numbers that count samples are added up, others
@@ -190,7 +197,7 @@ class TrainingOptions:
     scheduler_metric: str | None = option(None, "text", flag="scheduler-metric", needs="scheduler")
     max_grad_norm: float | None = option(None, "norm", flag="clip", setting="max_grad_norm")
     accumulation_steps: int | None = option(None, "count", flag="accumulate", setting="accumulation_steps")
-    sync: str = option("step", "choice", flag="sync", choices=("step", "local"))
+    sync: str = option("step", "choice", flag="sync", choices=("step", "local", "auto"))
     sync_every: int | None = option(None, "count", flag="sync-every", needs="sync")
     outer: str | None = option(None, "choice", flag="outer", choices=("nesterov", "average", "sparse"), needs="sync")
     outer_lr: float | None = option(None, "norm", flag="outer-lr", needs="sync")
@@ -200,7 +207,7 @@ class TrainingOptions:
     compile: bool = option(False, "switch", flag="compile")
     channels_last: bool = option(False, "switch", flag="channels-last")
     seed: int | None = option(None, "seed", flag="seed", setting="seed")
-    shares: Sequence[float] | None = option(None, "weights", flag="shares")
+    shares: Sequence[float] | str | None = option(None, "weights", flag="shares")
     optimizer_site: str | None = option(
         None, "choice", flag="optimizer-site", choices=("workers", "orchestrator"), setting="optimizer_site"
     )
@@ -244,6 +251,11 @@ class TrainingOptions:
             raise ConfigError("batch= says how batches are cut, and so does split_fn=: give one of them")
         if self.sync == "local":
             self._check_local()
+        if self.sync == "step" and self.shares == MEASURED:
+            raise ConfigError(
+                "shares='measured' deals the local batches of a round, and with sync='step' there are none: give numbers, or "
+                "sync='local' or 'auto' (--sync)"
+            )
         if (self.criterion is None) == (self.step is None):
             raise ConfigError(
                 "give either a criterion (loss of outputs and targets) or a step (of model and batch), exactly one"
@@ -311,9 +323,15 @@ class TrainingOptions:
         settled = settled._with_rounds()
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
+    def synced(self, sync: str, sync_every: int, unlike: bool = False) -> Self:
+        """Return settled options with what sync="auto" has chosen; rounds of `unlike` workers have measured shares."""
+        shares = MEASURED if unlike and self.shares is None else self.shares
+        shares = None if sync == "step" and shares == MEASURED else shares
+        return replace(self, sync=sync, sync_every=sync_every, shares=shares)._with_rounds()
+
     def _with_rounds(self) -> Self:
         """Fill in what a round of local sync is like; of a run that exchanges every step a round is one step."""
-        if self.sync == "step":
+        if self.sync != "local":
             return replace(self, sync_every=1)
         outer = self.outer or "average"
         usual: dict[str, Any] = {"sync_every": 30, "outer": outer, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -341,7 +359,7 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
     "norm": (
         lambda value: isinstance(value, int | float) and value >= 0, "give a number above 0, or 0 for no clipping"
     ),
-    "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above"),
+    "weights": (lambda value: _are_weights(value), "give one number per worker, at least 0, one above, or 'measured'"),
     "words": (lambda value: isinstance(value, str), "give it like 'cut: image, label; whole: anchors'"),
     "policies": (lambda value: _are_policies(value), "give auto, average, first or sum, or parts such as name=sum"),
     "function": (callable, "give a function of a batch and row ranges"),
@@ -363,6 +381,8 @@ def _are_policies(buffers: Any) -> bool:
 
 
 def _are_weights(shares: Any) -> bool:
+    if shares == MEASURED:
+        return True
     if not isinstance(shares, Sequence) or isinstance(shares, str) or not shares:
         return False
     return all(isinstance(s, int | float) and math.isfinite(s) and s >= 0 for s in shares) and any(shares)

@@ -79,6 +79,7 @@ class StepExchange(ABC, Generic[_Replicas]):
     Attributes:
         in_flight: issued and not committed, by step.
         next_step: number of the next step to issue.
+        deals: local batches of a round go to workers in proportion to their weights, see `deal_batches`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         """Handle the exchange's messages in that job; no step is in flight."""
         self.in_flight: dict[int, StepInFlight] = {}
         self.next_step = replicas.step + 1
+        self.deals = False
         self._job, self._replicas, self._credit = job, replicas, credit
         self._on_commit, self._on_applied = on_commit, on_applied
         self._unlike: set[str] = set()  # buffers of which a person was told
@@ -146,7 +148,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         # After the first step too: a forward that changes weights by the rows it sees leaves them unlike. A lone worker has
         # none to be compared with.
         want_hash = bool(every) and not solo and (self.next_step == 0 or (self.next_step + 1) % every == 0)
-        return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo, per_step)
+        deals = self.deals and bool(per_step)
+        return StepHead(self._replicas.run_id, generation, self.next_step, want_hash, solo, per_step, deals)
 
     def _send_shard(self, in_flight: StepInFlight, shard: int, rank: int) -> None:
         message, outgoing = in_flight.shards[shard]
@@ -187,6 +190,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         member.step_s, member.wait_s = message.forward_s + message.backward_s, message.wait_s
         member.waits.reported(time.monotonic(), message.wait_s)
         member.samples += self._rows_of(in_flight, message.shard)
+        member.note_pace(in_flight.machine.tasks[message.shard].rows, member.step_s)
         if message.tokens is not None:
             member.tokens = (member.tokens or 0.0) + message.tokens
         member.owed = message.owed if is_valid(message.owed) else None

@@ -28,6 +28,7 @@ __all__ = [
     "StepHead",
     "StepInFlight",
     "add_to_shares",
+    "deal_batches",
     "marks_for",
     "no_samples",
     "plan_step",
@@ -84,6 +85,7 @@ class StepHead:
         want_hash: workers report a hash of their parameters after it.
         solo: of the only worker, see `Shard`.
         batches_per_step: in a round of local steps the loader batches of each; 0: all batches are one step.
+        deals: a round's steps are cut into local batches of one size, of which a faster worker takes more.
     """
 
     run_id: str
@@ -92,6 +94,7 @@ class StepHead:
     want_hash: bool = False
     solo: bool = False
     batches_per_step: int = 0
+    deals: bool = False
 
     def num_steps(self, num_batches: int) -> int:
         """Return how many optimizer steps these batches are."""
@@ -107,28 +110,62 @@ class StepHead:
 
 @dataclass(slots=True)
 class Share:
-    """What one worker, or one replica of a group, does of a step: pieces of loader batches, which, their rows, and all ids."""
+    """What one worker, or one replica of a group, does of a step: pieces of loader batches, their numbers, rows, and all ids."""
 
     pieces: list[Any] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
 
 def add_to_shares(
-    shares: Sequence[Share], batch: LoadedBatch, pieces: Sequence[tuple[int, Any, Sequence[int]]], number: int = 0
+    shares: Sequence[Share],
+    batch: LoadedBatch,
+    pieces: Sequence[tuple[int, Any, Sequence[int]]],
+    owners: Sequence[int] | None = None,
+    number: int = 0,
 ) -> None:
-    """Add pieces of a loader batch, each with the place of its share and its rows, to the shares; `number`: of the batch."""
+    """Add pieces of a loader batch to the shares.
+
+    Args:
+        pieces: each with its place, content and rows.
+        owners: whose share a place goes to; None: each place is a share.
+        number: of the first place.
+    """
     has_ids = len(batch.sample_ids) == batch.rows
     for place, piece, rows in pieces:
-        shares[place].pieces.append(piece)
-        shares[place].batches.append(number)
-        shares[place].rows.append(len(rows))
+        share = shares[place if owners is None else owners[place]]
+        share.pieces.append(piece)
+        share.numbers.append(number if owners is None else number + place)
+        share.rows.append(len(rows))
         if has_ids:
-            shares[place].ids.extend(batch.sample_ids[i] for i in rows)
+            share.ids.extend(batch.sample_ids[i] for i in rows)
     if pieces and not has_ids:
         # The collate function dropped or added rows: the ids belong to the batch as a whole.
-        shares[pieces[0][0]].ids.extend(batch.sample_ids)
+        first = pieces[0][0]
+        shares[first if owners is None else owners[first]].ids.extend(batch.sample_ids)
+
+
+def deal_batches(weights: Sequence[float], num_steps: int) -> list[tuple[int, ...]]:
+    """Deal the local batches of a round, as many in each step as there are workers, in proportion to the weights.
+
+    Each worker gets one at least, and its batches lie as evenly over the steps as they can, because the schedule moves with
+    these. Equal weights give each worker one in each step.
+
+    Returns:
+        For each step the place of the worker that takes each of its local batches.
+    """
+    count = len(weights) * num_steps
+    total = sum(weights)
+    parts = [max(weight / total, 1 / count) for weight in weights]
+    parts = [part / sum(parts) for part in parts]
+    taken = [0] * len(weights)
+    owners = []
+    for number in range(1, count + 1):
+        place = max(range(len(weights)), key=lambda k: parts[k] * number - taken[k])
+        taken[place] += 1
+        owners.append(place)
+    return [tuple(owners[at : at + len(weights)]) for at in range(0, count, len(weights))]
 
 
 def plan_step(
@@ -147,9 +184,17 @@ def plan_step(
     Raises:
         ConfigError: a batch cannot be shared out, or all of them have no samples.
     """
-    shares = [Share() for _ in team]
-    for number, batch in enumerate(batches):
-        add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer), number)
+    deals = head.deals and all(weight > 0 for weight in weights)
+    shares, each = [Share() for _ in team], len(team) if deals else 1
+    dealt = deal_batches(weights, head.num_steps(len(batches))) if deals else []
+    for index, batch in enumerate(batches):
+        step = index // (head.batches_per_step or len(batches))
+        if dealt:
+            owners = [team[place] for place in dealt[step]]
+            pieces = _pieces_of(batch, owners, [1.0] * each, splitter, writer)
+            add_to_shares(shares, batch, pieces, dealt[step], step * each)
+        else:
+            add_to_shares(shares, batch, _pieces_of(batch, team, weights, splitter, writer), number=step)
     busy = [place for place, share in enumerate(shares) if share.pieces]
     if not busy:  # a step without shards would never be reported
         raise no_samples(batches)
@@ -164,7 +209,7 @@ def plan_step(
         axes = () if batches[0].source else marks_for(splitter, share.pieces, share.rows)
         shard = replace(shard, part_rows=several, axes=axes, num_steps=head.num_steps(len(batches)))
         if head.batches_per_step:
-            shard = replace(shard, part_steps=tuple(number // head.batches_per_step for number in share.batches))
+            shard = replace(shard, part_steps=tuple(share.numbers), local_batches=each)
         shards.append((shard, OutgoingBatch(share.pieces)))
     return tasks, shards
 

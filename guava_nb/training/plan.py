@@ -104,7 +104,7 @@ class TrainingPlan:
         batch: how the user says that batches are read; the feeds have it.
         split_fn: cuts batches; None cuts them as the feed reads them.
         shares: relative share of each worker that was here when the run began; one that joins later gets the least of them.
-            None shares equally.
+            None shares equally; "measured" deals the local batches of a round by the workers' pace.
         seats: ranks that these shares belong to; () for those from 0.
         prefetch_steps: steps that are issued ahead of the one in work at least; more as `guava_nb.sync.send_credit` allows.
         prefetch_bytes: batch bytes that a worker was sent and has not worked on; 0 issues by `prefetch_steps` alone.
@@ -129,7 +129,7 @@ class TrainingPlan:
     val_interval: int | None = None
     accumulation_steps: int = 1
     sync_every: int = 1
-    shares: Sequence[float] | None = None
+    shares: Sequence[float] | str | None = None
     seats: Sequence[int] = ()
     callbacks: Sequence[Any] = ()
     batch: str | None = None
@@ -232,7 +232,7 @@ class TrainingPlan:
 
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""
-        if self.shares is None:
+        if self.shares is None or isinstance(self.shares, str):
             return [1.0] * len(team)
         given = dict(zip(self.seats or range(len(self.shares)), map(float, self.shares), strict=True))
         least = min(given.values())

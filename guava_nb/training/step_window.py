@@ -46,6 +46,7 @@ class StepWindow:
         self._alone: int | None = None  # the worker that did every batch of the run so far; None: they were shared out
         self._issued = False
         self._feeder: BatchFeeder | None = None
+        exchange.deals = plan.shares == "measured"
         self._blocking: tuple[int, ...] = ()
 
     # -------------------------------------------------------------------------------------------------------- send ahead
@@ -80,7 +81,7 @@ class StepWindow:
         team = self._membership.available()
         if not self._membership.replica_set.connected(team):
             return False
-        parts = self.exchange.parts(self._plan.weights(team))
+        parts = self.exchange.parts(self._measured(team))
         bytes_for = {rank: int(coming * part) for rank, part in zip(team, parts, strict=True)}
         away = len(team) < len(self._membership.current())
         busy = self._credit.must_work(len(self.exchange.in_flight), bytes_for, cautious=away)
@@ -98,12 +99,20 @@ class StepWindow:
             if not self._plan.feed.reading.is_plain and not self._plan.split_fn and not self._plan.feed.gives_ids:
                 self._membership.cluster.notice(f"batches are read so: {self._plan.reading_text}")
 
+    def _measured(self, team: Sequence[int]) -> list[float]:
+        """What part of a step each member gets: by the plan, or by its pace where that is to count and all are known."""
+        members = self._membership.cluster.roster.members
+        seconds = [members[rank].sample_s for rank in team]
+        if not self.exchange.deals or not all(seconds):
+            return self._plan.weights(team)
+        return [1 / one for one in seconds if one]
+
     def _weights(self, team: tuple[int, ...]) -> list[float]:
         """What part of a step each member gets.
 
         Nothing was refused while one worker did every batch whole. So it goes on like that when others join it.
         """
-        weights = self._plan.weights(team)
+        weights = self._measured(team)
         busy = [rank for rank, weight in zip(team, weights, strict=True) if weight > 0]
         if len(busy) == 1:
             self._alone = busy[0] if self._alone is not None or not self._issued else None

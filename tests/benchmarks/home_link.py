@@ -1,12 +1,12 @@
 """Two workers behind emulated home lines: step sync beside rounds of local steps, same model, tokens and seeds.
 
-    python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step average average+int8 sparse alone]
+    python -m tests.benchmarks.home_link [--steps 90] [--every 30] [--width 96] [--cases step average average+int8 sparse auto]
 
 A byte-level GPT on the sources of Python's standard library; each worker is a process of its own behind a line of 20 Mbit/s up,
 100 Mbit/s down and 60 ms (`tests/support/relay.py`). Prints one JSON line for each case: seconds of the run, wire bytes of
-gradients and of all, the loss of the last steps and of a validation on files that were not trained on, and which part of the
-run's time the workers computed. A case is `step` or an outer method of local rounds, with `+` and a wire format; `alone` is one
-worker of them with all tokens, whose line carries no gradients.
+gradients and of all, the loss of the last steps and of a validation on files that were not trained on, which part of the
+run's time the workers computed, and what was told beforehand. A case is `step`, `auto`, which lets the run choose, or an outer
+method of local rounds, with `+` and a wire format; `alone` gives one worker of them all tokens.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[
     way, _, wire = name.partition("+")
     if way in ("nesterov", "average", "sparse"):
         options = {"sync": "local", "sync_every": every, "outer": way}
+    if name == "auto":
+        options = {"sync": "auto"}
     run = orchestrator.start_training(
         data, DataLoader(rows_of_text(256, 0), batch_size=64), step="language_step", optimizer="AdamW",
         optimizer_args={"lr": 2e-3}, scheduler="CosineAnnealingLR", scheduler_args={"T_max": steps}, progress=False,
@@ -93,12 +95,15 @@ def case(orchestrator: Orchestrator, name: str, steps: int, every: int) -> dict[
     )  # fmt: skip
     report, seconds = run.report(), run.history[-1]["seconds"]
     records = run.history[-10:] if way in ("step", "alone") else run.history[-1:]
+    told = [
+        text for _, text in orchestrator._notices.numbered(20) if text.startswith("sync auto") or "longer than" in text
+    ]
     return {
         "benchmark": "home_link", "case": name, "every": every if options.get("sync") else 1, "steps": report["steps"],
         "parameters": sum(one.numel() for one in run.model().parameters()), "seconds": round(seconds, 1),
         "gradient_bytes": run.wire.gradient_bytes, "all_bytes": run.wire.out_bytes + run.wire.in_bytes,
         "train_loss": round(sum(one["loss"] for one in records) / len(records), 4),
-        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run),
+        "val_loss": round(report["val"]["loss"], 4), "busy": busy_share(run), "told": told,
     }  # fmt: skip
 
 

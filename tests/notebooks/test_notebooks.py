@@ -26,7 +26,7 @@ WORKER = "01_colab_worker"
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(9)]
+    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(10)]
     assert WORKER in [path.stem for path in NOTEBOOKS]
 
 

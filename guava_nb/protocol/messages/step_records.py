@@ -102,6 +102,8 @@ class Shard(Message, frozen=True, kw_only=True):
         axes: how each part is cut further, by `guava_nb.nested.marks_of`; empty where it must not be.
         part_steps: in a round of local steps the one that each part belongs to, from 0, in order; empty where it is one step.
         num_steps: optimizer steps of the round; this worker may have no samples in some.
+        local_batches: into how many local batches each step of a round is cut; `part_steps` then counts these, and the worker
+            takes a local step on each.
     """
 
     NUMBER: ClassVar[int] = 24
@@ -122,6 +124,7 @@ class Shard(Message, frozen=True, kw_only=True):
     axes: tuple[bytes, ...] = ()
     part_steps: tuple[int, ...] = ()
     num_steps: int = 1
+    local_batches: int = 1
 
 
 class StepWithoutShard(Message, frozen=True):

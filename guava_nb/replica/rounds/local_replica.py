@@ -93,12 +93,12 @@ class LocalReplica(Replica):
         return LaunchedShard(lambda: result)
 
     def _take_steps(self, work: ShardWork) -> Iterator[LaunchedShard]:
-        """Take each step of a round; where this worker has no samples of one, only its schedule moves."""
-        rows = rows_of_parts(work)
-        for number in range(work.num_steps):
-            places = [i for i, step in enumerate(work.part_steps) if step == number and rows[i]]
+        """Take a local step on each local batch; where this worker has no samples of a step, only its schedule moves."""
+        rows, each = rows_of_parts(work), work.local_batches
+        for number in range(work.num_steps * each):
+            places = [i for i, batch in enumerate(work.part_steps) if batch == number and rows[i]]
             if places:
-                counts, step = [rows[i] for i in places], self.steps + number
+                counts, step = [rows[i] for i in places], self.steps * each + number
                 inner = ShardWork(
                     step, work.shard, [work.parts[i] for i in places], sum(counts), sum(counts), counts, work.is_cut,
                     [work.axes[i] for i in places] if work.axes and not work.is_cut else (),
@@ -106,7 +106,8 @@ class LocalReplica(Replica):
                 launched = super().launch_shard(inner, None, gates=True)
                 self._step_or_undo(None, launched.factor, step)
                 yield launched
-            self._move_schedule()
+            if (number + 1) % each == 0:
+                self._move_schedule()
 
     def _move_schedule(self) -> None:
         if self._schedule is not None:

@@ -49,3 +49,16 @@ def test_version_notes_name_both_sides() -> None:
     notes = version_notes({"guava_nb": "1", "python": "3.11", "torch": "2.13.0"}, {"guava_nb": "1", "python": "3.12"})
     assert len(notes) == 2
     assert "python differs: 3.12 on the worker, 3.11 on the orchestrator" in notes
+
+
+def test_a_worker_is_as_fast_as_its_shards_after_the_first_one() -> None:
+    roster = Roster()
+    member = roster.join(hello())
+    member.note_pace(0, 1.0)
+    assert member.sample_s is None and member.shards == 0
+    member.note_pace(10, 50.0)  # it compiled
+    assert member.sample_s == 5.0
+    member.note_pace(10, 1.0)
+    assert member.sample_s == 0.1
+    member.note_pace(10, 2.0)
+    assert 0.1 < member.sample_s < 0.2 and member.shards == 3

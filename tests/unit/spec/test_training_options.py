@@ -241,6 +241,10 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
     assert (step.sync_every, step.outer, step.outer_lr) == (1, None, None)
     local = TrainingOptions(sync="local").settled(config)
     assert (local.sync_every, local.outer, local.outer_lr, local.outer_momentum) == (30, "average", 1.0, 0.0)
+    auto = TrainingOptions(sync="auto").settled(config)
+    assert (auto.sync, auto.sync_every, auto.outer) == ("auto", 1, None)
+    assert auto.synced("local", 15) == TrainingOptions(sync="local", sync_every=15).settled(config)
+    assert auto.synced("step", 1) == step
     diloco = TrainingOptions(sync="local", sync_every=5, outer="nesterov").settled(config)
     assert (diloco.sync_every, diloco.outer, diloco.outer_lr, diloco.outer_momentum) == (5, "nesterov", 0.7, 0.9)
     sparse = TrainingOptions(sync="local", outer="sparse").settled(config)
@@ -251,6 +255,7 @@ def test_local_sync_fills_in_its_rounds_and_step_sync_has_none() -> None:
     ("options", "said"),
     [
         ({"sync_every": 5}, "sync_every has no effect without sync='local'"),
+        ({"sync": "auto", "sync_every": 5}, "sync_every has no effect without sync='local'"),
         ({"sync": "step", "outer": "average"}, "outer has no effect without sync='local'"),
         ({"sync": "local", "outer": "average", "outer_momentum": 0.5}, "an average has none"),
         ({"sync": "local", "outer_momentum": 1.0}, "below 1"),

@@ -1,0 +1,305 @@
+"""How often workers should exchange over their lines: every step, or after rounds of local steps. Pure arithmetic.
+
+It is told what the lines and the workers do a second and what a step sends, and reckons the seconds of a step of one worker
+alone, of step sync and of rounds of several lengths. Exactness is worth a quarter of a step's computing; more than that goes
+to rounds, of which the shortest one is taken that leaves the line a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from guava_nb.config.units import show_bytes, show_time
+
+__all__ = ["ROUNDS", "SyncChoice", "SyncWork", "Way", "WorkerPace", "choose_sync", "slower_than_alone"]
+
+#: Optimizer steps of a round that may be chosen.
+ROUNDS = (5, 15, 30, 60)
+#: Of a step's computing, what the line may take where every step is exchanged; of all time, where rounds are.
+_STEP_SHARE, _ROUND_SHARE = 0.25, 0.1
+#: How many times faster than the slowest worker the fastest one is where local steps are dealt by pace.
+_UNLIKE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPace:
+    """What one worker does a second; None: not known.
+
+    Attributes:
+        name: of the worker.
+        samples_s: samples that it computes a second.
+        up_bytes_s, down_bytes_s: of its line, from it and to it.
+        round_trip_s: of its line.
+        share: its part of the samples, relative to the others'.
+    """
+
+    name: str
+    samples_s: float | None = None
+    up_bytes_s: float | None = None
+    down_bytes_s: float | None = None
+    round_trip_s: float = 0.0
+    share: float = 1.0
+
+    @property
+    def lacks(self) -> str:
+        """What is not known of it, in words; "" for nothing."""
+        unknown = [("how fast its line is", self.up_bytes_s and self.down_bytes_s), ("its step time", self.samples_s)]
+        return " and ".join(what for what, value in unknown if not value)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncWork:
+    """What a run does.
+
+    Attributes:
+        samples: of an optimizer step, at all workers together.
+        sample_bytes: that travel to a worker for each of them.
+        up_bytes, down_bytes: of one exchange, from each worker and to it.
+        buckets: messages that make up such an exchange: their ways up and down overlap.
+        other_bytes: of the whole run, at all workers together, beside its exchanges; None: not known.
+        steps, steps_per_epoch: optimizer steps; a round ends with its epoch. None: not known.
+    """
+
+    samples: float
+    sample_bytes: float
+    up_bytes: float
+    down_bytes: float
+    buckets: int = 1
+    other_bytes: float | None = None
+    steps: int | None = None
+    steps_per_epoch: int | None = None
+
+    def exchanges_per_step(self, every: int) -> float:
+        """Return how many exchanges there are for an optimizer step where rounds have `every` of them."""
+        each = self.steps_per_epoch
+        return 1 / every if not each else math.ceil(each / every) / each
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train, per optimizer step. Times are NaN where they are not known.
+
+    Attributes:
+        name: what it is called in a table.
+        every: optimizer steps between exchanges; 0 for one worker alone.
+        compute_s: of the slowest worker.
+        seconds: of a step, with the line.
+        run_bytes: of the run, in both directions; None: not known.
+        run_s: of the run; None: not known.
+    """
+
+    name: str
+    every: int
+    compute_s: float
+    seconds: float
+    run_bytes: float | None = None
+    run_s: float | None = None
+
+    @property
+    def line_share(self) -> float:
+        """Which part of the time the line takes."""
+        return 1 - self.compute_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def time(self) -> str:
+        """Of the run, else of a step, in words."""
+        if math.isnan(self.seconds):
+            return "-"
+        return f"{show_time(self.seconds)} a step" if self.run_s is None else show_time(self.run_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncChoice:
+    """What was chosen, and why.
+
+    Attributes:
+        sync, sync_every: as options of a run.
+        sentence: what was chosen, why, and what it costs; "" where the user chose.
+        ways: all that were weighed; none where something is not known.
+        warning: that it takes longer than one worker alone would; "" where it does not, or that is not known.
+        is_uneven: faster workers take more local steps.
+    """
+
+    sync: str
+    sync_every: int
+    sentence: str
+    ways: tuple[Way, ...] = ()
+    warning: str = ""
+    is_uneven: bool = False
+
+    @property
+    def chosen(self) -> Way | None:
+        """The way that was chosen."""
+        return next((way for way in self.ways if way.every == self.sync_every), None)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of a table: a way, its bytes, its time, whose numbers it gives."""
+        return [
+            (
+                f"{way.name}{' (chosen)' if way.every == self.sync_every else ''}",
+                "-" if way.run_bytes is None else show_bytes(round(way.run_bytes)),
+                way.time,
+                "another algorithm" if way.every > 1 else "plain PyTorch's",
+            )
+            for way in self.ways
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        kept = ("sync", "sync_every", "sentence", "warning")
+        ways = [{"every": way.every, "bytes": way.run_bytes, "seconds": way.run_s} for way in self.ways]
+        return {**{name: getattr(self, name) for name in kept}, "ways": ways}
+
+
+def choose_sync(
+    work: SyncWork, paces: Sequence[WorkerPace], refused: str = "", asked: int = 0, measured: bool = False
+) -> SyncChoice:
+    """Choose between step sync and rounds of local steps.
+
+    Args:
+        work: of the run.
+        paces: of its workers.
+        refused: why rounds cannot be; "" where they can.
+        asked: optimizer steps between exchanges where the user has chosen; 0: they are chosen here.
+        measured: in rounds a faster worker may take more local steps.
+
+    Returns:
+        Step sync where rounds cannot be or something is not known, and where the line takes no more than a quarter of a step's
+        computing or rounds are not faster by a quarter. Else the shortest round of `ROUNDS` of which the line takes a tenth, or
+        the fastest one.
+    """
+    why = _why_step(paces, refused)
+    dealt = [replace(pace, share=pace.samples_s or 1.0) for pace in paces] if measured and _are_unlike(paces) else paces
+    lengths = sorted({1, *ROUNDS, asked or 1})
+    lone, ways = alone(work, paces), [together(work, paces if every == 1 else dealt, every) for every in lengths]
+    if len(paces) < 2 or any(pace.lacks for pace in paces):
+        told = f"sync auto: an exchange in every step, with the numbers of plain PyTorch, because {why}"
+        timeless = [replace(way, compute_s=math.nan, seconds=math.nan, run_s=None) for way in (lone, *ways)]
+        return SyncChoice("step", asked or 1, told, tuple(timeless) if len(paces) > 1 else ())
+    chosen, reason = _chosen(ways, why, asked)
+    warning = ""
+    if chosen.seconds > lone.seconds:
+        warning = (
+            f"{_called(chosen)} over these lines would take longer than {lone.name}: about {chosen.time} against "
+            f"{lone.time}{_advice(ways, lone, chosen)}"
+        )
+    sync = "step" if chosen.every == 1 else "local"
+    sentence = "" if asked else f"sync auto: {_called(chosen)}, because {reason}; {_cost(chosen, ways[0], lone, dealt)}"
+    return SyncChoice(sync, chosen.every, sentence, (lone, *ways), warning, sync == "local" and dealt is not paces)
+
+
+def slower_than_alone(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> str:
+    """Return the sentence on a run that would take longer than one worker alone; "" where it would not, or is not known."""
+    return choose_sync(work, paces, asked=every).warning
+
+
+def alone(work: SyncWork, paces: Sequence[WorkerPace]) -> Way:
+    """Return how one worker, the best of them, does all samples by itself: it exchanges nothing."""
+
+    def seconds(pace: WorkerPace) -> float:
+        coming_s = work.samples * work.sample_bytes / (pace.down_bytes_s or math.inf)
+        return max(work.samples / (pace.samples_s or math.inf), coming_s)
+
+    best = min(paces, key=seconds)
+    compute_s = work.samples / (best.samples_s or math.inf)
+    return _way(work, f"{best.name} alone", 0, compute_s, seconds(best), 0.0)
+
+
+def together(work: SyncWork, paces: Sequence[WorkerPace], every: int) -> Way:
+    """Return how all workers train with an exchange after `every` steps.
+
+    Batches are sent ahead, so computing and what it waits for overlap with them; an exchange overlaps with neither. Buckets
+    that are complete come down while others go up.
+    """
+    total = sum(pace.share for pace in paces)
+    rate = work.exchanges_per_step(every)
+    parts = [(pace, work.samples * pace.share / total) for pace in paces]
+    compute_s = max(samples / (pace.samples_s or math.inf) for pace, samples in parts)
+    up_s = max(work.up_bytes / (pace.up_bytes_s or math.inf) for pace in paces)
+    down_s = max(work.down_bytes / (pace.down_bytes_s or math.inf) for pace in paces)
+    exchange_s = max(up_s, down_s) + min(up_s, down_s) / work.buckets + max(pace.round_trip_s for pace in paces)
+    coming_s = max(
+        (samples * work.sample_bytes + rate * work.down_bytes) / (pace.down_bytes_s or math.inf)
+        for pace, samples in parts
+    )
+    name = "step sync" if every == 1 else f"local, rounds of {every} steps"
+    seconds = max(compute_s + rate * exchange_s, coming_s)
+    return _way(work, name, every, compute_s, seconds, rate * len(paces) * (work.up_bytes + work.down_bytes))
+
+
+def _way(work: SyncWork, name: str, every: int, compute_s: float, seconds: float, step_bytes: float) -> Way:
+    if work.steps is None:
+        return Way(name, every, compute_s, seconds)
+    run_bytes = None if work.other_bytes is None else work.other_bytes + work.steps * step_bytes
+    return Way(name, every, compute_s, seconds, run_bytes, work.steps * seconds)
+
+
+def _why_step(paces: Sequence[WorkerPace], refused: str) -> str:
+    if refused:
+        return refused
+    if len(paces) < 2:
+        return "one worker has nobody to exchange with"
+    return "; ".join(f"{pace.lacks} at {pace.name} is not known" for pace in paces if pace.lacks)
+
+
+def _chosen(ways: Sequence[Way], why: str, asked: int) -> tuple[Way, str]:
+    """Return the way to go and the reason; `ways` begin with step sync."""
+    step, rounds = ways[0], ways[1:]
+    line_s = step.seconds - step.compute_s
+    takes = f"with one in every step the line would take {show_time(line_s)} beside {show_time(step.compute_s)} of computing"
+    if asked or why:
+        return next(way for way in ways if way.every == (asked or 1)), why
+    if line_s <= _STEP_SHARE * step.compute_s:
+        told = f"the line takes {show_time(line_s)} of it beside {show_time(step.compute_s)} of computing"
+        return step, f"{told}, less than a quarter"
+    best = min(rounds, key=lambda way: way.seconds)  # of equal ones the shortest
+    if best.seconds > step.seconds / (1 + _STEP_SHARE):
+        return step, f"{takes}, and rounds of local steps {show_time(best.seconds)} in all, hardly less"
+    fitting = next((way for way in rounds if way.line_share <= _ROUND_SHARE), None)
+    if fitting is None:
+        fitting = best
+    return fitting, f"{takes}, and in these rounds it takes {fitting.line_share:.0%} of the time"
+
+
+def _called(way: Way) -> str:
+    return "an exchange in every step" if way.every == 1 else f"an exchange after each {way.every} local steps"
+
+
+def _are_unlike(paces: Sequence[WorkerPace]) -> bool:
+    """Whether some workers are so much faster that others should not wait for as many local steps of theirs."""
+    rates = [pace.samples_s or 0.0 for pace in paces]
+    return max(rates) > _UNLIKE * min(rates)
+
+
+def _cost(chosen: Way, step: Way, lone: Way, paces: Sequence[WorkerPace]) -> str:
+    """Say what a choice costs in bytes, time and exactness."""
+    sent = "" if chosen.run_bytes is None else f"{show_bytes(round(chosen.run_bytes))} and "
+    told = f"{sent}about {chosen.time}"
+    beside = f"{lone.name}: {lone.time}"
+    if chosen.every == 1:
+        return f"{told} ({beside}), and the numbers are those of plain PyTorch on one machine"
+    if step.run_bytes is not None:
+        beside = f"with an exchange in every step {show_bytes(round(step.run_bytes))} and {step.time}; {beside}"
+    return (
+        f"{told} ({beside}), and not the numbers of plain PyTorch: an average of the weights that {len(paces)} workers reach in "
+        f"{_local_steps(chosen.every, paces)}"
+    )
+
+
+def _local_steps(every: int, paces: Sequence[WorkerPace]) -> str:
+    total = sum(pace.share for pace in paces)
+    steps = [round(every * len(paces) * pace.share / total) for pace in paces]
+    return f"{every} steps each" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)} steps, each by its pace"
+
+
+def _advice(ways: Sequence[Way], lone: Way, chosen: Way) -> str:
+    better = next((way for way in ways if way.every > 1 and way.seconds < lone.seconds), None)
+    if better is not None and chosen.every == 1:
+        return (
+            f". sync='auto' (--sync auto) exchanges less often: after each {better.every} local steps it takes about "
+            f"{better.time}, with other numbers than plain PyTorch's"
+        )
+    return f". Have only {lone.name.removesuffix(' alone')} join, or give the others a faster line"

@@ -1,0 +1,95 @@
+"""How often to exchange, chosen over throttled lines with steps played by real workers. Rates are an order of magnitude apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.processes import PlainTraining, Session, difference, loader
+
+#: 26,000 parameters of float64 and steps of at least 0.2 s: 1 s and more an exchange at 0.2 MB/s, a few ms on loopback.
+SLOW_BYTES_S, WIDTH = 2e5, 1700
+CELL = """
+import time
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(10, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        time.sleep(0.2)
+        return self.last(self.first(x).relu())
+"""
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"criterion": "CrossEntropyLoss", "optimizer": "SGD", "optimizer_args": {"lr": 0.01}, "fresh": True, **more}
+
+
+def told(session: Session, begin: str) -> list[str]:
+    return [text for _, text in session.orch._notices.numbered(20) if text.startswith(begin)]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    made = Session(tmp_path_factory.mktemp("auto"), relayed=True, rate_bytes_s=SLOW_BYTES_S, compression="off")
+    try:
+        made.ensure(2)
+        yield made
+    finally:
+        made.close()
+
+
+def quicken(session: Session) -> None:
+    """Make the lines as fast as they get, and forget what was measured on them."""
+    members = session.orch._open_cluster().roster.members
+    for worker in session.workers:
+        assert worker.relay is not None
+        for way in worker.relay._ways.values():
+            way.rate_bytes_s = None
+    for member in members.values():
+        member.line = (None, None)
+
+
+def test_step_sync_that_would_take_longer_than_one_worker_is_told_before_it_begins(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a size and a time that are worth measuring nothing is asked; so these are set down to what a test can send."""
+    monkeypatch.setattr("guava_nb.orchestrator.sync_advice._WORTH_BYTES", 1000)
+    monkeypatch.setattr("guava_nb.orchestrator.sync_advice._WORTH_S", 0.01)
+    with pytest.warns(UserWarning, match=r"in every step over these lines would take longer than w\d alone"):
+        run = session.train(loader(64), 1, model_args={"width": 600}, optimizer="SGD", optimizer_args={"lr": 0.01})
+    plain = PlainTraining(session.folder, loader(64), "SGD", {"lr": 0.01}, width=600).epochs(1)
+    assert difference(run.model(), plain.model) <= 1e-9  # steps that were played beforehand left nothing
+    assert run.report()["sync"] == "step" and len(told(session, "an exchange in every step over these lines")) == 1
+
+
+def test_a_slow_line_gets_rounds_and_a_fast_one_gets_exact_steps(session: Session) -> None:
+    session.orch.share(CELL, "net")
+    session.orch.register_model("Slow", {"width": WIDTH})
+    made = session.orch.forecast(loader(), None, 1, **options(sync="auto"))
+    assert made.sync is not None and made.sync.sync == "local" and made.steps == 4
+    assert "an exchange after each" in repr(made) and "(chosen)" in repr(made) and "alone" in repr(made)
+    assert len(made.ways()) == 7 and all(row[2] != "-" for row in made.ways())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a line over which alone may be faster
+        run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options(sync="auto"))
+    assert (run.report()["sync"], run.report()["steps"]) == ("local", 4)
+    assert len(told(session, "sync auto: an exchange after each")) == 1
+
+    # A way that the user chose is compared all the same.
+    compared = session.orch.forecast(loader(), None, 1, **options())
+    assert compared.sync is not None and [way.every for way in compared.sync.ways][:2] == [0, 1]
+    assert compared.sync.warning.startswith("an exchange in every step over these lines would take longer than w")
+    assert compared.sync.warning in compared.answers() and not compared.sync.sentence
+
+    quicken(session)
+    run = session.orch.start_training(loader(), num_epochs=1, progress=False, **options(sync="auto"))
+    assert run.report()["sync"] == "step"
+    assert "less than a quarter" in told(session, "sync auto: an exchange in every step")[0]
+    assert len(run.history) == 4 and run.lost_samples == 0

@@ -1,0 +1,158 @@
+"""How often to exchange, chosen from rates alone: over all lines and paces that there may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guava_nb.forecast.sync_choice import ROUNDS, SyncWork, WorkerPace, choose_sync, slower_than_alone
+
+#: 2.5 M parameters of float32 in buckets of 4 MiB, batches of 64 texts, an epoch of 3,000 steps.
+WORK = SyncWork(64, 400, 10e6, 10e6, 3, 5e8, 3000, 3000)
+
+
+def home(up_mbit: float = 20, down_mbit: float = 100, step_s: float = 0.2, workers: int = 2) -> list[WorkerPace]:
+    """Workers that compute their part of such a step in `step_s`."""
+    pace = WorkerPace("w", 64 / workers / step_s, up_mbit * 1e6 / 8, down_mbit * 1e6 / 8, 0.06)
+    return [replace(pace, name=f"w{number + 1}") for number in range(workers)]
+
+
+rates = st.floats(1e3, 1e10)
+steps_s = st.floats(1e-3, 1e3)
+works = st.builds(
+    SyncWork,
+    samples=st.floats(1, 4096),
+    sample_bytes=st.floats(0, 1e6),
+    up_bytes=st.floats(1, 1e10),
+    down_bytes=st.floats(1, 1e10),
+    buckets=st.integers(1, 100),
+    other_bytes=st.one_of(st.none(), st.floats(0, 1e10)),
+    steps=st.one_of(st.none(), st.integers(1, 10**6)),
+    steps_per_epoch=st.one_of(st.none(), st.integers(1, 10**5)),
+)
+teams = st.lists(
+    st.builds(WorkerPace, st.just("w"), st.floats(1e-2, 1e6), rates, rates, st.floats(0, 1)), min_size=2, max_size=6
+)
+
+
+def length(sync_every: int) -> int:
+    assert sync_every in (1, *ROUNDS)
+    return sync_every
+
+
+@given(works, teams, st.floats(1, 1e4), st.sampled_from(["up_bytes_s", "down_bytes_s"]))
+def test_a_faster_line_never_makes_rounds_longer(
+    work: SyncWork, paces: list[WorkerPace], times: float, way: str
+) -> None:
+    work = replace(work, sample_bytes=0.0)  # batches share the line down, and more of it may make the step the data's
+    faster = [replace(pace, **{way: getattr(pace, way) * times}) for pace in paces]
+    before, after = choose_sync(work, paces), choose_sync(work, faster)
+    assert length(after.sync_every) <= length(before.sync_every)
+    assert all(now.seconds <= then.seconds * (1 + 1e-9) for now, then in zip(after.ways, before.ways, strict=True))
+
+
+@given(works, teams, st.floats(1, 1e4))
+def test_longer_steps_never_make_rounds_longer(work: SyncWork, paces: list[WorkerPace], times: float) -> None:
+    work = replace(work, sample_bytes=0.0)
+    slower = [replace(pace, samples_s=(pace.samples_s or 0) / times) for pace in paces]
+    assert length(choose_sync(work, slower).sync_every) <= length(choose_sync(work, paces).sync_every)
+
+
+@given(works, teams)
+def test_what_is_chosen_is_never_slower_than_one_worker_alone_without_being_told(
+    work: SyncWork, paces: list[WorkerPace]
+) -> None:
+    choice = choose_sync(work, paces)
+    lone, *ways = choice.ways
+    assert choice.chosen in ways and choice.sync == ("step" if choice.sync_every == 1 else "local")
+    assert choice.chosen is not None
+    assert bool(choice.warning) == (choice.chosen.seconds > lone.seconds)
+    assert [way.every for way in ways] == [1, *ROUNDS]
+    assert all(math.isfinite(way.seconds) and way.seconds >= way.compute_s * (1 - 1e-9) for way in choice.ways)
+    exchanged = [way.run_bytes for way in ways if way.run_bytes is not None]
+    assert exchanged == sorted(exchanged, reverse=True)
+
+
+@given(works, teams)
+def test_exactness_is_given_up_only_for_a_line_that_takes_a_quarter_and_for_rounds_that_are_faster(
+    work: SyncWork, paces: list[WorkerPace]
+) -> None:
+    choice = choose_sync(work, paces)
+    step = next(way for way in choice.ways if way.every == 1)
+    assert choice.chosen is not None
+    if step.seconds <= 1.25 * step.compute_s * (1 - 1e-9):
+        assert choice.sync == "step" and "less than a quarter" in choice.sentence
+    if choice.sync == "local":
+        assert choice.chosen.seconds < step.seconds
+        assert "not the numbers of plain PyTorch" in choice.sentence
+
+
+@given(works, teams, st.sampled_from([1, 3, 30]))
+def test_who_chose_by_himself_is_told_of_the_same(work: SyncWork, paces: list[WorkerPace], every: int) -> None:
+    choice = choose_sync(work, paces, asked=every)
+    assert choice.sync_every == every and choice.chosen is not None
+    assert slower_than_alone(work, paces, every) == choice.warning
+    assert bool(choice.warning) == (choice.chosen.seconds > choice.ways[0].seconds)
+
+
+def test_home_lines_get_rounds_and_a_fast_line_gets_exact_steps() -> None:
+    slow = choose_sync(WORK, home())
+    assert (slow.sync, slow.sync_every, slow.warning) == ("local", 60, "")
+    assert slow.sentence == (
+        "sync auto: an exchange after each 60 local steps, because with one in every step the line would take 4.33 s "
+        "beside 200 ms of computing, and in these rounds it takes 27% of the time; 2.5 GB and about 13.6 min (with an "
+        "exchange in every step 120.5 GB and 3.77 h; w1 alone: 20 min), and not the numbers of plain PyTorch: an "
+        "average of the weights that 2 workers reach in 60 steps each"
+    )
+    office = choose_sync(WORK, home(up_mbit=20_000, down_mbit=20_000, step_s=1.0))
+    assert office.sync == "step" and "those of plain PyTorch on one machine" in office.sentence and not office.warning
+    between = choose_sync(WORK, home(up_mbit=100, down_mbit=100, step_s=1.0))
+    assert (between.sync, between.sync_every) == ("local", 15)
+
+
+def test_step_sync_over_a_home_line_is_told_to_take_longer_than_one_worker() -> None:
+    assert slower_than_alone(WORK, home(), 1) == (
+        "an exchange in every step over these lines would take longer than w1 alone: about 3.77 h against 20 min. sync='auto' "
+        "(--sync auto) exchanges less often: after each 30 local steps it takes about 17.2 min, with other numbers than plain "
+        "PyTorch's"
+    )
+    assert not slower_than_alone(WORK, home(step_s=2), 60)
+    assert slower_than_alone(WORK, home(step_s=0.02), 30).endswith(
+        "Have only w1 join, or give the others a faster line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("paces", "refused", "why"),
+    [
+        (home()[:1], "", "one worker has nobody to exchange with"),
+        (home(), "fp16 scales the loss alike on all workers", "fp16 scales the loss alike on all workers"),
+        ([home()[0], WorkerPace("w2", 5.0)], "", "how fast its line is at w2 is not known"),
+        ([home()[0], replace(home()[1], samples_s=None)], "", "its step time at w2 is not known"),
+    ],
+)
+def test_what_cannot_be_or_is_not_known_leaves_every_step_exchanged_and_says_why(
+    paces: list[WorkerPace], refused: str, why: str
+) -> None:
+    choice = choose_sync(WORK, paces, refused)
+    assert (choice.sync, choice.sync_every) == ("step", 1) and why in choice.sentence
+
+
+def test_a_round_ends_with_its_epoch_so_a_longer_one_gains_nothing() -> None:
+    short = replace(WORK, steps=30, steps_per_epoch=10)
+    choice = choose_sync(short, home())
+    assert (choice.sync, choice.sync_every) == ("local", 15)
+    assert [way.run_bytes for way in choice.ways if way.every >= 15] == [5e8 + 3 * 4e7] * 3
+
+
+def test_the_table_has_bytes_and_time_of_each_way_and_only_bytes_where_no_worker_is_here() -> None:
+    rows = choose_sync(WORK, home()).rows()
+    assert rows[0] == ("w1 alone", "500.0 MB", "20 min", "plain PyTorch's")
+    assert rows[1] == ("step sync", "120.5 GB", "3.77 h", "plain PyTorch's")
+    assert rows[-1] == ("local, rounds of 60 steps (chosen)", "2.5 GB", "13.6 min", "another algorithm")
+    unknown = choose_sync(WORK, [WorkerPace("worker 1"), WorkerPace("worker 2")]).rows()
+    assert [row[2] for row in unknown] == ["-"] * 6 and unknown[1][1] == "120.5 GB"
