@@ -3,7 +3,8 @@
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
 small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
-their defaults, variables of the function around them. Of installed packages it sees nothing.
+their defaults, variables of the function around them. Which parameters take gradients is kept in Python
+too. Of installed packages it sees nothing.
 """
 
 from __future__ import annotations
@@ -192,6 +193,8 @@ def adopt(own: nn.Module, other: nn.Module) -> None:
                     new = its.get(key)
                     if value is not None and type(new) in (Tensor, nn.Parameter) and new.shape == value.shape:
                         value.copy_(new)
+                    if isinstance(value, nn.Parameter) and isinstance(new, nn.Parameter):
+                        value.requires_grad_(new.requires_grad)
             for key, value in vars(found).items():
                 if key not in _TORCHS and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
                     with contextlib.suppress(Exception):  # what cannot be copied stays as it was built
@@ -246,6 +249,7 @@ def _owners(model: nn.Module, others: Mapping[str, object], seen: set[int]) -> I
 
 
 def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner]:
+    yield _Owner(label, _Switches(module), lambda key, value: bool(value))
     for name, part in module.named_modules():
         yield _Owner(f"{label}.{name}" if name else label, vars(part), _is_of_user)
         yield from _of_globals(getattr(type(part).forward, "__globals__", {}), seen)
@@ -308,6 +312,23 @@ class _Cell(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Fill it anew."""
         self._cell.cell_contents = value
+
+
+class _Switches(dict[str, Any]):
+    """Which parameters of a module take gradients, as a namespace of one name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def items(self) -> Any:
+        """Its name and value."""
+        return [("requires_grad", {name: p.requires_grad for name, p in self._module.named_parameters()})]
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        """Switch them back."""
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(value[name])
 
 
 class _ClassAttributes(dict[str, Any]):
