@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
 from guava_nb.spec.own_code import is_own, users_function
@@ -414,6 +415,7 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
+        value = value.to_local() if isinstance(value, DTensor) else value
         found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     elif isinstance(value, np.ndarray):
         found[path] = value.tobytes()
