@@ -22,6 +22,7 @@ from guava_nb.parallel.left_behind import refuse_left_behind
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.optimizer_trial import check_optimizer, check_sharded_optimizer
+from guava_nb.parallel.random_streams import streams_kept
 from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.data_axis import make_data_axis
@@ -68,7 +69,8 @@ def parallelize(
     check_model(model)
     whole = dict(model.named_parameters())
     before = {id(parameter): name for name, parameter in whole.items()}
-    order, plan = _look_at_whole(model, spec, learning.make_optimizer)
+    with streams_kept(model):
+        order, plan = _look_at_whole(model, spec, learning.make_optimizer)
     if spec.tp > 1:
         _agree(plan, device)
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import itertools
 import math
-import random
 import sys
 import types
 from collections import deque
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
+from guava_nb.parallel.random_streams import STREAMS, place_in, put_back
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
@@ -43,8 +43,6 @@ _TORCHS = frozenset(vars(nn.Module()))
 _MOST_VALUES = 256
 #: Modules and functions that are looked into.
 _MOST_PLACES = 2000
-#: Streams of random numbers; torch's own one and those of `random` and `numpy.random` belong to nobody's code.
-_STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -102,7 +100,7 @@ class PythonState:
 
     def streams(self) -> dict[str, object]:
         """Return the places that hold a stream of random numbers of the user's own."""
-        return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, _STREAMS)}
+        return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, STREAMS)}
 
     def restore(self, but: Set[str] = frozenset()) -> None:
         """Put back what was there at first, except in these places."""
@@ -296,7 +294,7 @@ def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owne
 def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
     is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
-    return is_small or isinstance(value, (itertools.count, *_STREAMS))
+    return is_small or isinstance(value, (itertools.count, *STREAMS))
 
 
 class _Cell(dict[str, Any]):
@@ -421,8 +419,8 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         found[path] = value.tobytes()
     elif isinstance(value, itertools.count):
         found[path] = repr(value)
-    elif isinstance(value, _STREAMS):
-        place = _place_in(value)
+    elif isinstance(value, STREAMS):
+        place = place_in(value)
         found[path] = place if isinstance(place, Tensor) else repr(place)
     elif isinstance(value, nn.Module):
         inside = {**value.state_dict(), **{k: v for k, v in vars(value).items() if k not in _TORCHS}}
@@ -486,21 +484,8 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
-    elif isinstance(value, torch.Generator):
-        value.set_state(_place_in(saved))
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = _place_in(saved)
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(_place_in(saved))
-    elif isinstance(value, random.Random):
-        value.setstate(_place_in(saved))
+    elif isinstance(value, STREAMS):
+        put_back(value, place_in(saved))
     else:
         return saved
     return value
-
-
-def _place_in(stream: Any) -> Any:
-    """Where a stream of random numbers is."""
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()

@@ -283,6 +283,10 @@ PROGRAMS = [
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
+    Program(name="noise of numpy's own stream, tensor", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
+            modes=("tensor",)),
+    Program(name="noise of torch's own stream, tensor", model=OwnGenerator, data=classified, criterion="CrossEntropyLoss",
+            modes=("tensor",)),
     Program(name="noise of torch's own stream", model=OwnGenerator, data=classified, criterion="CrossEntropyLoss",
             told={"*": NOISY}),
 ]  # fmt: skip
