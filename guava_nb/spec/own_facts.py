@@ -247,7 +247,10 @@ class _Walk:
                 yield from self._of_value(f"{_module(module.__name__)}{name}", name, vars(module)[name])
 
     def _of_globals(self, function: types.FunctionType) -> Iterator[tuple[str, str]]:
-        for name in sorted(_reads(function.__code__).called):
+        called = _reads(function.__code__).called
+        if "hash" in called and "hash" not in function.__globals__:  # of texts it differs from process to process
+            yield "hash('text')", repr(hash("text"))
+        for name in sorted(called):
             if name in function.__globals__:
                 place = f"{_module(function.__globals__['__name__'])}{name}"
                 yield from self._of_value(place, name, function.__globals__[name])

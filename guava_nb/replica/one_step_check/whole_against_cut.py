@@ -161,7 +161,7 @@ def _look(trial: _Trial, whole: _Pieces, pieces: _Pieces) -> Finding:
     found = Finding(
         "same", (), (one.loss, many.loss), by_loss, by_gradient, parameter, trial.beside_norms(buffers),
         tuple(sorted(trial.drawn | trial.unruly)), trial.beside_norms(trial.moved_by(one)), kept=kept, unlike=unlike,
-        kept_looking=trial.moved_looking(kept, whole),
+        kept_looking=trial.moved_looking((*kept, *trial.beside_norms(trial.moved_by(one))), whole),
         compared=tuple(sorted(trial.compared)), written=trial.written, written_unlike=trial.written_unlike(one, many),
     )  # fmt: skip
     if max(by_loss, by_gradient) > CLEAN:
@@ -344,16 +344,22 @@ class _Trial(Replica):
         return tuple(found)
 
     def moved_looking(self, kept: Sequence[str], whole: _Pieces) -> tuple[str, ...]:
-        """Return which of these places a forward of a validation changes."""
+        """Return which of these places, and of buffers that a training moves, a forward of a validation changes."""
         if not kept:
             return ()
         try:
             self.evaluate(copy.deepcopy(whole[0][0]), whole[0][1])
         except _USER_ERRORS:  # it may be no batch to validate with
             return ()
-        moved = self._state.moved(self._state.read())
+        moved = {*self._state.moved(self._state.read()), *self.moved_by_now()}
         self._state.restore()
+        self._start_over()
         return tuple(name for name in kept if name in moved)
+
+    def moved_by_now(self) -> tuple[str, ...]:
+        """Return the names of buffers that are not as they were at first."""
+        now = dict(self.model.named_buffers())
+        return tuple(n for n, value in self._first.items() if n in now and not torch.equal(now[n], value))
 
     def is_unlike(self, name: str, one: Measured, pieces: _Pieces) -> bool:
         """Whether the pieces leave something else under a name than the whole batch, and not each its own samples' part."""
