@@ -22,24 +22,25 @@ _TORCHS = frozenset(vars(nn.Module()))
 _DEPTH = 4
 
 
-def refuse_left_behind(model: nn.Module, before: Mapping[int, str]) -> None:
+def refuse_left_behind(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Check that no attribute holds a parameter that is the model's no more.
 
     Args:
         model: what this rank has of it, spread.
-        before: `id` of each parameter that it had as a whole, and its name; they still exist.
+        before: the parameters that it had as a whole, by name.
 
     Raises:
         ConfigError: one does.
     """
+    names = {id(parameter): name for name, parameter in before.items()}
     now, seen = {id(parameter) for parameter in model.parameters()}, {id(module) for module in model.modules()}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in _TORCHS:
                 continue
             for found, holder in _parameters(value, _DEPTH, set(seen)):
-                if id(found) in before and id(found) not in now:
-                    raise ConfigError(_text(f"{name}.{key}".lstrip("."), type(holder), before[id(found)]))
+                if id(found) in names and id(found) not in now:
+                    raise ConfigError(_text(f"{name}.{key}".lstrip("."), type(holder), names[id(found)]))
 
 
 def _parameters(value: Any, depth: int, seen: Set[int]) -> Iterator[tuple[nn.Parameter, Any]]:

@@ -67,10 +67,8 @@ def parallelize(
     """
     check_parallel(spec, mesh, sync_batchnorm)
     check_model(model)
-    whole = dict(model.named_parameters())
-    before = {id(parameter): name for name, parameter in whole.items()}
-    with streams_kept(model):
-        order, plan = _look_at_whole(model, spec, learning.make_optimizer)
+    before = dict(model.named_parameters())
+    order, plan = _look_at_whole(model, spec, learning.make_optimizer)
     if spec.tp > 1:
         _agree(plan, device)
     # 1. Stages. They are cut first, while names and modules are still the user's; then each stage goes on below.
@@ -111,8 +109,9 @@ def parallelize(
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:
     optimizer = make_optimizer(dict(model.named_parameters()))
-    plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
-    check_optimizer(model, spec, plan, make_optimizer)
+    with streams_kept(model):
+        plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
+        check_optimizer(model, spec, plan, make_optimizer)
     return FullOrder.of(model, optimizer), plan
 
 

@@ -61,6 +61,6 @@ def _streams(module: nn.Module) -> Iterator[Any]:
 def _namespaces(part: nn.Module) -> Iterator[dict[str, Any]]:
     yield vars(part)
     for cls in type(part).__mro__:
-        forward = vars(cls).get("forward")
+        forward: Any = vars(cls).get("forward")
         if not cls.__module__.startswith("torch.") and hasattr(forward, "__globals__"):
             yield forward.__globals__
