@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from guava_nb.errors import TrainingError
 from guava_nb.nested import map_leaves
+from guava_nb.parallel.random_streams import streams_kept
 
 __all__ = ["back_to", "evaluating", "late_gradient", "to_device", "unchanged"]
 
@@ -45,9 +46,9 @@ def back_to(model: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leave buffers and random state as they were, whatever runs inside."""
+    """Leave buffers, random state and streams of the user's own as they were, whatever runs inside."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), streams_kept(model):
         try:
             yield
         finally:

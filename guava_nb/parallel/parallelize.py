@@ -18,9 +18,11 @@ from guava_nb.errors import ConfigError
 from guava_nb.parallel.checkpointing import checkpoint_activations
 from guava_nb.parallel.describe_layout import describe
 from guava_nb.parallel.interface import ModelPart
+from guava_nb.parallel.left_behind import refuse_left_behind
 from guava_nb.parallel.loss_interface import Learning, MakeOptimizer
 from guava_nb.parallel.mesh import MeshAxes
 from guava_nb.parallel.optimizer_trial import check_optimizer, check_sharded_optimizer
+from guava_nb.parallel.random_streams import streams_kept
 from guava_nb.parallel.replicas import zero1
 from guava_nb.parallel.replicas.call_order import Habit
 from guava_nb.parallel.replicas.data_axis import make_data_axis
@@ -65,6 +67,7 @@ def parallelize(
     """
     check_parallel(spec, mesh, sync_batchnorm)
     check_model(model)
+    before = dict(model.named_parameters())
     order, plan = _look_at_whole(model, spec, learning.make_optimizer)
     if spec.tp > 1:
         _agree(plan, device)
@@ -75,6 +78,7 @@ def parallelize(
 
         stages = pipeline_part(model, spec, mesh, device, learning, plan, example)
         stages.layout = describe(stages.begins, stages.stage_parameters, plan)
+        refuse_left_behind(stages.model, before)
         return stages
     names = full_names_of(model)
     # 2. Layers over "tp". Replaced layers keep their names; what is in no plan stays whole on every rank.
@@ -89,6 +93,7 @@ def parallelize(
         check_sharded_optimizer(model, mesh.axis("dp"), spec.zero_stage, learning.make_optimizer)
     # 4. Replicas over "dp", last, because they sum or shard whatever parameters the steps above left here.
     data = make_data_axis(model, spec.zero_stage, mesh, names, sync_batchnorm, habit, spec.gather, learning.buffers)
+    refuse_left_behind(model, before)
     holding = hold(model, names, order, mesh)
     optimizer = learning.make_optimizer(holding.named)
     owned = spec.zero_stage == 1 and spec.dp > 1
@@ -104,8 +109,9 @@ def parallelize(
 
 def _look_at_whole(model: nn.Module, spec: ParallelSpec, make_optimizer: MakeOptimizer) -> tuple[FullOrder, Plan]:
     optimizer = make_optimizer(dict(model.named_parameters()))
-    plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
-    check_optimizer(model, spec, plan, make_optimizer)
+    with streams_kept(model):
+        plan = make_plan(model, spec.tensor_plan, spec.tp) if spec.tp > 1 else Plan({})
+        check_optimizer(model, spec, plan, make_optimizer)
     return FullOrder.of(model, optimizer), plan
 
 

@@ -222,6 +222,14 @@ def _per_row(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Ten
     return float(outputs.shape[0]) if outputs.ndim > 1 else 1.0
 
 
+def _per_position(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    return float(outputs.numel() // max(1, outputs.shape[-1]))  # the last axis has the classes
+
+
+def _per_entry(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
+    return float(outputs.shape[0]) if outputs.ndim else 1.0  # "batchmean", also of one axis
+
+
 def _per_class(module: nn.Module, outputs: Tensor, targets: Tensor) -> float | Tensor:
     """Sum of the class weights of the labels that are not ignored; for class probabilities, the number of positions."""
     if targets.is_floating_point():
@@ -250,7 +258,7 @@ _CRITERIA: tuple[tuple[type[nn.Module], str, _Denominator], ...] = (
     (nn.HingeEmbeddingLoss, "hinge_embedding_loss", _per_element),
     (nn.MultiMarginLoss, "multi_margin_loss", _per_row),
     (nn.MultiLabelMarginLoss, "multilabel_margin_loss", _per_row),
-    (nn.MultiLabelSoftMarginLoss, "multilabel_soft_margin_loss", _per_row),
+    (nn.MultiLabelSoftMarginLoss, "multilabel_soft_margin_loss", _per_position),
 )
 _DENOMINATORS = {cls: count for cls, _, count in _CRITERIA}
 _FUNCTIONS = {name: cls for cls, name, _ in _CRITERIA}
@@ -317,7 +325,7 @@ def _adapt_module(name: str, module: nn.Module) -> Criterion:
 def _adapt_torch_module(name: str, module: nn.Module, count: _Denominator) -> Criterion:
     reduction = module.reduction
     if reduction == "batchmean":
-        count = _per_row
+        count = _per_entry
     elif reduction not in ("mean", "sum"):
         raise ConfigError(f"criterion {name}: reduction={reduction!r} gives no scalar loss; use 'mean' or 'sum'")
     module.reduction = "sum"  # type: ignore[assignment]

@@ -96,6 +96,11 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"
         )
     _refuse_unfit(name, type(made))
+    if "_optimizer_step_pre_hooks" not in vars(
+        made
+    ):  # a wrapper that never called super().__init__() lacks torch's tables
+        blank = vars(optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0))
+        vars(made).update({key: value for key, value in blank.items() if key.startswith("_") and key not in vars(made)})
     _check_state(name, made)
     _check_owned(name, made, pairs)
     if fuses:

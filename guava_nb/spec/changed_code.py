@@ -62,10 +62,22 @@ class CodeHere:
         return ""
 
     def begins_otherwise(self, theirs: Facts) -> str:
-        """Return which globals that the run's code sets itself begin at a worker with other values, in a sentence."""
+        """Return which globals have other values at a worker though its code is the same, in a sentence; "" for none.
+
+        They are set by the run's code itself, or differ from process to process: drawn or read when the module is imported.
+        """
         found = moved(self._facts, theirs)
         if not found:
-            return ""
+            own = unlike(self._facts, theirs)[:_MOST_TOLD]
+            if not own:
+                return ""
+            return (
+                f"{'; '.join(_told(place, self._facts[place], theirs[place]) for place in own)}. Nothing here changed it after "
+                "its module was imported, so it is drawn at random then, or read from the machine, or that machine has another "
+                "version of the file: each worker trains with its own. Where it must be one for all, draw it from a seed "
+                "(torch.Generator().manual_seed(0)), keep it in a buffer of the model (self.register_buffer), or pass it as an "
+                "argument (model_args and the like)"
+            )
         told = "; ".join(
             f"{place} is {ours} here and {its} there" for place, (ours, its) in list(found.items())[:_MOST_TOLD]
         )

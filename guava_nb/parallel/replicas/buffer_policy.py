@@ -46,6 +46,8 @@ Way = Literal["same", "most", "average", "first", "sum"]
 POLICIES = ("auto", "average", "first", "sum")
 #: Parameters without gradient of at most so many bytes in all are followed however small the rest is.
 _FOLLOWED_BYTES = 64 << 20
+#: Larger numbers stand for infinity: what is taken from them loses all of its digits.
+_ENDLESS = 1e18
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 #: A value is lost in its change where `taken` misses it by more than this part, and what was there before is at least so large.
 _LOST, _LARGE = {torch.float32: 1e-6, torch.float64: 1e-12}, 1e4
@@ -87,8 +89,8 @@ def numbers(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return by how much a tensor changed, flat, for `taken`.
 
-    What was infinite or NaN (a causal mask, the least value seen so far) has no difference: it stayed, which is 0, or the new
-    value stands for the change.
+    What was infinite, NaN or as good as infinite (a causal mask, the least value seen so far, which begins at 1e30) has no
+    difference that holds the new value: it stayed, which is 0, or the new value stands for the change.
 
     Args:
         dtype: as for `numbers`.
@@ -97,14 +99,14 @@ def change_of(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -
     if not old.is_floating_point():
         return new - old
     stayed = (new == old) | (new.isnan() & old.isnan())
-    return (new - old.where(old.isfinite(), 0)).masked_fill(stayed, 0)
+    return (new - old.where(old.abs() < _ENDLESS, 0)).masked_fill(stayed, 0)
 
 
 def taken(before: Tensor, change: Tensor) -> Tensor:
     """Return a tensor after a change, as `change_of` gives it."""
     now = numbers(before, change.dtype if change.is_floating_point() else None)
     if now.is_floating_point():
-        now = now.where(now.isfinite() | (change == 0), 0)
+        now = now.where((now.abs() < _ENDLESS) | (change == 0), 0)
     now = now + (change if now.is_floating_point() else change.round() if change.is_floating_point() else change).to(
         now
     )

@@ -71,6 +71,7 @@ class _Unit:
         module: the module; its own hooks of FSDP2 are kept here instead.
         name: for messages.
         places: module, attribute and full name of each of its parameters.
+        parts: this replica's parts of them, in the same order.
         enter, leave: FSDP2's hooks.
         nested: other units lie inside.
         took: full names of the parameters that took gradients when it was sharded.
@@ -79,6 +80,7 @@ class _Unit:
     module: nn.Module
     name: str
     places: list[tuple[nn.Module, str, str]]
+    parts: list[nn.Parameter]
     enter: Callable[..., Any]
     leave: Callable[..., Any]
     nested: bool
@@ -135,7 +137,8 @@ class SharedUnits:
         (after,) = set(module._forward_hooks) - kept
         inner = {id(m) for m in module.modules() if m is not module}
         unit = _Unit(
-            module, name, places, module._forward_pre_hooks[before], module._forward_hooks[after],
+            module, name, places, [getattr(owner, own) for owner, own, _ in places],
+            module._forward_pre_hooks[before], module._forward_hooks[after],
             any(id(other.module) in inner for other in self._units), took,
         )  # fmt: skip
         module._forward_pre_hooks[before] = partial(self._on_enter, unit, len(self._units))
@@ -145,10 +148,10 @@ class SharedUnits:
     def _on_enter(self, unit: _Unit, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _in_backward():  # a checkpoint computes activations again: the call had its turn in forward
             return unit.enter(module, args, kwargs)
-        # Where nothing could need a gradient FSDP2 gathers for forward only: that is another kind of turn.
+        # Where nothing could need a gradient FSDP2 gathers for forward only: that is another kind of turn. What user code freezes
+        # for a while keeps its kind.
         backward = torch.is_grad_enabled() and (
-            any(owner._parameters[own].requires_grad for owner, own, _ in unit.places)  # type: ignore[union-attr]
-            or any(tensor.requires_grad for tensor in leaves((args, kwargs)))
+            bool(unit.took) or any(tensor.requires_grad for tensor in leaves((args, kwargs)))
         )
         self._take_turns(2 * number + (not backward), unit.name)
         args, kwargs, token = self._enter(unit, args, kwargs, backward)
@@ -158,9 +161,7 @@ class SharedUnits:
     def _on_leave(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if _in_backward():
             return unit.leave(module, args, output)
-        for owner, own, full in unit.places:  # gathered parameters: what is done to them is not seen in the shards
-            if getattr(owner, own).requires_grad and full not in unit.took:
-                raise late_gradient(full)
+        _keep_switches(unit)
         return self._leave(unit, args, output, self._open.pop())
 
     # ---------------------------------------------------------------------------------------------------------- a call
@@ -197,7 +198,7 @@ class SharedUnits:
         for owner, own, full in unit.places:
             parameter = owner._parameters[own]
             assert parameter is not None
-            if not parameter.requires_grad:
+            if full not in unit.took:  # one that is frozen here for a while may not be so on other replicas
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -239,6 +240,8 @@ class SharedUnits:
         """Stand in for what other replicas still run; returns the loss, on which all calls hang."""
         self._take_turns(EXIT, "")
         self._order.end()
+        for unit in self._units:
+            _keep_switches(unit)
         return _Join.apply(loss, *self._exits) if self._exits else loss  # type: ignore[no-untyped-call]
 
     def end_evaluation(self) -> None:
@@ -266,6 +269,20 @@ class SharedUnits:
 def _mark(token: Tensor, call: Callable[[], None] | None = None) -> Tensor:
     marked: Tensor = _Mark.apply(token, call)  # type: ignore[no-untyped-call]
     return marked
+
+
+def _keep_switches(unit: _Unit) -> None:
+    """Keep what user code made of `requires_grad`: it was done to gathered parameters, which follow the parts at each gathering.
+
+    Raises:
+        TrainingError: one takes a gradient that took none when it was sharded.
+    """
+    for (owner, own, full), part in zip(unit.places, unit.parts, strict=True):
+        takes = getattr(owner, own).requires_grad
+        if takes and full not in unit.took:
+            raise late_gradient(full)
+        if takes != part.requires_grad:
+            part.requires_grad_(takes)
 
 
 def _in_backward() -> bool:

@@ -99,7 +99,7 @@ def _lowest(bounds: Sequence[Any], words: Mapping[str, Any]) -> int:
 
 @contextmanager
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back buffers, random state and plain attributes of a module, whatever runs inside; in training, parameters too."""
+    """Put back buffers, random state, own streams and plain attributes, whatever runs inside; in training, parameters too."""
     attributes = [(part, dict(part.__dict__)) for part in module.modules()]
     # In the first batch of a training there is room for a copy: gradients and the optimizer's state come later.
     parameters = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad and module.training]

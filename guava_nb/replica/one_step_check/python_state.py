@@ -3,7 +3,8 @@
 Read before and after a forward, and put back, so that a batch that is only looked at leaves nothing behind. Knows Python's
 objects; knows no batch and no worker. Of a module of the user's own it sees names that a function there declares `global`,
 small containers and objects, iterators that count, attributes of classes, and what functions hold: attributes, containers among
-their defaults, variables of the function around them. Of installed packages it sees nothing.
+their defaults, variables of the function around them. Which parameters take gradients is kept in Python
+too. Of installed packages it sees nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import functools
 import hashlib
 import itertools
 import math
-import random
 import sys
 import types
 from collections import deque
@@ -27,8 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from guava_nb.data.codec import tensor_bytes
+from guava_nb.parallel.random_streams import STREAMS, place_in, put_back
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = ["Kept", "ModuleGlobals", "PythonState", "adopt", "changed_since", "digests", "is_alike", "is_apart"]
@@ -41,8 +43,6 @@ _TORCHS = frozenset(vars(nn.Module()))
 _MOST_VALUES = 256
 #: Modules and functions that are looked into.
 _MOST_PLACES = 2000
-#: Streams of random numbers; torch's own one and those of `random` and `numpy.random` belong to nobody's code.
-_STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -100,7 +100,7 @@ class PythonState:
 
     def streams(self) -> dict[str, object]:
         """Return the places that hold a stream of random numbers of the user's own."""
-        return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, _STREAMS)}
+        return {n: one for owner in self._owners for _, n, one in owner.items() if isinstance(one, STREAMS)}
 
     def restore(self, but: Set[str] = frozenset()) -> None:
         """Put back what was there at first, except in these places."""
@@ -192,6 +192,8 @@ def adopt(own: nn.Module, other: nn.Module) -> None:
                     new = its.get(key)
                     if value is not None and type(new) in (Tensor, nn.Parameter) and new.shape == value.shape:
                         value.copy_(new)
+                    if isinstance(value, nn.Parameter) and isinstance(new, nn.Parameter):
+                        value.requires_grad_(new.requires_grad)
             for key, value in vars(found).items():
                 if key not in _TORCHS and (key in vars(module) or isinstance(value, _PLAIN)) and _is_small(value):
                     with contextlib.suppress(Exception):  # what cannot be copied stays as it was built
@@ -246,6 +248,7 @@ def _owners(model: nn.Module, others: Mapping[str, object], seen: set[int]) -> I
 
 
 def _of_module(label: str, module: nn.Module, seen: set[int]) -> Iterator[_Owner]:
+    yield _Owner(label, _Switches(module), lambda key, value: bool(value))
     for name, part in module.named_modules():
         yield _Owner(f"{label}.{name}" if name else label, vars(part), _is_of_user)
         yield from _of_globals(getattr(type(part).forward, "__globals__", {}), seen)
@@ -291,7 +294,7 @@ def _of_function(function: types.FunctionType, seen: set[int]) -> Iterator[_Owne
 def _is_filled(value: Any) -> bool:
     """Whether a value changes where it is, and is small."""
     is_small = isinstance(value, dict | list | set | deque) and _is_small(value)
-    return is_small or isinstance(value, (itertools.count, *_STREAMS))
+    return is_small or isinstance(value, (itertools.count, *STREAMS))
 
 
 class _Cell(dict[str, Any]):
@@ -308,6 +311,23 @@ class _Cell(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Fill it anew."""
         self._cell.cell_contents = value
+
+
+class _Switches(dict[str, Any]):
+    """Which parameters of a module take gradients, as a namespace of one name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def items(self) -> Any:
+        """Its name and value."""
+        return [("requires_grad", {name: p.requires_grad for name, p in self._module.named_parameters()})]
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        """Switch them back."""
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(value[name])
 
 
 class _ClassAttributes(dict[str, Any]):
@@ -393,13 +413,14 @@ def _flatten(value: Any, path: str, found: dict[str, Any], seen: set[int], most:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
+        value = value.to_local() if isinstance(value, DTensor) else value
         found[path] = value.detach().to_dense().clone() if value.layout is not torch.strided else value.detach().clone()
     elif isinstance(value, np.ndarray):
         found[path] = value.tobytes()
     elif isinstance(value, itertools.count):
         found[path] = repr(value)
-    elif isinstance(value, _STREAMS):
-        place = _place_in(value)
+    elif isinstance(value, STREAMS):
+        place = place_in(value)
         found[path] = place if isinstance(place, Tensor) else repr(place)
     elif isinstance(value, nn.Module):
         inside = {**value.state_dict(), **{k: v for k, v in vars(value).items() if k not in _TORCHS}}
@@ -463,21 +484,8 @@ def _refilled(value: Any, saved: Any) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.shape == saved.shape:
         with torch.no_grad():
             value.detach().copy_(saved)
-    elif isinstance(value, torch.Generator):
-        value.set_state(_place_in(saved))
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = _place_in(saved)
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(_place_in(saved))
-    elif isinstance(value, random.Random):
-        value.setstate(_place_in(saved))
+    elif isinstance(value, STREAMS):
+        put_back(value, place_in(saved))
     else:
         return saved
     return value
-
-
-def _place_in(stream: Any) -> Any:
-    """Where a stream of random numbers is."""
-    if isinstance(stream, random.Random):
-        return stream.getstate()
-    return stream.bit_generator.state if isinstance(stream, np.random.Generator) else stream.get_state()

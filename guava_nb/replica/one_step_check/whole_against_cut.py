@@ -345,7 +345,7 @@ class _Trial(Replica):
 
     def moved_looking(self, kept: Sequence[str], one: Measured, whole: _Pieces) -> tuple[str, ...]:
         """Return which of these places, and of the buffers that a step moves, a forward of a validation changes too."""
-        buffers = self.moved_by(one) if self._spec.parallel is None else ()  # ranks of a group validate together
+        buffers = self.beside_norms(self.moved_by(one))
         if not kept and not buffers:
             return ()
         self._start_over()

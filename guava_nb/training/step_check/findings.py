@@ -285,8 +285,8 @@ def _about_python(spec: RunSpec, question: Question, answer: Finding) -> Iterato
     elif looked := _looked(question, answer):
         yield (
             f"Each forward changes {', '.join(looked[:3])}, in a validation too, and the next one depends on it. Workers "
-            "validate unlike numbers of batches, so it goes on otherwise than in plain PyTorch: let only a forward in training "
-            "change it (if self.training:)"
+            "validate unlike numbers of batches, and in data mode buffers go back to those of the last step, so it may go on "
+            "otherwise than in plain PyTorch: let only a forward in training change it (if self.training:)"
         )
 
 

@@ -222,6 +222,35 @@ def masked_rows():
     return batches(x, labels(3, 16))
 
 
+class Switching(nn.Module):
+    """Freezes a layer in one forward and frees it in a later one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            if self.steps == 2:
+                self.layer.weight.requires_grad_(False)
+            if self.steps == 5:
+                self.layer.weight.requires_grad_(True)
+        return x + F.relu(self.layer(x))
+
+
+def switching():
+    return nn.Sequential(nn.Linear(5, 6), Switching(), nn.ReLU(), Switching(), nn.Linear(6, 3))
+
+
+def switched_step(model, batch):
+    """Frozen before the forward in every other step, as the critic of a GAN is."""
+    model[1].steps += 1
+    model[0].requires_grad_(bool(model[1].steps % 2))
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -305,9 +334,18 @@ PROGRAMS = [
             criterion="CrossEntropyLoss", modes=("data", "site"), refused={"*": "'state' of whole numbers changes by"}),
     Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
+    Program(name="frozen for some steps by the forward", model=switching, data=classified, criterion="CrossEntropyLoss",
+            optimizer_args={"lr": 0.1, "momentum": 0.9}, told={"pipeline": "The forward changes the buffers"}),
+    Program(name="frozen for some steps by the forward, zero 2", model=switching, data=lambda: classified(25), epochs=3,
+            criterion="CrossEntropyLoss", settings={"zero_stage": 2}, modes=("zero 1",)),
+    Program(name="frozen in every other step", model=switching, data=classified, step=switched_step),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
+    Program(name="noise of numpy's own stream, tensor", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
+            modes=("tensor",)),
+    Program(name="noise of torch's own stream, tensor", model=OwnGenerator, data=classified, criterion="CrossEntropyLoss",
+            modes=("tensor",)),
     Program(name="noise of torch's own stream", model=OwnGenerator, data=classified, criterion="CrossEntropyLoss",
             told={"*": NOISY}),
 ]  # fmt: skip

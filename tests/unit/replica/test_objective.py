@@ -82,6 +82,15 @@ def test_class_probabilities_and_broadcast_and_batchmean() -> None:
     assert mean(loss) == pytest.approx(float(expected), rel=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(4,), (6, 4), (6, 3, 4)])
+def test_the_denominator_is_torchs_whatever_the_number_of_axes(shape: tuple) -> None:
+    outputs, targets = torch.randn(shape, dtype=torch.float64), torch.rand(shape, dtype=torch.float64).round()
+    for name, args in (("MultiLabelSoftMarginLoss", {}), ("KLDivLoss", {"reduction": "batchmean"})):
+        loss = objective(name, args)(identity(), (outputs, targets), shape[0])
+        expected = getattr(nn, name)(**args)(outputs, targets)
+        torch.testing.assert_close(loss.value / loss.count, expected, rtol=1e-12, atol=0)
+
+
 def test_a_sum_is_the_sum_over_the_global_batch() -> None:
     loss = objective("MSELoss", {"reduction": "sum"})(identity(), (torch.ones(4, 2), torch.zeros(4, 2)), 4)
     assert float(loss.value) == 8.0 and loss.count is None

@@ -2,6 +2,7 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
@@ -53,6 +54,21 @@ def test_what_a_script_changed_is_told_and_what_every_process_has_its_own_of_is_
     assert "step has other code there than here: copy the module's file" in CodeHere(roots(names), names, ()).problem(
         other
     )
+
+
+def test_what_is_drawn_at_import_is_told(names, tmp_path):
+    (tmp_path / "own_config.py").write_text("import torch\nrate, teacher = torch.randn(2), torch.nn.Linear(2, 2)\n")
+    (tmp_path / "own_program.py").write_text(
+        "import own_config\ndef step(m, b): return own_config.teacher(b) * own_config.rate"
+    )
+    theirs = facts(names)
+    sys.modules["own_config"].rate = sys.modules["own_config"].rate + 1  # as another process would have drawn it
+    sys.modules["own_config"].teacher = torch.nn.Linear(2, 2)
+    here = CodeHere(roots(names), names, ())
+    assert here.problem(theirs) == ""
+    told = here.begins_otherwise(theirs)
+    assert "own_config.rate is Tensor" in told and "own_config.teacher is Linear with digest" in told
+    assert "drawn at random then, or read from the machine" in told
 
 
 def test_equal_code_asks_no_process(names, monkeypatch):

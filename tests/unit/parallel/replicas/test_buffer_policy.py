@@ -127,6 +127,15 @@ def test_no_change_counts_nothing() -> None:
     assert told(torch.tensor([1.5, 1.5])) == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_as_good_as_infinite_has_no_difference(dtype: torch.dtype) -> None:
+    before, after = (
+        torch.tensor([1e30, -1e20, 2e30, 1.0], dtype=dtype),
+        torch.tensor([0.85, 2.0, 2e30, 1e30], dtype=dtype),
+    )
+    assert torch.equal(taken(before, change_of(before, after)), after)
+
+
 def test_what_was_infinite_or_no_number_has_no_difference() -> None:
     inf, nan = float("inf"), float("nan")
     before = torch.tensor([-inf, inf, nan, inf, -inf, nan, 1.0, 1.0])

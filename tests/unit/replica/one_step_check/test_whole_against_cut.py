@@ -234,6 +234,24 @@ def test_what_the_step_s_own_module_keeps_is_looked_at_and_put_back() -> None:
     assert finding.outcome == "differs" and any("kept" in name for name in finding.unlike) and not kept
 
 
+def test_a_buffer_that_a_validation_moves_too_is_named() -> None:
+    def counting(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.offset.add_(1)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def training_only(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.offset.add_(float(model.training))
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    for step, expected in ((counting, ("offset",)), (training_only, ())):
+        _, spec = built("added", "fp64")
+        spec = msgspec.structs.replace(spec, step=Factory("own"))
+        resolve = lambda name, step=step: step if name == "own" else found(name)  # noqa: E731
+        replica = Replica(spec, resolve, torch.device("cpu"))
+        assert look(replica, spec, resolve).kept_looking == expected
+        assert not replica.model.offset.any()
+
+
 STEP = """
 def step(model, batch):
     x, y = batch
