@@ -143,6 +143,8 @@ class RunStatus:
     rounds: int = 0  # of local sync; 0 by step sync
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
     budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
+    at_risk_steps: int | None = None  # that would be lost with the workers now; None where others have them, too
+    at_risk_s: float | None = None  # of work, likewise
     waits_s: float | None = None  # for how much longer it waits for workers to join
 
 

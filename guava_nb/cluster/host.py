@@ -46,6 +46,7 @@ class SessionHost:
 
     Attributes:
         config: of the session.
+        name: of this session and no other, for the names of its files.
         log_folder: where everything goes that workers print; made with the first line.
         goes_on: the join code is that of a process that ended without closing its session.
 
@@ -68,8 +69,8 @@ class SessionHost:
         self._keeper: TunnelKeeper | None = None
         self._way = ""  # the text that the tunnel was made of
         self._on_code: Callable[[JoinCode], None] = lambda code: None
-        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        self.log_folder = Path(tempfile.gettempdir()) / name
+        self.name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / f"guava_nb-session-{self.name}"
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 

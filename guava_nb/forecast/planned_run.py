@@ -46,6 +46,11 @@ class Composed:
     validation: Callable[[], Validation]
     code: CodeHere | None = None
 
+    @property
+    def measured(self) -> tuple[tuple[str, ...], bool]:
+        """Names of the metrics that a validation measures, and whether it has an accuracy."""
+        return tuple(one.name for one in self.spec.metrics), self.spec.step is None
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:

@@ -22,14 +22,15 @@ __all__ = ["budget_for", "forecast_on", "job_for"]
 
 
 def job_for(
-    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
+    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module], session: str
 ) -> TrainingJob:
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
         model: gives the trained model, for the handle.
+        session: a name that no other session has, for the names of the run's files.
     """
-    plan.save_path = plan.save_folder / f"{replica_set.run_id}.pt"
+    plan.save_name = f"{replica_set.run_id}-{session}"
     return TrainingJob(replica_set, plan, cluster, model)
 
 

@@ -203,14 +203,20 @@ class Orchestrator(SessionHost):
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
             plan = TrainingPlan.of(
-                chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), composed.validation
+                chosen,
+                self.config,
+                feeds(loaders, composed.spec.data, chosen.batch),
+                composed.validation,
+                composed.measured,
             )
             plan.seats = seats if chosen.shares is not None else ()
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            job = job_for(
+                cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job), self.name
+            )
             job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
@@ -274,7 +280,9 @@ class Orchestrator(SessionHost):
         cluster = self._cluster
         workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
         composed = self._builder().compose(options, model, loaders, workers)
-        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), composed.validation)
+        plan = TrainingPlan.of(
+            options, self.config, guessed_feeds(loaders, options.batch), composed.validation, composed.measured
+        )
         limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
         replica_set, trained = self._replica_sets.guess(composed, plan, options)
         caches = WorkerCaches() if cluster is None else cluster.caches

@@ -45,6 +45,7 @@ class RunSources:
         interrupt: stops the run after the current step; the second time at once.
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
+        kept: how many entries of the history would be left if the workers vanished now; None: nothing would be lost.
     """
 
     wire: Callable[[], WireBytes] = WireBytes
@@ -59,6 +60,7 @@ class RunSources:
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
     is_local: bool = False
+    kept: Callable[[], int | None] = lambda: None
 
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
@@ -72,6 +74,7 @@ class RunSources:
             layout=lambda: layout,
             waits=lambda: waits,
             feeding=_nothing_fed,
+            kept=lambda: None,
         )
 
 
@@ -218,6 +221,8 @@ class Run:
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
             loaded = self.feeding().loaded
+            kept = self._sources.kept()
+            at_risk = (None, None) if kept is None else self._since(kept)
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -240,6 +245,8 @@ class Run:
                 wire=self.wire,
                 path=_path_text(self._sources.route()),
                 batch=self._sources.reading(),
+                at_risk_steps=at_risk[0],
+                at_risk_s=at_risk[1],
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
@@ -321,6 +328,15 @@ class Run:
         """Append a validation."""
         with self._lock:
             self.validations.append(record)
+
+    def since(self, kept: int) -> tuple[int, float]:
+        """Return steps and seconds from an entry of the history, the first of which is 1, to the last."""
+        with self._lock:
+            return self._since(kept)
+
+    def _since(self, kept: int) -> tuple[int, float]:
+        rest, began = self.history[kept:], self.history[kept - 1]["seconds"] if 0 < kept <= len(self.history) else 0.0
+        return sum(record.get("steps", 1) for record in rest), rest[-1]["seconds"] - began if rest else 0.0
 
     def rewind(self, steps: int) -> None:
         """Forget the history after `steps` steps: they will be done again."""

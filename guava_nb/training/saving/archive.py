@@ -15,7 +15,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class _Records:
             raise ArchiveError(f"record {name!r} is missing", is_foreign=name == "data.pkl")
         content = bytearray(self._records[name].file_size)
         view, at = memoryview(content), 0
-        with self._archive.open(self._records[name]) as record:
+        with cast(io.BufferedIOBase, self._archive.open(self._records[name])) as record:
             while got := record.readinto(view[at : at + (1 << 20)]):  # at its end the checksum is looked at
                 at += got
         if at != len(content):
@@ -224,7 +224,7 @@ class _Reader(pickle._Unpickler):
         if type(self.stack[-1]) is not OrderedDict:  # type: ignore[attr-defined]
             raise ArchiveError("it holds an object, and only tensors and plain data are read", is_foreign=True)
 
-    dispatch[pickle.BUILD[0]] = _build
+    dispatch[pickle.BUILD[0]] = _build  # type: ignore[assignment]
 
 
 def _check_size(content: Any, most: int) -> None:
