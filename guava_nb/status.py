@@ -157,6 +157,7 @@ class Status:
         tunnel: the tunnel that leads there and how it stands; "" without one.
         tunnel_note: what has to be done so that workers get through it; "" for nothing.
         state_note: which workers have the only copy of what was trained; "" where it is here.
+        diary: the file with all that happened in the session; "" while there is none.
         notes: what happened; note_numbers: one number for each, growing, as some are forgotten when they are over.
     """
 
@@ -172,3 +173,4 @@ class Status:
     tunnel_note: str = ""
     state_note: str = ""
     note_numbers: tuple[int, ...] = ()
+    diary: str = ""

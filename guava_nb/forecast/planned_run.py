@@ -47,9 +47,9 @@ class Composed:
     code: CodeHere | None = None
 
     @property
-    def measured(self) -> tuple[tuple[str, ...], bool]:
-        """Names of the metrics that a validation measures, and whether it has an accuracy."""
-        return tuple(one.name for one in self.spec.metrics), self.spec.step is None
+    def validating(self) -> tuple[Callable[[], Validation], tuple[tuple[str, ...], bool]]:
+        """What makes a validation; names of the metrics that it measures, and whether it has an accuracy."""
+        return self.validation, (tuple(one.name for one in self.spec.metrics), self.spec.step is None)
 
 
 @dataclass(frozen=True, slots=True)

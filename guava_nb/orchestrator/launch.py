@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
 
 import torch
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.line_rate import measure_lines
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError
 from guava_nb.forecast.compression import squeezed_so_far
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import Composed, PlannedRun, budget_of, forecast_of, unchanged_randomness
+from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training.byte_budget import Budget, Limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["budget_for", "forecast_on", "job_for"]
+__all__ = ["budget_for", "forecast_on", "job_for", "record"]
 
 
 def job_for(
-    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module], session: str
+    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
 ) -> TrainingJob:
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
         model: gives the trained model, for the handle.
-        session: a name that no other session has, for the names of the run's files.
     """
-    plan.save_name = f"{replica_set.run_id}-{session}"
+    plan.save_name = f"{replica_set.run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return TrainingJob(replica_set, plan, cluster, model)
+
+
+def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState) -> None:
+    """Have a diary say that a job's run begins, and at its end what it cost and what is left."""
+
+    def end() -> None:
+        left.run_ended(job.replica_set, cluster)
+        note = left.note(cluster) or "the state of its last step is here, and save_checkpoint(path) keeps it"
+        diary.add(f"{job.run.ending()}. What is left: {note}")
+
+    workers = ", ".join(map(cluster.name, cluster.roster.ready()))
+    diary.add(f"{job.run.run_id} begins: mode {job.run.mode}, {job.plan.num_epochs} epochs, workers: {workers}")
+    job.on_end = end
 
 
 def budget_for(

@@ -29,7 +29,7 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import PlannedRun, guessed_feeds, unchanged_randomness
-from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for
+from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
@@ -139,7 +139,7 @@ class Orchestrator(SessionHost):
         cells = tuple(cell.name for cell in self._models.cells)
         found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
         note = self._replica_sets.left.note(self._cluster) if self.run is not None and self.run.done else ""
-        return dataclasses.replace(found, state_note=note)
+        return dataclasses.replace(found, state_note=note, diary=str(self.diary.path or ""))
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -203,21 +203,15 @@ class Orchestrator(SessionHost):
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
             plan = TrainingPlan.of(
-                chosen,
-                self.config,
-                feeds(loaders, composed.spec.data, chosen.batch),
-                composed.validation,
-                composed.measured,
+                chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), *composed.validating
             )
             plan.seats = seats if chosen.shares is not None else ()
             replica_set = self._replica_sets.begin(composed, plan, chosen)
             if limit is not None:
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             interrupts.check()
-            job = job_for(
-                cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job), self.name
-            )
-            job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
+            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            record(job, self.diary, cluster, self._replica_sets.left)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:
@@ -280,9 +274,7 @@ class Orchestrator(SessionHost):
         cluster = self._cluster
         workers = (0 if cluster is None else len(cluster.roster.ready())) or self.config.num_workers
         composed = self._builder().compose(options, model, loaders, workers)
-        plan = TrainingPlan.of(
-            options, self.config, guessed_feeds(loaders, options.batch), composed.validation, composed.measured
-        )
+        plan = TrainingPlan.of(options, self.config, guessed_feeds(loaders, options.batch), *composed.validating)
         limit = chosen_limit(self.config, options.budget_bytes, options.save_path)
         replica_set, trained = self._replica_sets.guess(composed, plan, options)
         caches = WorkerCaches() if cluster is None else cluster.caches

@@ -35,6 +35,7 @@ def session_view(status: Status) -> View:
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("tunnel", status.tunnel)] if status.tunnel else []
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
+    facts += [("diary", status.diary)] if status.diary else []
     run = status.run
     if run is not None:
         facts += [

@@ -161,7 +161,7 @@ class TrainingOptions:
             directly does not count.
         save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
         save_every: steps (500) or time (10min) between checkpoints, which are written to `checkpoint_dir` of the configuration
-            while training goes on, under names with run, session and step; by default the configuration's save_interval, 0:
+            while training goes on, under names with run, time and step; by default the configuration's save_interval, 0:
             none.
         save_best: figure of the validation, such as accuracy or loss, after whose best value so far a checkpoint is written to
             the same folder; of a metric of your own with its better direction, as in f1:max or error:min.

@@ -96,13 +96,10 @@ class TrainingJob(Job):
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
         self._check = FirstStepCheck(self, members, plan, run, gate, window.drain)
-        self.files = RunFiles(
-            replica_set, accounting, plan.save_folder, plan.save_name or replica_set.run_id, plan.keep, cluster.notice,
-            self.pump, lambda: self.post(Wake()),
-        )  # fmt: skip
+        self.files = RunFiles(self, replica_set, plan, accounting)
         self.snapshots = Snapshots(self, replica_set, plan, run, accounting)
         self._boundary = Boundary(
-            members, plan, run, accounting, walk, gate, window.drain, self.save_behind, self.snapshots
+            members, plan, run, accounting, walk, gate, window.drain, self.files.begin, self.snapshots
         )
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
@@ -195,10 +192,6 @@ class TrainingJob(Job):
         """
         replica_set = self.replica_set
         checkpoint.write(path, replica_set.master.state(), self.accounting.steps - 1, self.where(), replica_set.spec)
-
-    def save_behind(self, kind: str) -> None:
-        """Begin to write the state that the master holds to a checkpoint of the run's own, see `RunFiles.begin`."""
-        self.files.begin(kind)
 
     # --------------------------------------------------------------------------------------------------- the whole run
 
@@ -324,13 +317,9 @@ class TrainingJob(Job):
         in_flight = self.window.exchange.in_flight
         issued = sum(one.machine.num_steps for one in in_flight.values()) + self.accounting.steps
         self._boundary.mark_due(issued - self.accounting.first_step, in_flight[step].machine.num_steps)
-        if self.snapshots.is_due(self._is_alone(team)):
+        if self.snapshots.is_due(team):
             self._boundary.due.add("snapshot")
         return step
-
-    def _is_alone(self, team: Sequence[int]) -> bool:
-        """Whether the state exists only once: with one worker, or in parts."""
-        return len(team) == 1 or not self.replica_set.elastic
 
     def _end_epoch(self, epoch: int) -> None:
         self.window.drain()
@@ -340,12 +329,7 @@ class TrainingJob(Job):
         self._boundary.tick("epoch", self.run.validations[-1] if self.run.validations else record)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
-        if (
-            self.plan.snapshot_every_steps is None
-            and self._is_alone(self.accounting.team)
-            and epoch + 1 < self.plan.num_epochs
-            and self.snapshots.fits_epoch()
-        ):
+        if epoch + 1 < self.plan.num_epochs and self.snapshots.fits_epoch():
             self._boundary.due.add("snapshot")
 
     def _call(self, hook: str, record: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ class TrainingPlan:
         keep: how many checkpoints of a period stay; None keeps all.
         start: where the data begins; from a checkpoint.
         save_folder, save_name: where a checkpoint goes that the user gave no path for, and how its name begins, so that no
-            session overwrites another's; "" takes the run's.
+            run of any session overwrites another's; "" takes the run's.
         budget: most bytes that the run may take; None sets no limit.
         check: "warn" tells where a batch in pieces gives other numbers than whole, "strict" refuses, "off" does not look.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.

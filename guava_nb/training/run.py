@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from guava_nb.cluster.group_path import Route
+from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError
 from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
@@ -287,6 +288,17 @@ class Run:
             "duplicated_samples": self.duplicated_samples,
             "generations": self.generations,
         }
+
+    def ending(self) -> str:
+        """Say how it ended, and what it cost, in a sentence."""
+        wire, steps = self.wire, sum(record.get("steps", 1) for record in self.history)
+        loss = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        why = f" ({self._message})" if self._message else ""
+        return (
+            f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self._elapsed_s():.0f} s{loss}, "
+            f"{show_bytes(wire.out_bytes)} sent, {show_bytes(wire.in_bytes)} received, {self.lost_samples} samples lost, "
+            f"{self.duplicated_samples} doubled"
+        )
 
     def _elapsed_s(self) -> float:
         return self._wall_s if self._wall_s is not None else time.monotonic() - self._started

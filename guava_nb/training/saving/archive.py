@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import sys
 import zipfile
 from collections import OrderedDict
@@ -19,6 +18,8 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
+
+from guava_nb.training.saving.plain_pickle import NotPlain, built
 
 __all__ = ["ArchiveError", "load"]
 
@@ -44,11 +45,6 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-#: All that torch.save writes of plain data.
-_INSTRUCTIONS = """
-    PROTO MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE BINPUT LONG_BINPUT BINGET LONG_BINGET
-    EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS GLOBAL REDUCE BUILD BINPERSID
-"""
 
 
 class ArchiveError(Exception):
@@ -124,24 +120,14 @@ class _Records:
         return content
 
 
-class _Reader(pickle._Unpickler):
-    """Builds plain data from the pickle of an archive. Calls nothing but what `find_class` gives."""
-
-    dispatch = {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _INSTRUCTIONS.split()
-    }
+class _Reader:
+    """Builds the content of an archive."""
 
     def __init__(self, records: _Records) -> None:
         self._records = records
-        if records.size("data.pkl") > _MOST_PICKLE_BYTES:
-            raise ArchiveError(
-                f"its description has {records.size('data.pkl')} bytes, and at most {_MOST_PICKLE_BYTES} are read"
-            )
-        self._pickle = records.read("data.pkl")
         self._storages: dict[str, Tensor] = {}
         self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._tensor_bytes = 0
-        super().__init__(io.BytesIO(self._pickle))
 
     def content(self) -> Any:
         """Return what the file holds.
@@ -149,24 +135,26 @@ class _Reader(pickle._Unpickler):
         Raises:
             ArchiveError: there is something else.
         """
+        size = self._records.size("data.pkl")
+        if size > _MOST_PICKLE_BYTES:
+            raise ArchiveError(f"its description has {size} bytes, and at most {_MOST_PICKLE_BYTES} are read")
         try:
-            found = self.load()
-        except KeyError as error:
-            raise ArchiveError(
-                f"its description holds an instruction or a name that plain data has not ({error})", True
-            ) from error
-        _check_size(found, 4 * len(self._pickle))
+            found = built(bytes(self._records.read("data.pkl")), self._find, self._storage)
+        except NotPlain as error:
+            raise ArchiveError(str(error), is_foreign=True) from error
+        _check_size(found, 4 * size)
         return found
 
-    def find_class(self, module: str, name: str) -> Any:
+    def _find(self, text: str) -> Any:
         """Return what stands for a name: nothing of it can do more than make plain data."""
+        module, _, name = text.partition(" ")
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         found = self._names().get(f"{module}.{name}")
         if found is None:
-            raise ArchiveError(f"it holds {module}.{name}, and only tensors and plain data are read", is_foreign=True)
+            raise NotPlain(f"it holds {module}.{name}, and only tensors and plain data are read")
         return found
 
     def _names(self) -> Mapping[str, Callable[..., Any]]:
@@ -181,9 +169,9 @@ class _Reader(pickle._Unpickler):
             "_codecs.encode": lambda text, _: text.encode("latin1"),
         }
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Return the bytes of a tensor's memory, and of which type its elements are."""
-        kind, dtype, key, _, count = pid
+    def _storage(self, said: Any) -> tuple[str, torch.dtype]:
+        """Read a tensor's memory; returns its key, and of which type its elements are."""
+        kind, dtype, key, _, count = said
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
             raise ArchiveError("a tensor has no memory")
         if self._records.size(f"data/{key}") != count * dtype.itemsize:
@@ -217,14 +205,6 @@ class _Reader(pickle._Unpickler):
                 whole.as_strided(tuple(size), tuple(stride), offset) if count else torch.empty(tuple(size), dtype=dtype)
             )
         return self._tensors[place]
-
-    def _build(self) -> None:
-        """What `state_dict` notes in its OrderedDict beside the tensors is left out; nothing else has such notes."""
-        self.stack.pop()  # type: ignore[attr-defined]
-        if type(self.stack[-1]) is not OrderedDict:  # type: ignore[attr-defined]
-            raise ArchiveError("it holds an object, and only tensors and plain data are read", is_foreign=True)
-
-    dispatch[pickle.BUILD[0]] = _build  # type: ignore[assignment]
 
 
 def _check_size(content: Any, most: int) -> None:

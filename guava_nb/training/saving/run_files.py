@@ -11,12 +11,14 @@ from typing import Protocol
 
 import psutil
 
+from guava_nb.cluster.job import Job
+from guava_nb.cluster.job_events import Wake
 from guava_nb.config.units import show_bytes
 from guava_nb.data.sizes import size_of
 from guava_nb.errors import CheckpointError
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training import checkpoint
-from guava_nb.training.plan import Position
+from guava_nb.training.plan import Position, TrainingPlan
 
 __all__ = ["RunFiles"]
 
@@ -36,24 +38,18 @@ class RunFiles:
     """Writes the checkpoints of one run, one at a time; a file that cannot be written is told, and the run goes on.
 
     Args:
-        replica_set, place: of the run.
-        folder, name: where the files go, and how their names begin.
-        keep: how many of a kind stay; None keeps all.
-        notice: takes sentences for the person.
-        wait: waits until a condition holds, and does the job's work meanwhile.
-        wake: has it look again.
+        job, replica_set, plan: of the run.
+        place: gives how far it is.
 
     Attributes:
         name: how the names of the run's files begin.
     """
 
-    def __init__(
-        self, replica_set: ReplicaSet, place: Place, folder: Path, name: str, keep: int | None,
-        notice: Callable[[str], None], wait: Callable[[Callable[[], bool]], object], wake: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, replica_set: ReplicaSet, plan: TrainingPlan, place: Place) -> None:
         """Nothing was written yet."""
-        self._replica_set, self._place, self._folder, self.name = replica_set, place, folder, name
-        self._keep, self._notice, self._wait, self._wake = keep, notice, wait, wake
+        self._job, self._replica_set, self._place = job, replica_set, place
+        self._notice, self._folder, self._keep = job.cluster.notice, plan.save_folder, plan.keep
+        self.name = plan.save_name or replica_set.run_id
         self._writer: threading.Thread | None = None
         self._is_writing = self._told_slow = False
         self._written: dict[str, list[Path]] = {}
@@ -93,7 +89,7 @@ class RunFiles:
                 f"a checkpoint is due while the last one is still being written to {self._folder}: the steps wait for it. Save "
                 "less often (save_every, --save-every), or on a faster disk"
             )
-        self._wait(lambda: not self._is_writing)
+        self._job.pump(lambda: not self._is_writing)
 
     def _write(self, path: Path, kind: str, write: Callable[[], None]) -> None:
         try:
@@ -106,7 +102,7 @@ class RunFiles:
             self._let_go_of_older(path, kind)
         finally:
             self._is_writing = False
-            self._wake()
+            self._job.post(Wake())
 
     def _let_go_of_older(self, path: Path, kind: str) -> None:
         written = self._written.setdefault(kind, [])

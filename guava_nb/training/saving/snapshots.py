@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from guava_nb.cluster.job import Job
 from guava_nb.sync.beginning import Beginning
@@ -49,15 +49,21 @@ class Snapshots:
         """Whether the time decides: the user set no number of steps, and no budget of bytes."""
         return self._plan.snapshot_every_steps is None and self._plan.budget is None
 
-    def is_due(self, alone: bool) -> bool:
-        """Whether one shall be taken now; `alone`: the state exists only once."""
+    def _is_alone(self, team: Sequence[int]) -> bool:
+        """Whether the state exists only once: with one worker, or in parts."""
+        return len(team) == 1 or not self._replica_set.elastic
+
+    def is_due(self, team: Sequence[int]) -> bool:
+        """Whether one shall be taken now; `team`: the members to whom steps are issued."""
         waits = self._clock() < self._asked_at + self._period_s
-        if not alone or waits or self._coming is not None:
+        if not self._is_alone(team) or waits or self._coming is not None:
             return False
         return self.by_time or bool(self._accounting.snapshot.kept.loss)
 
     def fits_epoch(self) -> bool:
-        """Whether one more, at an epoch's end, keeps the stalls at their part of the time."""
+        """Whether one shall be taken at an epoch's end: it keeps the stalls at their part of the time."""
+        if self._plan.snapshot_every_steps is not None or not self._is_alone(self._accounting.team):
+            return False
         return self._coming is None and self._clock() - self._asked_at >= self._stalled_s / MOST_PART
 
     def begin(self) -> None:

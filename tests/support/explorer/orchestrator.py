@@ -208,8 +208,9 @@ class ExploredJob(Explored, TrainingJob):
         self.saved: Checkpoint | None = None
         self.log: Callable[[], list[Any]] = list
         super().__init__(replica_set, plan, cluster, lambda: replica_set.master.model)
+        self._boundary.save = self.save_at_once
 
-    def save_behind(self, kind: str) -> None:
+    def save_at_once(self, kind: str) -> None:
         """Keep a checkpoint."""
         replica_set = self.replica_set
         at = replica_set.step

@@ -112,8 +112,8 @@ def tensor(numel: int, size: tuple[int, ...], stride: tuple[int, ...], times: in
     return file.getvalue()
 
 
-#: Nine lists of nine lists of ...: 9 ** 40 of them, in 400 bytes.
-LAUGHS = b"\x80\x02]" + b"".join(b"q%c](" % n + b"h%c" % n * 9 + b"e" for n in range(40)) + b"."
+#: Lists of nine times the list before, forty of them: 9 ** 40 in all.
+LAUGHS = b"\x80\x02(]q\x00" + b"".join(b"](" + b"h%c" % n * 9 + b"eq%c" % (n + 1) for n in range(40)) + b"t."
 HOSTILE = {
     "larger than its record": (tensor(10**12, (10**12,), (1,)), "not as long as its tensor"),
     "a shape without memory": (tensor(3, (10**12,), (1,)), "larger than what is stored"),
@@ -124,7 +124,7 @@ HOSTILE = {
     "a billion laughs": (LAUGHS, "many times in itself"),
     "a place far out": (b"\x80\x02]r\xff\xff\xff\xff.", ""),
     "code": (pickle.dumps(print, 2), "only tensors and plain data"),
-    "new instructions": (pickle.dumps([b"x" * 300], 5), "instruction"),
+    "new instructions": (pickle.dumps([b"x" * 300], 5), "holds the instruction"),
     "an end too early": (b"\x80\x02](K", ""),
 }  # fmt: skip
 
