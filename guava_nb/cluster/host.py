@@ -72,7 +72,7 @@ class SessionHost:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.log_folder = Path(tempfile.gettempdir()) / f"guava_nb-session-{name}"
         me = weakref.ref(self)  # the log's handler holds the diary, and shall not hold this
-        self.diary = Diary(lambda: (host := me()) and host._diary_path(), name)
+        self.diary = Diary(lambda: None if (host := me()) is None else host._diary_path(), name)
         self._notices = Notices(self.diary.add)
 
     # ---------------------------------------------------------------------------------------------------- life cycle

@@ -173,10 +173,12 @@ class Boundary:
 
     def _take_snapshot(self) -> None:
         replica_set = self.membership.replica_set
-        if self.snapshots.by_time and replica_set.master_step != replica_set.step:
+        if self.snapshots.by_time and not self.snapshots.at_once and replica_set.master_step != replica_set.step:
             self.snapshots.begin()
             return
+        began = time.monotonic()
         self.accounting.keep(self.membership.fetch())
+        self.snapshots.took_one(began)
 
     def _note_best(self) -> None:
         """The best is saved at the next boundary, when all that belongs to this step or epoch is done."""

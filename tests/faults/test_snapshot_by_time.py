@@ -25,6 +25,7 @@ def told() -> list[str]:
 @pytest.fixture
 def cluster(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(snapshots, "FIRST_S", 0.0)
+    monkeypatch.setattr(snapshots, "AT_ONCE_BYTES", 0)
     made = make_cluster()
     made.notice = told.append  # type: ignore[method-assign, assignment]
     yield made

@@ -18,6 +18,8 @@ __all__ = ["Snapshots"]
 
 #: Commits that tell how long a step takes.
 _RECENT = 20
+#: Parameters up to which, and seconds of a transfer up to which, the steps wait for a snapshot: 0.2 s in ten are 2 %.
+AT_ONCE_BYTES, _AT_ONCE_S = 1 << 20, 0.2
 
 
 class Snapshots:
@@ -64,7 +66,18 @@ class Snapshots:
         """Whether one shall be taken at an epoch's end: it keeps the stalls at their part of the time."""
         if self._plan.snapshot_every_steps is not None or not self._is_alone(self._accounting.team):
             return False
-        return self._coming is None and self._clock() - self._asked_at >= self._stalled_s / MOST_PART
+        return self.at_once or self._coming is None and self._clock() - self._asked_at >= self._stalled_s / MOST_PART
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one is so small that the steps wait for it."""
+        return self._replica_set.master.weights_bytes <= AT_ONCE_BYTES and self._transfer_s <= _AT_ONCE_S
+
+    def took_one(self, since: float) -> None:
+        """One was taken, for which the steps waited since then."""
+        self._coming, self._asked_at = None, self._clock()
+        self._transfer_s = self._asked_at - since
+        self._set_period()
 
     def begin(self) -> None:
         """Ask for the state of the last committed step, with none in flight."""
