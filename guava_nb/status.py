@@ -143,6 +143,8 @@ class RunStatus:
     rounds: int = 0  # of local sync; 0 by step sync
     steps_before: int = 0  # steps of the checkpoint it goes on from; epochs count from the very beginning, steps do not
     budget_bytes: int = 0  # most bytes it may send and receive; 0: no limit
+    at_risk_steps: int | None = None  # that would be lost with the workers now; None where others have them, too
+    at_risk_s: float | None = None  # of work, likewise
     waits_s: float | None = None  # for how much longer it waits for workers to join
 
 
@@ -155,6 +157,7 @@ class Status:
         tunnel: the tunnel that leads there and how it stands; "" without one.
         tunnel_note: what has to be done so that workers get through it; "" for nothing.
         state_note: which workers have the only copy of what was trained; "" where it is here.
+        diary: the file with all that happened in the session; "" while there is none.
         notes: what happened; note_numbers: one number for each, growing, as some are forgotten when they are over.
     """
 
@@ -170,3 +173,4 @@ class Status:
     tunnel_note: str = ""
     state_note: str = ""
     note_numbers: tuple[int, ...] = ()
+    diary: str = ""

@@ -21,6 +21,7 @@ from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import Member, Roster, version_notes
 from guava_nb.cluster.worker_output import OutputLog
+from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
 from guava_nb.hub.relay import Relay
 from guava_nb.link.session_events import (
@@ -73,6 +74,7 @@ class Cluster:
         output: where the workers' lines are kept.
         on_notice: called with one sentence for a person when a worker joins, breaks or is lost; may be called from any
             thread and must be quick.
+        record: takes what is for the session's diary alone.
         on_run_notice: likewise with what a run has to say, which is over when the next one begins; None: as all else.
 
     Attributes:
@@ -89,6 +91,7 @@ class Cluster:
         output: OutputLog,
         on_notice: Callable[[str], None] = log.info,
         on_run_notice: Callable[[str], None] | None = None,
+        record: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """Start the dispatcher thread; sessions are fed in through `on_event`."""
         self.roster = Roster()
@@ -98,7 +101,7 @@ class Cluster:
         self.energy = EnergyBook()
         self.output = output
         self.notice = on_run_notice or on_notice
-        self.tell = on_notice
+        self.tell, self._record = on_notice, record
         self._programs = Programs(on_notice)
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
@@ -254,7 +257,12 @@ class Cluster:
         if not move(rank, detail):
             return
         session = self._sessions.pop(rank, None)
-        self._announce(Lost(rank), f"{self.roster.members[rank].name} {sentence}")
+        member, (out_bytes, in_bytes) = self.roster.members[rank], self.total_bytes(rank)
+        self._announce(Lost(rank), f"{member.name} {sentence}")
+        self._record(
+            f"{member.name} had done {member.samples} samples of the newest run, and took {show_bytes(out_bytes)} there and "
+            f"{show_bytes(in_bytes)} back since it joined; workers left: {', '.join(map(self.name, self.roster.ready())) or 0}"
+        )
         if session is not None:
             self._close_aside(session, detail)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.dialled_workers import DialledWorkers
+from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.cluster.worker_output import OutputLog
@@ -47,6 +48,7 @@ class SessionHost:
     Attributes:
         config: of the session.
         log_folder: where everything goes that workers print; made with the first line.
+        diary: what happened, in a file beside the session's own; it stays when the session is over.
         goes_on: the join code is that of a process that ended without closing its session.
 
     Raises:
@@ -59,7 +61,6 @@ class SessionHost:
         self.config.validate()
         self._local: list[WorkerHandle] = []
         self._dialled = DialledWorkers()
-        self._notices = Notices()
         self._listener: Listener | None = None
         self._file: SessionFile | None = None
         self._at_exit: Callable[[], None] = lambda: None
@@ -68,8 +69,11 @@ class SessionHost:
         self._keeper: TunnelKeeper | None = None
         self._way = ""  # the text that the tunnel was made of
         self._on_code: Callable[[JoinCode], None] = lambda code: None
-        name = f"guava_nb-session-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        self.log_folder = Path(tempfile.gettempdir()) / name
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.log_folder = Path(tempfile.gettempdir()) / f"guava_nb-session-{name}"
+        me = weakref.ref(self)  # the log's handler holds the diary, and shall not hold this
+        self.diary = Diary(lambda: None if (host := me()) is None else host._diary_path(), name)
+        self._notices = Notices(self.diary.add)
 
     # ---------------------------------------------------------------------------------------------------- life cycle
 
@@ -121,7 +125,9 @@ class SessionHost:
 
     def _new_cluster(self) -> Cluster:
         notices = self._notices
-        return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
+        return Cluster(
+            OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add
+        )
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:
@@ -157,6 +163,12 @@ class SessionHost:
     def run_path(self) -> Path | None:
         """Where the last run of this session may be noted; None where nothing of it outlives this process."""
         return None if self._file is None else self._file.run_path
+
+    def _diary_path(self) -> Path | None:
+        """Beside the session's file, or with what workers print; None before the session is open."""
+        if self._cluster is None:
+            return None
+        return self.log_folder / "diary.txt" if self._file is None else self._file.path.with_suffix(".diary.txt")
 
     def _saved(self) -> SavedSession | None:
         """What a process before this one left of the session, None for nothing; holds the session's file from here on."""

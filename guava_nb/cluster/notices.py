@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 __all__ = ["Notices"]
 
@@ -16,11 +17,16 @@ KEPT = 100
 
 
 class Notices(logging.Handler):
-    """Keeps the last sentences. As a log handler it also takes the package's warnings, once `listen` was called."""
+    """Keeps the last sentences. As a log handler it also takes the package's warnings, once `listen` was called.
 
-    def __init__(self) -> None:
+    Args:
+        record: takes each of them for good.
+    """
+
+    def __init__(self, record: Callable[[str], None] = lambda sentence: None) -> None:
         """Start empty and not listening."""
         super().__init__(logging.WARNING)
+        self._record = record
         self._sentences: deque[tuple[int, str, str]] = deque(maxlen=KEPT)
         self._count = 0
         self._access = threading.Lock()
@@ -46,6 +52,7 @@ class Notices(logging.Handler):
         with self._access:
             self._count += 1
             self._sentences.append((self._count, topic, sentence))
+        self._record(sentence)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning of ours."""

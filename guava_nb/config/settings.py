@@ -92,8 +92,8 @@ class DistributedConfig:
 
     Checkpoints and checks:
         checkpoint_dir ("./checkpoints"): folder. save_interval (0): steps between checkpoints; 0 saves none.
-        snapshot_every_steps (None): steps between snapshots to go back to; None takes one at the end of
-        each epoch where the state is on one worker only, or in parts.
+        snapshot_every_steps (None): steps between snapshots to go back to; None takes them by time, as their cost allows, where
+        the state is on one worker only, or in parts.
         hash_every_steps (100): steps between comparisons of the workers' parameters; 0 compares at the start only.
         log_step_every (100): steps between lines of a run in Python's log (logger "guava_nb.training", level INFO).
 

@@ -6,7 +6,7 @@ import re
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["parse_bytes", "show_bytes", "show_time"]
+__all__ = ["parse_bytes", "parse_seconds", "show_bytes", "show_time"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _FACTORS: dict[str, int] = {
@@ -36,6 +36,19 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ConfigError(f"{text!r} is less than one byte; write it like 900MB")
     return size
+
+
+def parse_seconds(text: str) -> float:
+    """Return how many seconds a text such as "90s", "10 min" or "1.5h" names.
+
+    Raises:
+        ConfigError: it is no time above 0.
+    """
+    found = _TEXT.fullmatch(text.strip())
+    factor = None if found is None else {"s": 1, "min": 60, "h": 3600}.get(found[2].lower())
+    if found is None or factor is None or not float(found[1]):
+        raise ConfigError(f"{text!r} is no time; write it like 90s, 10min or 1.5h")
+    return float(found[1]) * factor
 
 
 def show_bytes(count_bytes: int) -> str:

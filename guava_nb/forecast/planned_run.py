@@ -48,6 +48,11 @@ class Composed:
     validation: Callable[[], Validation]
     code: CodeHere | None = None
 
+    @property
+    def validating(self) -> tuple[Callable[[], Validation], tuple[tuple[str, ...], bool]]:
+        """What makes a validation; names of the metrics that it measures, and whether it has an accuracy."""
+        return self.validation, (tuple(one.name for one in self.spec.metrics), self.spec.step is None)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:

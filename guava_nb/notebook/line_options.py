@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from guava_nb.config.units import parse_bytes
+from guava_nb.config.units import parse_bytes, parse_seconds
 from guava_nb.errors import ConfigError
 from guava_nb.notebook.line_words import expand, near, split_line, take_code
 from guava_nb.render import redact
@@ -257,6 +257,17 @@ def byte_size(text: str) -> int:
         return parse_bytes(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def period(text: str) -> int | str:
+    """A type for steps, such as 500, or times with their unit, such as 10min."""
+    if text.isdecimal():
+        return int(text)
+    try:
+        parse_seconds(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or steps, like 500") from None
+    return text
 
 
 def json_object(example: str) -> Callable[[str], dict[str, Any]]:

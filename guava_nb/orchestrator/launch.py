@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.line_rate import measure_lines
 from guava_nb.cluster.path_probe import cuda_reach
 from guava_nb.config import DistributedConfig
@@ -23,6 +26,7 @@ from guava_nb.forecast.planned_run import (
     unchanged_randomness,
 )
 from guava_nb.forecast.sync_choice import SyncChoice
+from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.protocol.messages import Factory
@@ -33,7 +37,7 @@ from guava_nb.training.byte_budget import Budget, Limit, chosen_limit
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import TrainingPlan
 
-__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_run"]
+__all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_run", "record"]
 
 
 def job_for(
@@ -44,8 +48,21 @@ def job_for(
     Args:
         model: gives the trained model, for the handle.
     """
-    plan.save_path = plan.save_folder / f"{replica_set.run_id}.pt"
+    plan.save_name = f"{replica_set.run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     return TrainingJob(replica_set, plan, cluster, model)
+
+
+def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState) -> None:
+    """Have a diary say that a job's run begins, and at its end what it cost and what is left."""
+
+    def end() -> None:
+        left.run_ended(job.replica_set, cluster)
+        note = left.note(cluster) or "the state of its last step is here, and save_checkpoint(path) keeps it"
+        diary.add(f"{job.run.ending()}. What is left: {note}")
+
+    workers = ", ".join(map(cluster.name, cluster.roster.ready()))
+    diary.add(f"{job.run.run_id} begins: mode {job.run.mode}, {job.plan.num_epochs} epochs, workers: {workers}")
+    job.on_end = end
 
 
 def budget_for(
@@ -112,7 +129,7 @@ def planned_run(
     workers = (0 if cluster is None else len(cluster.roster.ready())) or config.num_workers
     reach = cuda_reach(cluster) if cluster is not None and is_real else lambda: False
     composed = builder.compose(options, model, loaders, workers, reach)
-    plan = TrainingPlan.of(options, config, guessed_feeds(loaders, options.batch), composed.validation)
+    plan = TrainingPlan.of(options, config, guessed_feeds(loaders, options.batch), *composed.validating)
     limit = chosen_limit(config, options.budget_bytes, options.save_path)
     replica_set, trained = replica_sets.guess(composed, plan, options)
     caches = WorkerCaches() if cluster is None else cluster.caches

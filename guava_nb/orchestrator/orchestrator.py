@@ -29,7 +29,7 @@ from guava_nb.evaluation.predictions import Predictions, wanted_of
 from guava_nb.evaluation.validation import Validation
 from guava_nb.forecast.forecast import Forecast
 from guava_nb.forecast.planned_run import PlannedRun, unchanged_randomness
-from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run
+from guava_nb.orchestrator.launch import budget_for, forecast_on, job_for, planned_run, record
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.replica_sets import ReplicaSets
 from guava_nb.orchestrator.run_builder import RunBuilder
@@ -140,7 +140,7 @@ class Orchestrator(SessionHost):
         cells = tuple(cell.name for cell in self._models.cells)
         found = survey(self._cluster, self._where(), self.config, self.run, cells, self._notices.numbered(10))
         note = self._replica_sets.left.note(self._cluster) if self.run is not None and self.run.done else ""
-        return dataclasses.replace(found, state_note=note)
+        return dataclasses.replace(found, state_note=note, diary=str(self.diary.path or ""))
 
     # ---------------------------------------------------------------------------------------------------------- model
 
@@ -206,7 +206,7 @@ class Orchestrator(SessionHost):
                 data = ask_data(cluster, self._models.cells, composed.own, interrupts.check)
                 composed.spec = replace(composed.spec, data=data)
             plan = TrainingPlan.of(
-                chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), composed.validation
+                chosen, self.config, feeds(loaders, composed.spec.data, chosen.batch), *composed.validating
             )
             plan.seats = seats if chosen.shares is not None else ()
             replica_set = self._replica_sets.begin(composed, plan, chosen)
@@ -215,7 +215,7 @@ class Orchestrator(SessionHost):
             self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
             job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
-            job.on_end = lambda: self._replica_sets.left.run_ended(replica_set, cluster)
+            record(job, self.diary, cluster, self._replica_sets.left)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)
             if chosen.detach:

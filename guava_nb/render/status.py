@@ -35,6 +35,7 @@ def session_view(status: Status) -> View:
     facts = [("mode", status.mode), ("workers", f"{ready_workers(status)} ready of {status.expected_workers} expected")]
     facts += [("tunnel", status.tunnel)] if status.tunnel else []
     facts += [("shared cells", ", ".join(status.cells))] if status.cells else []
+    facts += [("diary", status.diary)] if status.diary else []
     run = status.run
     if run is not None:
         facts += [
@@ -44,6 +45,7 @@ def session_view(status: Status) -> View:
             *_path(run),
             *_batch(run),
             *_loaded(run),
+            *_at_risk(run),
             *_energy(run),
         ]
     doing = tuple(filter(None, (status.tunnel_note, status.state_note)))
@@ -57,7 +59,15 @@ def session_view(status: Status) -> View:
 def run_view(run: RunStatus, workers: Sequence[WorkerStatus] = (), notices: Sequence[str] = ()) -> View:
     """A run while it goes: a bar, the numbers beside it, the workers and what happened to them below it."""
     progress = Progress(run.step, run.total_steps)
-    facts = (("wire", _wire(run)), *_budget(run), *_path(run), *_batch(run), *_loaded(run), *_energy(run))
+    facts = (
+        ("wire", _wire(run)),
+        *_budget(run),
+        *_path(run),
+        *_batch(run),
+        *_loaded(run),
+        *_at_risk(run),
+        *_energy(run),
+    )
     there = _taking_part(workers)
     title, headline, notes = _state(run, workers), _headline(run, workers), _notes(run, notices)
     tables = (Table((), facts), glance(there))
@@ -189,6 +199,19 @@ def _loaded(run: RunStatus) -> list[tuple[str, str]]:
     if not run.loaded_batches:
         return []
     return [("loaded", f"{run.loaded_batches} batches, {show_bytes(run.loaded_bytes)}, ready to be sent")]
+
+
+def _at_risk(run: RunStatus) -> list[tuple[str, str]]:
+    """What would be done again if the workers that alone hold the state vanished now."""
+    if not run.at_risk_steps or run.at_risk_s is None or run.state not in _AT_WORK:
+        return []
+    steps = f"{run.at_risk_steps} step{'s' if run.at_risk_steps > 1 else ''}"
+    return [
+        (
+            "at risk",
+            f"{steps}, {show_seconds(round(run.at_risk_s))} of work, if the state were lost with its workers now",
+        )
+    ]
 
 
 def _energy(run: RunStatus) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ that travels to the workers derive from the fields here. Knows no torch: a noteb
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.units import parse_seconds
 from guava_nb.errors import ConfigError
 from guava_nb.spec.factories import near
 
@@ -42,7 +44,7 @@ Reference = str | Callable[..., Any] | type
 #: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
 Kind = Literal[
     "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
-    "words", "function", "objects", "policies", "text",
+    "words", "function", "objects", "policies", "text", "period",
 ]  # fmt: skip
 
 #: Value of `resume` for the last run of a session whose process ended.
@@ -171,6 +173,12 @@ class TrainingOptions:
             steps, with a checkpoint to go on from. By default the configuration's; 0 sets no limit. What workers exchange
             directly does not count.
         save_path: where that checkpoint goes; by default a name is made in `checkpoint_dir` of the configuration.
+        save_every: steps (500) or time (10min) between checkpoints, which are written to `checkpoint_dir` of the configuration
+            while training goes on, under names with run, time and step; by default the configuration's save_interval, 0:
+            none.
+        save_best: figure of the validation, such as accuracy or loss, after whose best value so far a checkpoint is written to
+            the same folder; of a metric of your own with its better direction, as in f1:max or error:min.
+        keep: how many of the checkpoints of save_every stay, the newest ones; by default all.
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
         resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with
@@ -231,6 +239,9 @@ class TrainingOptions:
     threads: int | None = option(None, "whole", unsayable="set for all runs by GUAVA_THREADS_PER_WORKER")
     budget_bytes: int | str | None = option(None, "size", flag="budget", setting="budget_bytes")
     save_path: str | Path | None = option(None, "file", flag="save", needs="budget")
+    save_every: int | str | None = option(None, "period", flag="save-every", setting="save_interval")
+    save_best: str | None = option(None, "text", flag="save-best", needs="val")
+    keep: int | None = option(None, "count", flag="keep")
     check: str = option("warn", "choice", flag="check", choices=("warn", "strict", "off"))
     resume: str | Path | None = option(None, "file", flag="resume")
     fresh: bool = option(False, "switch", flag="fresh")
@@ -321,6 +332,10 @@ class TrainingOptions:
         missing = [one for one in option_infos(type(self)) if one.setting and getattr(settled, one.name) is None]
         settled = replace(settled, **{one.name: getattr(config, one.setting) for one in missing})
         settled = settled._with_rounds()
+        if settled.keep and not settled.save_every:
+            raise ConfigError(
+                "keep has no effect without save_every: give save_every (--save-every) too, or leave keep out"
+            )
         return replace(settled, max_grad_norm=settled.max_grad_norm or None)
 
     def synced(self, sync: str, sync_every: int, unlike: bool = False) -> Self:
@@ -365,6 +380,7 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
     "function": (callable, "give a function of a batch and row ranges"),
     "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
     "text": (lambda value: isinstance(value, str), "give a name"),
+    "period": (lambda value: _is_period(value), "give steps, such as 500, or a time, such as '10min'"),
 }  # fmt: skip
 
 
@@ -378,6 +394,14 @@ def _broken_rule(one: OptionInfo, value: Any) -> str:
 def _are_policies(buffers: Any) -> bool:
     words = [part.rpartition("=")[2].strip() for part in str(buffers).split(",")]
     return all(word in ("auto", "average", "first", "sum") for word in words)
+
+
+def _is_period(value: Any) -> bool:
+    if isinstance(value, str):
+        with contextlib.suppress(ConfigError):
+            return bool(parse_seconds(value))
+        return False
+    return type(value) is int and value >= 0
 
 
 def _are_weights(shares: Any) -> bool:

@@ -93,6 +93,10 @@ class Beginning:
             self._instead.settle()
             self._name, self._saved, self._instead = self._instead.name, self._instead.state(), None
 
+    def fill(self, state: dict[str, Any]) -> None:
+        """Its state has come."""
+        self._saved = state
+
     def drop(self) -> None:
         """Nobody goes back here any more."""
         self._master = self._instead = None

@@ -40,6 +40,7 @@ class StateAtWorkers(StepsHeld, ABC):
         elastic: every replica is whole, so any number of workers can go on.
         kept: what the user's code changed in this run outside of the state, as `State` tells it.
         beginning: the state with which the run begins.
+        ahead: a copy of a step's state, on its way here while the job trains on; None where none was asked for.
         copy: of the state after the last step, on its way here outside of a job; None where none was asked for.
         count_ahead: called before the run's step rises to one that a worker reached alone; counts the steps up to it.
         unit: what a step of these replicas is: "step", or "round" of local steps.
@@ -60,6 +61,7 @@ class StateAtWorkers(StepsHeld, ABC):
         self._name_of_beginning = f"the state that {run_id} began with"
         self.beginning = Beginning(self._name_of_beginning, master)
         self.copy: StateCopy | None = None
+        self.ahead: StateCopy | None = None
         self.count_ahead: Callable[[int], None] = lambda step: None
         self.schedule: dict[str, Any] | None = None
         self.ticks: list[float | None] = []
@@ -79,6 +81,8 @@ class StateAtWorkers(StepsHeld, ABC):
         """Note that the members were told to give up: they keep the state, and their group is over."""
 
     def _on_state(self, rank: int, message: State, payload: memoryview) -> None:
+        if self.ahead is not None and self.ahead.take(rank, message, payload):
+            return
         asked = message.run_id == self.run_id and self._awaited.get(message.request_id) == rank
         if asked and self._may_hold(rank, message.step):
             state = state_in(message, payload, self._resolve)
@@ -228,6 +232,21 @@ class StateAtWorkers(StepsHeld, ABC):
                 self.run_id, self.step, {self.next_request(): r for r in asked}, self._resolve, len(self.ticks)
             )
             self.copy.ask(cluster)
+
+    def ask_for_copy(self, job: Job) -> StateCopy | None:
+        """Have the state of the last committed step come while the job goes on; None: no worker that is here has it.
+
+        No step may be in flight. A worker that has gone on when it is asked answers with another step's, and the copy fails.
+        """
+        job.pump(partial(self._is_known_who_has_it, job))
+        holders = self.in_step(job)
+        asked = self._holders_with(holders[0]) if holders else []
+        if not asked or not set(asked) <= job.ready:
+            return None
+        self.ahead = StateCopy(self.run_id, self.step, {self.next_request(): rank for rank in asked}, self._resolve)
+        for request, rank in self.ahead.requests.items():
+            job.cluster.send(rank, FetchState(request, self.run_id, ticks=len(self.ticks)))
+        return self.ahead
 
     def fall_back(self) -> str:
         """The workers that held the state are lost: be what is left; returns which state that is."""

@@ -48,6 +48,7 @@ class StateCopy:
     Attributes:
         step: as above.
         ranks: workers that hold it, or the parts of it.
+        requests: as above.
     """
 
     def __init__(
@@ -56,27 +57,27 @@ class StateCopy:
         """Ask for nothing yet."""
         self.step = step
         self.ranks: Sequence[int] = list(requests.values())
-        self._run_id, self._requests, self._resolve, self._ticks = run_id, dict(requests), resolve, ticks
+        self._run_id, self.requests, self._resolve, self._ticks = run_id, dict(requests), resolve, ticks
         self._came: dict[int, tuple[State, memoryview]] = {}
         self._over, self._failed = threading.Event(), False
 
     def ask(self, cluster: Cluster) -> None:
         """Ask the workers; the answers are taken whatever job is at work then."""
         cluster.takes = self.take
-        for request, rank in self._requests.items():
+        for request, rank in self.requests.items():
             cluster.send(rank, FetchState(request, self._run_id, ticks=self._ticks))
 
     def take(self, rank: int, message: Message, payload: memoryview) -> bool:
         """Take an answer; returns whether it was one to this question. Called from reader threads."""
         if not isinstance(message, State | Failure) or message.run_id != self._run_id:
             return False
-        if self._requests.get(message.request_id) != rank or message.request_id in self._came:
+        if self.requests.get(message.request_id) != rank or message.request_id in self._came:
             return False
         if isinstance(message, Failure) or message.step != self.step:
             self._failed = True
         else:
             self._came[message.request_id] = message, payload
-        if self._failed or len(self._came) == len(self._requests):
+        if self._failed or len(self._came) == len(self.requests):
             self._over.set()
         return True
 
@@ -87,7 +88,7 @@ class StateCopy:
 
     def is_over(self, lost: Callable[[int], bool]) -> bool:
         """Whether it is here, or cannot come any more: `lost` says of a worker that it is gone."""
-        missing = [rank for request, rank in self._requests.items() if request not in self._came]
+        missing = [rank for request, rank in self.requests.items() if request not in self._came]
         return self._over.is_set() or any(map(lost, missing))
 
     def wait(self, cluster: Cluster, timeout_s: float) -> bool:
@@ -108,5 +109,5 @@ class StateCopy:
 
     def parts(self) -> list[dict[str, Any]]:
         """Return what came, in the order of `ranks`: views of the bytes that came, not to be changed."""
-        came = [self._came[request] for request in self._requests]
+        came = [self._came[request] for request in self.requests]
         return [state_in(message, payload, self._resolve) for message, payload in came]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from guava_nb.errors import GuavaError
@@ -15,6 +16,7 @@ from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import TrainingPlan
 from guava_nb.training.run import Run
+from guava_nb.training.saving.snapshots import Snapshots
 from guava_nb.training.schedule_check import followed
 from guava_nb.training.step_accounting import StepAccounting
 
@@ -70,9 +72,10 @@ class Boundary:
     Attributes:
         walk: passes over the data of a validation.
         drain: waits until no step is in flight.
-        save: writes a checkpoint of the master.
-        due: what shall be done at the next boundary: "validate", "snapshot", "save".
+        save: begins to write a checkpoint of the master, of a kind: "" by period, "best".
+        due: what shall be done at the next boundary: "validate", "snapshot", "save", "best".
         calls: that other threads want done there.
+        snapshots: asks for those that come while steps go on.
     """
 
     membership: Membership
@@ -82,9 +85,15 @@ class Boundary:
     walk: Pass
     budget_gate: BudgetGate
     drain: Callable[[], None]
-    save: Callable[[Path], None]
+    save: Callable[[str], None]
+    snapshots: Snapshots
     due: set[str] = field(default_factory=set)
     calls: BoundaryCalls = field(default_factory=BoundaryCalls)
+
+    def __post_init__(self) -> None:
+        """Nothing was saved yet, and no validation done."""
+        self._saved_at, self._validated_at = time.monotonic(), -1
+        self._told_no_figure = False
 
     def mark_due(self, issued: int, num_steps: int = 1) -> None:
         """Note what shall follow when so many optimizer steps of the run are issued, `num_steps` of them just now."""
@@ -98,6 +107,9 @@ class Boundary:
 
     def reach(self) -> None:
         """Do what is due; each of these needs a moment without a step in flight."""
+        if self.plan.save_every_s and time.monotonic() >= self._saved_at + self.plan.save_every_s:
+            self.due.add("save")
+        self.snapshots.look()
         newcomers = self.membership.newcomers()
         if not (self.due or newcomers or self.calls):
             return
@@ -106,7 +118,8 @@ class Boundary:
             with self.budget_gate.aside():
                 self.membership.bring_in(newcomers)
         self._validate_if("validate" in self.due)
-        for name, action in (("snapshot", self._take_snapshot), ("save", self._save_state)):
+        saves = ("save", partial(self._save_state, "")), ("best", partial(self._save_state, "best"))
+        for name, action in (("snapshot", self._take_snapshot), *saves):
             if name in self.due:
                 if self.budget_gate.affords_state(name):
                     with self.budget_gate.aside():
@@ -135,6 +148,7 @@ class Boundary:
         self.run.add_validation(record)
         self.run.move("training")
         self.tick("validation", record)
+        self._note_best()
         self.accounting.call("on_validation", record)
 
     def tick(self, interval: str, record: Mapping[str, Any]) -> None:
@@ -153,9 +167,35 @@ class Boundary:
         replica_set.tick(self.membership.cluster, self.membership.current(), metric)
 
     def _take_snapshot(self) -> None:
+        replica_set = self.membership.replica_set
+        if self.snapshots.by_time and not self.snapshots.at_once and replica_set.master_step != replica_set.step:
+            self.snapshots.begin()
+            return
+        began = time.monotonic()
         self.accounting.keep(self.membership.fetch())
+        self.snapshots.took_one(began)
 
-    def _save_state(self) -> None:
-        assert self.plan.save_path is not None
+    def _note_best(self) -> None:
+        """The best is saved at the next boundary, when all that belongs to this step or epoch is done."""
+        best, self._validated_at = self.plan.save_best, self.accounting.steps
+        is_best = None if best is None else best.is_newest(self.run.validations)
+        if is_best:
+            self.due.add("best")
+        elif best is not None and is_best is None and not self._told_no_figure:
+            self._told_no_figure = True
+            self.membership.cluster.notice(
+                f"save_best follows {best.metric}, and this validation gave no number for it: nothing is saved for it"
+            )
+
+    def save_best_at_the_end(self) -> None:
+        """Save the best where the run was stopped before the next boundary, and its state is here."""
+        replica_set = self.membership.replica_set
+        here = replica_set.master_step == replica_set.step
+        if "best" in self.due and here and self.accounting.steps == self._validated_at:
+            self.due.discard("best")
+            self.save("best")
+
+    def _save_state(self, kind: str) -> None:
         self.membership.fetch()
-        self.save(self.plan.save_path)
+        self._saved_at = time.monotonic() if not kind else self._saved_at
+        self.save(kind)

@@ -136,7 +136,7 @@ class BudgetGate:
         if self._budget is None or self._has_room(self._budget.costs.state):
             return True
         self._tell(
-            f"no further {'checkpoint' if name == 'save' else 'snapshot'}: what is left of the budget is for the last one"
+            f"no further {'snapshot' if name == 'snapshot' else 'checkpoint'}: what is left of the budget is for the last one"
         )
         return False
 

@@ -7,22 +7,26 @@ workers), step, position (epoch, batches, samples, feed), spec (what was trained
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from guava_nb.data.sizes import size_of
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import Factory, RunSpec
 from guava_nb.replica.model.wrappers import plain_names
 from guava_nb.training.plan import Position
+from guava_nb.training.saving import archive
+from guava_nb.training.saving.durable_file import NotWritten, write_durably
 
 __all__ = ["Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
 
 FORMAT = "guava_nb checkpoint 1"
+#: More steps, batches or samples than this no run has.
+_MOST_COUNTED = 1 << 48
 
 
 class Loaded(NamedTuple):
@@ -33,7 +37,7 @@ class Loaded(NamedTuple):
 
 
 def write(path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec) -> None:
-    """Write a checkpoint; a crash while writing leaves the old file as it was.
+    """Write a checkpoint; a crash while writing, or a loss of power, leaves the old file as it was.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -45,36 +49,41 @@ def write(path: Path, state: Mapping[str, Any], step: int, position: Position, s
         "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
     }
-    partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, partial)
-        os.replace(partial, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        with _checksums():
+            write_durably(path, lambda sink: torch.save(content, sink), size_of(content))  # type: ignore[arg-type]
+    except (NotWritten, OSError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot write {path}: {error}. Choose another place with save_checkpoint(path)"
         ) from error
 
 
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch write checksums, also where the user switched them off: `read` looks at them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint, never running code from it.
+    """Read a checkpoint, never running code from it, in memory that the file's size bounds.
 
     Raises:
         CheckpointError: no such file, not a checkpoint of guava_nb, or damaged.
     """
-    if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}; {_nearby(path)}")
+    if not path.is_file():
+        what = f"{path} is no file" if path.exists() else f"there is no checkpoint {path}"
+        raise CheckpointError(f"{what}; {_nearby(path)}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise any error
-        if type(error).__name__ == "UnpicklingError":  # torch's text for it advises to switch the protection off
-            raise CheckpointError(
-                f"{path} is not a checkpoint of guava_nb: it is no PyTorch file, or holds more than tensors and plain data"
-            ) from error
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({first}). Was it written to its end?") from error
+        content = archive.load(path)
+    except (archive.ArchiveError, OSError) as error:
+        if getattr(error, "is_foreign", False):
+            raise CheckpointError(f"{path} is not a checkpoint of guava_nb: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({error}). Was it written to its end?") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint of guava_nb. To start from plain weights, load them into the model and use "
@@ -90,14 +99,16 @@ def _damaged(content: Mapping[str, Any]) -> str:
     model, place, spec, step = (content.get(key) for key in ("model", "position", "spec", "step"))
     if not isinstance(model, dict) or not all(isinstance(k, str) for k in model):
         return "model"
+    if not isinstance(content.get("optimizer"), dict | None):
+        return "optimizer"
     if not isinstance(spec, dict):
         return "spec"
-    if type(step) is not int or step < -1:
+    if type(step) is not int or not -1 <= step < _MOST_COUNTED:
         return "step"
     if not isinstance(place, dict) or place.keys() != set(Position.__slots__):
         return "position"
     counts = [place[key] for key in ("epoch", "batches", "samples")]
-    fine = all(type(count) is int and count >= 0 for count in counts) and (
+    fine = all(type(count) is int and 0 <= count < _MOST_COUNTED for count in counts) and (
         place["feed"] is None or isinstance(place["feed"], dict)
     )
     return "" if fine else "position"
@@ -150,12 +161,27 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], where: str
         for name in current
         if name in saved and _shape(saved[name]) != _shape(current[name])
     ]
+    kinds = [
+        f"{name}: {_kind(saved[name])} {where}, {_kind(current[name])} in the model"
+        for name in current
+        if name in saved and _kind(saved[name]) != _kind(current[name])
+    ]
     problems = [
         *([f"not {where}: {', '.join(missing[:3])}{_more(missing)}"] if missing else []),
         *([f"not in the model: {', '.join(extra[:3])}{_more(extra)}"] if extra else []),
         *([f"other shapes: {'; '.join(shapes[:3])}{_more(shapes)}"] if shapes else []),
+        *([f"other kinds of numbers: {'; '.join(kinds[:3])}{_more(kinds)}"] if kinds else []),
     ]
     return ". ".join(problems)
+
+
+def _kind(value: Any) -> str:
+    """What kind of numbers a tensor has: of floats, and of whole numbers, each width can be made of each."""
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    if value.is_complex() or value.is_floating_point() or value.dtype == torch.bool:
+        return "complex" if value.is_complex() else ("float" if value.is_floating_point() else "bool")
+    return "whole numbers"
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
 from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.saving.optimizer_state import unfit
 
 __all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
 
@@ -203,18 +204,28 @@ def from_checkpoint(
     """
     checkpoint.check_model(path, content, replica_set.master.model.state_dict(), replica_set.spec.model)
     spec, replica_set.from_seed = replica_set.spec, False
-    notes = _compare(path, "optimizer", content["spec"]["optimizer"], spec.optimizer)
-    notes += _compare(path, "scheduler", content["spec"]["scheduler"], spec.scheduler)
+    notes = _compare(path, "optimizer", content["spec"].get("optimizer"), spec.optimizer)
+    notes += _compare(path, "scheduler", content["spec"].get("scheduler"), spec.scheduler)
     try:
         replica_set.master.load_state({key: content[key] for key in _STATES if key in content})
-    except (ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # a damaged state may raise any error
         raise CheckpointError(
-            f"{path} was made with another optimizer or scheduler ({error}). Use the ones it was made with"
+            f"{path} was made with another optimizer or scheduler, or is damaged ({error}). Use the ones it was made with"
         ) from error
+    saved = content.get("optimizer")
+    if saved is not None and (lacking := unfit(replica_set.master.optimizer, saved)):
+        raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
     replica_set.step = replica_set.master_step = int(content["step"])
     plan.start = Position(**content["position"])
     if rewind:
-        plan.start.rewind(plan.feed)
+        try:
+            plan.start.rewind(plan.feed)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{path} is a damaged checkpoint: its place in the data cannot be read ({error})"
+            ) from error
     done = int(content["step"]) + 1
     if not plan.has_step_after(done):
         raise ConfigError(

@@ -39,6 +39,8 @@ from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
 from guava_nb.training.run import Run, RunSources
+from guava_nb.training.saving.run_files import RunFiles
+from guava_nb.training.saving.snapshots import Snapshots
 from guava_nb.training.status_survey import note_waits, note_workers, total_bytes, wire_meter
 from guava_nb.training.step_accounting import StepAccounting
 from guava_nb.training.step_window import StepWindow
@@ -49,8 +51,6 @@ log = logging.getLogger(__name__)
 
 #: Bytes of parameters up to which the state comes here at the end of a run; a larger one comes in the background.
 MOST_FETCHED_BYTES = 1 << 20
-#: Seconds after which a run takes a snapshot whose beginning lies with one worker only.
-EXPOSED_S = 10.0
 #: Steps in which a worker's error tells how batches are read.
 _FIRST_STEPS = 3
 
@@ -96,11 +96,14 @@ class TrainingJob(Job):
         self.budget_gate = gate = BudgetGate(members, window.drain, plan.budget)
         walk.before_batch = gate.before_batch
         self._check = FirstStepCheck(self, members, plan, run, gate, window.drain)
-        self._boundary = Boundary(members, plan, run, accounting, walk, gate, window.drain, self.save)
+        self.files = RunFiles(self, replica_set, plan, accounting)
+        self.snapshots = Snapshots(self, replica_set, plan, run, accounting)
+        self._boundary = Boundary(
+            members, plan, run, accounting, walk, gate, window.drain, self.files.begin, self.snapshots
+        )
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
-        self._began = time.monotonic()
         self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
@@ -118,6 +121,7 @@ class TrainingJob(Job):
             energy=self._energy,
             precision=replica_set.spec.precision,
             reading=lambda: plan.reading_text,
+            kept=lambda: self.snapshots.at_risk(),
             interrupt=self.interrupt,
             model=lambda: self._handed_out.note(model()) if self.is_current() else model(),
             budget=plan.budget,
@@ -201,6 +205,7 @@ class TrainingJob(Job):
         if state != "done":
             self.replica_set.retire()
         self.accounting.close(state == "done")
+        self.files.finish()
         note_workers(self.run, self.cluster.members())
         self._energy.end(self.ready)
         self.run.end(state, error, message)
@@ -229,13 +234,13 @@ class TrainingJob(Job):
         except StopRequested:
             self.window.abort("stopped by the user")
             self._settle()
+            self._boundary.save_best_at_the_end()
             return "stopped", ""
         except BudgetSpent:
             return "stopped", self._stop_at_budget()
 
     def _begin(self) -> None:
         self.run.begin()
-        self._began = time.monotonic()
         self.cluster.count_anew()
         try:
             self.membership.give_state(self.accounting.snapshot)
@@ -309,13 +314,9 @@ class TrainingJob(Job):
         step = self.window.issue(epoch, batches, team)
         num_steps = self.window.exchange.in_flight[step].machine.num_steps
         self._boundary.mark_due(self.window.issued_steps(self.accounting.steps) - self.accounting.first_step, num_steps)
-        if time.monotonic() > self._began + EXPOSED_S and self._is_alone(team) and self.accounting.snapshot.kept.loss:
-            self._boundary.due.add("snapshot")  # all that was trained before lies there alone
+        if self.snapshots.is_due(team):
+            self._boundary.due.add("snapshot")
         return step
-
-    def _is_alone(self, team: Sequence[int]) -> bool:
-        """Whether the state exists only once: with one worker, or in parts."""
-        return len(team) == 1 or not self.replica_set.elastic
 
     def _end_epoch(self, epoch: int) -> None:
         self.window.drain()
@@ -325,11 +326,7 @@ class TrainingJob(Job):
         self._boundary.tick("epoch", self.run.validations[-1] if self.run.validations else record)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
-        if (
-            self.plan.snapshot_every_steps is None
-            and self._is_alone(self.accounting.team)
-            and epoch + 1 < self.plan.num_epochs
-        ):
+        if epoch + 1 < self.plan.num_epochs and self.snapshots.fits_epoch():
             self._boundary.due.add("snapshot")
 
     def _call(self, hook: str, record: dict[str, Any]) -> None:
@@ -387,7 +384,7 @@ class TrainingJob(Job):
         except StopRequested:
             return self._spent(budget, saved)
         if self.replica_set.step >= 0:
-            saved = budget.path(self.plan.save_folder, self.replica_set.run_id, self.accounting.steps)
+            saved = budget.path(self.plan.save_folder, self.files.name, self.accounting.steps)
             self.save(saved)
         self._boundary.calls.answer()
         return self._spent(budget, saved)

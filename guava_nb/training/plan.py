@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.config import DistributedConfig
+from guava_nb.config.units import parse_seconds
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.evaluation.validation import Validation
 from guava_nb.spec.training_options import TrainingOptions, same_named
 from guava_nb.sync.beginning import Beginning
 from guava_nb.training.byte_budget import Budget
+from guava_nb.training.saving.best import Best
 
 if TYPE_CHECKING:
     from guava_nb.training.run import Run
@@ -111,9 +113,12 @@ class TrainingPlan:
         snapshot_every_steps: 0 takes none; None takes one at the end of each epoch where the
             state is on one worker only, or in parts on several.
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
-        save_every_steps: 0 saves no checkpoint by itself.
+        save_every_steps, save_every_s: a checkpoint after so many steps, or seconds; 0 saves none by itself.
+        save_best: a checkpoint after each validation that is the best so far; None saves none.
+        keep: how many checkpoints of a period stay; None keeps all.
         start: where the data begins; from a checkpoint.
-        save_folder: where a checkpoint goes that the user gave no path for.
+        save_folder, save_name: where a checkpoint goes that the user gave no path for, and how its name begins, so that no
+            run of any session overwrites another's; "" takes the run's.
         budget: most bytes that the run may take; None sets no limit.
         check: "warn" tells where a batch in pieces gives other numbers than whole, "strict" refuses, "off" does not look.
         validation: makes what each validation asks: loss, accuracy and the user's metrics.
@@ -140,10 +145,13 @@ class TrainingPlan:
     rejoin_timeout_s: float = 300.0
     snapshot_every_steps: int | None = None
     save_every_steps: int = 0
-    save_path: Path | None = None
+    save_every_s: float = 0.0
+    save_best: Best | None = None
+    keep: int | None = None
     cache_static: bool = False
     start: Position = field(default_factory=Position)
     save_folder: Path = Path("checkpoints")
+    save_name: str = ""
     budget: Budget | None = None
     check: str = "warn"
     validation: Callable[[], Validation] = Validation
@@ -203,6 +211,7 @@ class TrainingPlan:
         config: DistributedConfig,
         feeds: tuple[LoaderFeed, LoaderFeed | None],
         validation: Callable[[], Validation],
+        measured: tuple[Sequence[str], bool] = ((), True),
     ) -> TrainingPlan:
         """Return the plan of a run; its fields come from the options of the same names, else from the configuration.
 
@@ -210,15 +219,22 @@ class TrainingPlan:
             options: settled.
             feeds: to train and to validate with.
             validation: as for the class.
+            measured: names of its metrics, and whether it has an accuracy.
+
+        Raises:
+            ConfigError: `save_best` names what it does not measure.
         """
+        every = options.save_every or 0
+        steps, seconds = (every, 0.0) if isinstance(every, int) else (0, parse_seconds(every))
         return cls(
             **{
                 **same_named([one.name for one in fields(cls)], config, options),
                 "feed": feeds[0],
                 "val_feed": feeds[1],
                 "validation": validation,
-                "save_every_steps": config.save_interval,
-                "save_path": None,  # the option's is for the checkpoint that a budget ends with
+                "save_every_steps": steps,
+                "save_every_s": seconds,
+                "save_best": None if options.save_best is None else Best.of(options.save_best, *measured),
                 "save_folder": Path(config.checkpoint_dir),
             }
         )

@@ -76,6 +76,7 @@ class Recovery:
         Where a group broke and all of its last committed state is still there, that is taken; else the run goes back to the
         last snapshot, data and history included.
         """
+        self.boundary.snapshots.look()  # one may have come before the loss
         if isinstance(cause, GroupLost):
             self.membership.cluster.notice(
                 f"{cause}; step {self._replica_set.step + 2} is given up and a new group is formed"
@@ -115,9 +116,15 @@ class Recovery:
         )
         return True
 
-    def go_back(self) -> None:
+    def go_back(self, tell: bool = True) -> None:
         """Go back to the snapshot with state, data and history; before members get it, since they may be lost meanwhile."""
         snapshot = self.accounting.snapshot
+        if tell and (lost := self.run.since(snapshot.step + 1 - self.accounting.first_step))[0]:
+            self.membership.cluster.notice(
+                f"{_lost_text(*lost)} are lost with the workers that had them and are done again: the run goes on from the state "
+                f"after {self._replica_set.nth(snapshot.step)}"
+            )
+        self.boundary.snapshots.forget()
         self.run.move("preparing", f"the run goes on from the state after {self._replica_set.nth(snapshot.step)}")
         self.accounting.go_back()
         self.boundary.due.clear()
@@ -136,7 +143,7 @@ class Recovery:
             return
         if at_workers and replica_set.elastic and replica_set.spec.parallel is not None and self._rescued():
             return
-        self.go_back()
+        self.go_back(tell=False)
         self.membership.cluster.notice(
             f"the error left no whole state of {replica_set.unit} {lost} anywhere: the session holds that of "
             f"{replica_set.nth(self.accounting.snapshot.step)}, the last snapshot (snapshot_every_steps takes more of them)"
@@ -232,3 +239,7 @@ class Recovery:
             f"{who} joined within {self.plan.rejoin_timeout_s:g} s ({gone}). {here}: run %guava_worker with the join code on a "
             "machine and train again"
         )
+
+
+def _lost_text(num_steps: int, seconds: float) -> str:
+    return f"{num_steps} step{'s' if num_steps > 1 else ''}, {seconds:.0f} s of work,"

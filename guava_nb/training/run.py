@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from guava_nb.cluster.group_path import Route
+from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError
 from guava_nb.status import RunStatus, WireBytes
 from guava_nb.telemetry.energy_record import EnergyRecord, energy_record
@@ -45,6 +46,7 @@ class RunSources:
         interrupt: stops the run after the current step; the second time at once.
         model: the model with the weights of the last committed step.
         budget: most bytes that the run may take, and those that it took; None without.
+        kept: how many entries of the history would be left if the workers vanished now; None: nothing would be lost.
     """
 
     wire: Callable[[], WireBytes] = WireBytes
@@ -59,6 +61,7 @@ class RunSources:
     model: Callable[[], torch.nn.Module] | None = None
     budget: Budget | None = None
     is_local: bool = False
+    kept: Callable[[], int | None] = lambda: None
 
     def frozen(self) -> RunSources:
         """Return sources that go on saying what these say now, for a run that has ended."""
@@ -72,6 +75,7 @@ class RunSources:
             layout=lambda: layout,
             waits=lambda: waits,
             feeding=_nothing_fed,
+            kept=lambda: None,
         )
 
 
@@ -218,6 +222,8 @@ class Run:
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
             last = history[-1] if history else None
             loaded = self.feeding().loaded
+            kept = self._sources.kept()
+            at_risk = (None, None) if kept is None else self._since(kept)
             return RunStatus(
                 run_id=self.run_id,
                 state=self._state,
@@ -240,6 +246,8 @@ class Run:
                 wire=self.wire,
                 path=_path_text(self._sources.route()),
                 batch=self._sources.reading(),
+                at_risk_steps=at_risk[0],
+                at_risk_s=at_risk[1],
                 loaded_batches=loaded[0],
                 loaded_bytes=loaded[1],
                 joules=self.joules,
@@ -281,6 +289,17 @@ class Run:
             "generations": self.generations,
         }
 
+    def ending(self) -> str:
+        """Say how it ended, and what it cost, in a sentence."""
+        wire, steps = self.wire, sum(record.get("steps", 1) for record in self.history)
+        loss = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
+        why = f" ({self._message})" if self._message else ""
+        return (
+            f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self._elapsed_s():.0f} s{loss}, "
+            f"{show_bytes(wire.out_bytes)} sent, {show_bytes(wire.in_bytes)} received, {self.lost_samples} samples lost, "
+            f"{self.duplicated_samples} doubled"
+        )
+
     def _elapsed_s(self) -> float:
         return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
 
@@ -321,6 +340,15 @@ class Run:
         """Append a validation."""
         with self._lock:
             self.validations.append(record)
+
+    def since(self, kept: int) -> tuple[int, float]:
+        """Return steps and seconds from an entry of the history, the first of which is 1, to the last."""
+        with self._lock:
+            return self._since(kept)
+
+    def _since(self, kept: int) -> tuple[int, float]:
+        rest, began = self.history[kept:], self.history[kept - 1]["seconds"] if 0 < kept <= len(self.history) else 0.0
+        return sum(record.get("steps", 1) for record in rest), rest[-1]["seconds"] - began if rest else 0.0
 
     def rewind(self, steps: int) -> None:
         """Forget the history after `steps` steps: they will be done again."""

@@ -184,10 +184,15 @@ class StepAccounting:
 
     def keep(self, state: dict[str, Any]) -> None:
         """Take this state of the last committed step for the snapshot to go back to."""
-        self._replica_set.beginning.drop()
-        self.snapshot = Snapshot(self._replica_set.step, self.where(), Beginning(self._name(), None, state))
+        self.keep_snapshot(Snapshot(self._replica_set.step, self.where(), Beginning(self.state_name(), None, state)))
 
-    def _name(self) -> str:
+    def keep_snapshot(self, snapshot: Snapshot) -> None:
+        """Go back there from now on."""
+        self._replica_set.beginning.drop()
+        self.snapshot = snapshot
+
+    def state_name(self) -> str:
+        """Say which state the last committed step left."""
         return f"the state after {self._replica_set.nth(self._replica_set.step)} of {self._replica_set.run_id}"
 
     def go_back(self) -> None:

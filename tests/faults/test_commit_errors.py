@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.errors import CheckpointError, RemoteError
+from guava_nb.errors import RemoteError
 from guava_nb.evaluation.metric_specs import merges_for
 from guava_nb.evaluation.validation import Validation
 from guava_nb.protocol.messages import Factory, MetricSpec, RunSpec
@@ -223,11 +223,6 @@ def bad_metric(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     raise Trouble("metric")
 
 
-def full_disk(content: Any, path: Any) -> None:
-    Path(path).write_bytes(b"some of it")
-    raise OSError(28, "No space left on device")
-
-
 def ticks(optimizer: torch.optim.Optimizer, last: int) -> LRScheduler:
     def factor(step: int) -> float:
         if step == last:
@@ -253,27 +248,17 @@ BETWEEN: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
             "optimizer_site": "orchestrator",
         }, {}, 6,
     ),
-    "disk": ({}, {"save_every_steps": 5}, 5),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("cause", BETWEEN)
-def test_an_error_between_steps(
-    cluster: Cluster, cause: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_between_steps(cluster: Cluster, cause: str, workers: int, tmp_path: Path) -> None:
     changes, plan, steps = copy.deepcopy(BETWEEN[cause])
     if plan.pop("val", False):
         merges = merges_for(changes["metrics"], None)
         plan["validation"] = lambda: Validation(changes["metrics"], merges)
         plan["val_feed"] = plan_for(loader(32)).feed
-    with monkeypatch.context() as patch:
-        if cause == "disk":
-            plan["save_path"] = tmp_path / "full.pt"
-            patch.setattr(torch, "save", full_disk)
-        job = failing(cluster, workers, run_spec(**changes), **plan)
+    job = failing(cluster, workers, run_spec(**changes), **plan)
     assert str(job.run.error)
     is_whole_after(job, steps, tmp_path, workers)
-    if cause == "disk":
-        assert isinstance(job.run.error, CheckpointError) and "No space left" in str(job.run.error)
-        assert not list(tmp_path.glob("full*"))  # nor half a file that takes the last of the room

@@ -162,7 +162,7 @@ def first_two(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 )
 def test_what_a_plan_asks_for_is_in_the_forecast(cluster: Cluster, tmp_path: Path, changes: dict[str, Any]) -> None:
     session, run_spec = Session(cluster, 2), spec(model=WIDE)
-    extra = {"save_path": tmp_path / "regular.pt"} if "save_every_steps" in changes else {}
+    extra = {"save_folder": tmp_path} if "save_every_steps" in changes else {}
     made = forecast(session, run_spec, plan_for(loader(rows=203), loader(rows=60), **changes))
     run = session.train(run_spec, plan_for(loader(rows=203), loader(rows=60), **changes, **extra), tmp_path)
     assert made.steps == len(run.history)

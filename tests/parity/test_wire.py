@@ -235,7 +235,7 @@ def test_a_run_tells_what_becomes_of_residuals_and_a_resumed_one_repeats_exactly
     cluster, told = make_cluster(), list[str]()
     cluster.notice = told.append  # type: ignore[method-assign, assignment]
     session = Session(cluster, 2)
-    plan, saved = plan_for(data(), 2, save_every_steps=6, save_path=tmp_path / "saved.pt"), tmp_path / "saved.pt"
+    plan, saved = plan_for(data(), 2, save_every_steps=6, save_folder=tmp_path), tmp_path / "run-1-step-6.pt"
     session.train(wired("int8"), plan, tmp_path)
     models = [session.train(wired("int8"), plan_for(data(), 1), tmp_path, begin=saved).model() for _ in range(2)]
     cluster.close()

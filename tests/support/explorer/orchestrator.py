@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -209,8 +208,9 @@ class ExploredJob(Explored, TrainingJob):
         self.saved: Checkpoint | None = None
         self.log: Callable[[], list[Any]] = list
         super().__init__(replica_set, plan, cluster, lambda: replica_set.master.model)
+        self._boundary.save = self.save_at_once
 
-    def save(self, path: Path) -> None:
+    def save_at_once(self, kind: str) -> None:
         """Keep a checkpoint."""
         replica_set = self.replica_set
         at = replica_set.step

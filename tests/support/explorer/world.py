@@ -6,7 +6,6 @@ import gc
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -153,7 +152,7 @@ class World:
         replicas = replica_set_for(spec, config.samples, config.buckets, saved, f"run-{self.runs}")
         plan = plan_for(
             [list(ids) for ids in config.batches], config.epochs, saved, prefetch_steps=config.ahead,
-            snapshot_every_steps=config.snapshot_every, save_every_steps=config.save_every, save_path=Path("memory"),
+            snapshot_every_steps=config.snapshot_every, save_every_steps=config.save_every,
         )  # fmt: skip
         self.active = self.job = ExploredJob(replicas, plan, self.cluster, self._next_event)
         self.job.saved, self.job.log = saved, lambda: list(self.log)

@@ -31,6 +31,7 @@ WORDS: dict[str, tuple[str, Any]] = {
     "count": ("7", 7),
     "seed": ("0", 0),
     "text": ("accuracy", "accuracy"),
+    "period": ("10min", "10min"),
     "norm": ("0.5", 0.5),
     "size": ("2MB", 2_000_000),
     "policies": ("vq.*=first,sum", "vq.*=first,sum"),
@@ -149,7 +150,7 @@ def test_the_configuration_gives_what_is_left_out() -> None:
     changed = {
         "scheduler_interval": "epoch", "max_grad_norm": 2.0, "accumulation_steps": 3, "precision": "bf16", "seed": 5,
         "optimizer_site": "orchestrator", "worker_cache": "disk", "count_flops": True, "budget_bytes": 9,
-        "num_epochs": 4,
+        "num_epochs": 4, "save_interval": 6,
     }  # fmt: skip
     config = DistributedConfig(**changed)
     settled = TrainingOptions().settled(config)
@@ -216,7 +217,8 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
 #: Options that become no field of a record, and what they do instead.
 USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
-    "budget_bytes": "makes a budget", "criterion_args": "goes into the criterion's factory",
+    "budget_bytes": "makes a budget", "save_path": "goes into it", "save_every": "becomes steps or seconds",
+    "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
     "outer_args": "goes there",
     "optimizer_args": "goes into the optimizer's factory", "scheduler_args": "goes into the scheduler's factory",

@@ -1,0 +1,142 @@
+"""The state that a run goes back to, where it exists only once: when it is asked for, and what would be lost now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from guava_nb.cluster.job import Job
+from guava_nb.sync.beginning import Beginning
+from guava_nb.sync.replica_set import ReplicaSet
+from guava_nb.sync.state_copy import StateCopy
+from guava_nb.training.plan import Snapshot, TrainingPlan
+from guava_nb.training.run import Run
+from guava_nb.training.saving.snapshot_period import FIRST_S, MOST_PART, mean_life_s, period_s, stall_s
+from guava_nb.training.step_accounting import StepAccounting
+
+__all__ = ["Snapshots"]
+
+#: Commits that tell how long a step takes.
+_RECENT = 20
+#: Parameters up to which, and seconds of a transfer up to which, the steps wait for a snapshot: 0.2 s in ten are 2 %.
+AT_ONCE_BYTES, _AT_ONCE_S = 1 << 20, 0.2
+
+
+class Snapshots:
+    """Asks for snapshots of one run between two steps, and takes them when they have come; steps go on meanwhile.
+
+    Args:
+        job, replica_set, plan, run, accounting: of the run.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, job: Job, replica_set: ReplicaSet, plan: TrainingPlan, run: Run, accounting: StepAccounting,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """None was asked for."""
+        self._job, self._replica_set, self._plan = job, replica_set, plan
+        self._run, self._accounting, self._clock = run, accounting, clock
+        self._began = self._asked_at = clock()
+        self._coming: tuple[StateCopy, Snapshot] | None = None
+        self._measured: tuple[int, tuple[int, int]] | None = (
+            None  # commits, epoch and validations when it was asked for
+        )
+        self._stalled_s = self._transfer_s = 0.0
+        self._period_s = FIRST_S
+        self._losses = 0
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the time decides: the user set no number of steps, and no budget of bytes."""
+        return self._plan.snapshot_every_steps is None and self._plan.budget is None
+
+    def _is_alone(self, team: Sequence[int]) -> bool:
+        """Whether the state exists only once: with one worker, or in parts."""
+        return len(team) == 1 or not self._replica_set.elastic
+
+    def is_due(self, team: Sequence[int]) -> bool:
+        """Whether one shall be taken now; `team`: the members to whom steps are issued."""
+        waits = self._clock() < self._asked_at + self._period_s
+        if not self._is_alone(team) or waits or self._coming is not None:
+            return False
+        return self.by_time or bool(self._accounting.snapshot.kept.loss)
+
+    def fits_epoch(self) -> bool:
+        """Whether one shall be taken at an epoch's end: it keeps the stalls at their part of the time."""
+        if self._plan.snapshot_every_steps is not None or not self._is_alone(self._accounting.team):
+            return False
+        return self.at_once or self._coming is None and self._clock() - self._asked_at >= self._stalled_s / MOST_PART
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one is so small that the steps wait for it."""
+        return self._replica_set.master.weights_bytes <= AT_ONCE_BYTES and self._transfer_s <= _AT_ONCE_S
+
+    def took_one(self, since: float) -> None:
+        """One was taken, for which the steps waited since then."""
+        self._coming, self._asked_at = None, self._clock()
+        self._transfer_s = self._asked_at - since
+        self._set_period()
+
+    def begin(self) -> None:
+        """Ask for the state of the last committed step, with none in flight."""
+        copy = self._replica_set.ask_for_copy(self._job)
+        if copy is None:
+            return
+        accounting, history = self._accounting, self._run.history
+        kept = Beginning(accounting.state_name(), None, {})
+        self._coming = copy, Snapshot(copy.step, accounting.where(), kept)
+        self._asked_at = self._clock()
+        self._measured = len(history), self._place()
+
+    def look(self) -> None:
+        """Take the one that was asked for, if it has come; forget it if it cannot come any more."""
+        self._measure()
+        if self._coming is None:
+            return
+        copy, snapshot = self._coming
+        here, failed = self._job.ready | self._job.suspects, self._job.failed
+        if not copy.is_over(lambda rank: rank not in here or rank in failed):
+            return
+        self._coming = None
+        if copy.is_whole and copy.step <= self._replica_set.step:
+            snapshot.kept.fill(dict(self._replica_set.join(copy.parts())))
+            self._accounting.keep_snapshot(snapshot)
+            self._transfer_s = self._clock() - self._asked_at
+        self._set_period()
+
+    def forget(self) -> None:
+        """The run goes back: what is on its way may be of a step that is done anew."""
+        self._coming = self._measured = None
+        self._losses += 1
+        self._asked_at = self._clock()
+
+    def at_risk(self) -> int | None:
+        """Return how many entries of the history would be left if the state at the workers were lost; None: none is at risk."""
+        replica_set = self._replica_set
+        if replica_set.spec.optimizer_site == "orchestrator" or not replica_set.at:
+            return None
+        if len(replica_set.at) > 1 and replica_set.elastic:
+            return None
+        return self._accounting.snapshot.step + 1 - self._accounting.first_step
+
+    def _place(self) -> tuple[int, int]:
+        return self._accounting.position.epoch, len(self._run.validations)
+
+    def _measure(self) -> None:
+        """What its steps took more than others, once one has followed its arrival; not where other things were done meanwhile."""
+        history = self._run.history
+        if self._measured is None or self._coming is not None or len(history) <= self._measured[0]:
+            return
+        (count, place), self._measured = self._measured, None
+        times = [record["seconds"] for record in history[max(0, count - _RECENT) :]]
+        at = min(count, _RECENT)
+        found = stall_s(times[:at], times[at:]) if place == self._place() else None
+        if found is not None:
+            self._stalled_s = (self._stalled_s + found) / 2 if self._stalled_s else found
+            self._set_period()
+
+    def _set_period(self) -> None:
+        life_s = mean_life_s(self._clock() - self._began, self._losses)
+        self._period_s = period_s(self._stalled_s, self._transfer_s, life_s)
