@@ -121,7 +121,9 @@ class SessionHost:
 
     def _new_cluster(self) -> Cluster:
         notices = self._notices
-        return Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
+        cluster = Cluster(OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"))
+        cluster.patience_s = self.config.grace_s
+        return cluster
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:

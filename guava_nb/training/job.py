@@ -433,6 +433,10 @@ class TrainingJob(Job):
         self.window.adopt()
         self.budget_gate.on_broken(rank)
 
+    def on_slow(self, rank: int) -> None:
+        """Give its shards to others as well; it keeps its seat, and what it does of them counts."""
+        self.window.adopt()
+
     def on_leaving(self, rank: int) -> None:
         """Let it go, or bring the state that it holds here first."""
         self._recovery.on_leaving(rank)
@@ -445,6 +449,7 @@ class TrainingJob(Job):
         """
         poison = self.accounting.poison
         self.replica_set.at.pop(rank, None)
+        self.membership.building.discard(rank)
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
         died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled
