@@ -28,7 +28,16 @@ from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
 from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
-from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, MAX_LINE_CHARS, NURSERY, ending_text
+from guava_nb.processes.pipe import (
+    EXIT_AGAIN,
+    EXIT_LOST,
+    EXIT_OK,
+    EXIT_REFUSED,
+    MARK,
+    MAX_LINE_CHARS,
+    NURSERY,
+    ending_text,
+)
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
@@ -39,6 +48,8 @@ _WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
+#: Times that the process of a worker is replaced after it lost its device: more often, the cause comes again.
+MOST_REPLACED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,8 @@ class WorkerHandle:
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = ""
         self._ended = threading.Event()
-        self._killed = False
+        self._killed = self._leaves = False
+        self._threads, self._replaced = threads, 0
         self._process = self._spawn(threads)
         threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
 
@@ -125,20 +137,36 @@ class WorkerHandle:
 
     def _watch(self) -> None:
         log = self._open_log()
-        assert self._process.stdout is not None
         with log or contextlib.nullcontext():
-            for line in self._process.stdout:
-                self._on_line(line.rstrip("\n"), log)
-            if self._partial:
-                self._on_line("", log)
-        status = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+            status = self._follow(log)
+            while status == EXIT_AGAIN and self._replaced < MOST_REPLACED and not (self._killed or self._leaves):
+                self._replaced += 1
+                cause = f"its process lost its device ({self._last['detail']}) and is replaced"
+                self._last = {
+                    "state": "starting",
+                    "step": -1,
+                    "detail": f"{cause}: {self._replaced} of {MOST_REPLACED} times",
+                }
+                self._process = self._spawn(self._threads)
+                status = self._follow(log)
+        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST, EXIT_AGAIN):
+            self._on_crash(status)
+        self._ended.set()
+
+    def _follow(self, log: IO[str] | None) -> int:
+        """Read what the process says until it ends; returns its exit status."""
+        process = self._process
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._on_line(line.rstrip("\n"), log)
+        if self._partial:
+            self._on_line("", log)
+        status = process.wait()
+        for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST):
-            self._on_crash(status)
-        self._ended.set()
+        return status
 
     def _open_log(self) -> IO[str] | None:
         if self._log_path is None:
@@ -204,8 +232,8 @@ class WorkerHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        """Whether the process runs, or is being replaced."""
+        return not self._ended.is_set() and (self._process.poll() in (None, EXIT_AGAIN))
 
     @property
     def code(self) -> JoinCode | None:
@@ -235,6 +263,7 @@ class WorkerHandle:
 
     def leave(self) -> None:
         """Ask it to leave after the step in work."""
+        self._leaves = True
         self._order("leave")
 
     def redirect(self, code: JoinCode | str) -> None:

@@ -44,6 +44,7 @@ from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
+from guava_nb.worker.lost_device import DeviceLost
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.steps import StepRunner
@@ -144,12 +145,14 @@ class WorkerLoop:
             Whether it left because `leave` was called.
 
         Raises:
-            GuavaError: the orchestrator refused this worker.
+            GuavaError: the orchestrator refused this worker, or this process lost its device.
         """
         try:
             while not self._may_go():
                 self._take()
                 self._turn()
+                if self._steps.lost_device:
+                    raise DeviceLost(self._steps.lost_device)
             return True
         except _End:
             return self._leave_deadline is not None
