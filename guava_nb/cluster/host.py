@@ -133,17 +133,18 @@ class SessionHost:
 
     def _listen(self, host: str) -> None:
         on_event, config = self._have_cluster().on_event, self.config
+        options = link_options(config, self._have_cluster().payload_of)
         saved = self._saved()
         if saved is not None:
             self._have_cluster().session_id = saved.session_id
             port, certificate = config.master_port or saved.port, saved.pinned()
-            listener = Listener(link_options(config), on_event, host, port, config.tls, saved.secret, certificate)
+            listener = Listener(options, on_event, host, port, config.tls, saved.secret, certificate)
             try:
                 listener.start()
             except ConfigError:  # another program has the port now
                 saved = None
         if saved is None:
-            listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
+            listener = Listener(options, on_event, host, config.master_port, tls=config.tls)
             listener.start()
         self._listener, self.goes_on = listener, saved is not None
         if self._file is not None:
@@ -209,7 +210,8 @@ class SessionHost:
                 in the list stay connected.
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
-        return self._dialled.join(codes, self._have_cluster(), link_options(self.config))
+        cluster = self._have_cluster()
+        return self._dialled.join(codes, cluster, link_options(self.config, cluster.payload_of))
 
     @property
     def join_code(self) -> JoinCode:

@@ -13,6 +13,8 @@ __all__ = ["Notices"]
 
 #: Sentences kept; older ones are forgotten.
 KEPT = 100
+#: Characters of a sentence that are kept: names and reasons in it may come from a worker.
+MOST_CHARS = 10_000
 
 
 class Notices(logging.Handler):
@@ -45,7 +47,7 @@ class Notices(logging.Handler):
     def _keep(self, sentence: str, topic: str = "") -> None:
         with self._access:
             self._count += 1
-            self._sentences.append((self._count, topic, sentence))
+            self._sentences.append((self._count, topic, sentence[:MOST_CHARS]))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning of ours."""

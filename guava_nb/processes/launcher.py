@@ -7,6 +7,7 @@ SIGINT to the kernel's whole process group. The join code goes through a pipe, s
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -42,12 +43,14 @@ from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
 
-__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch"]
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch", "lines_of"]
 
 _WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
+#: Bytes of output read at once; characters after which a worker's log file grows no more.
+_BLOCK_BYTES, MAX_LOG_CHARS = 64 << 10, 64 << 20
 #: Times that the process of a worker is replaced after it lost its device: more often, the cause comes again.
 MOST_REPLACED = 3
 
@@ -109,7 +112,7 @@ class WorkerHandle:
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
         self._name, self._joined, self._figures = name, False, OwnFigures()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._partial = ""
+        self._partial, self._logged = "", 0
         self._ended = threading.Event()
         self._killed = self._leaves = False
         self._threads, self._replaced = threads, 0
@@ -157,8 +160,11 @@ class WorkerHandle:
         """Read what the process says until it ends; returns its exit status."""
         process = self._process
         assert process.stdout is not None
-        for line in process.stdout:
-            self._on_line(line.rstrip("\n"), log)
+        for lines in lines_of(process.stdout):
+            for line in lines:
+                self._on_line(line, log)
+            if log is not None:
+                log.flush()
         if self._partial:
             self._on_line("", log)
         status = process.wait()
@@ -182,13 +188,13 @@ class WorkerHandle:
         text, mark, record = line.partition(MARK)
         line, self._partial = self._partial + text, ""
         if mark:
-            self._partial = line  # the user's code had not ended its line when the state came in between
+            self._partial = line[-_BLOCK_BYTES:]  # the user's code had not ended its line when the state came in between
             self._on_state(record)
             return
         self._lines.append(line[:MAX_LINE_CHARS])
-        if log is not None:
-            log.write(line + "\n")
-            log.flush()
+        if log is not None and self._logged < MAX_LOG_CHARS:
+            self._logged += len(line)
+            log.write(line + "\n" if self._logged < MAX_LOG_CHARS else "(no more is kept of what this worker prints)\n")
 
     def _on_state(self, record: str) -> None:
         try:
@@ -299,6 +305,23 @@ class WorkerHandle:
         """One line without secrets."""
         state = self.status()
         return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address or 'no address'}, pid {self.pid})"
+
+
+def lines_of(stream: IO[str]) -> Iterator[list[str]]:
+    """Give the lines of a process's output as they come, in blocks: a flood costs one call a block, and bounded memory.
+
+    A carriage return ends a line too, and within a block the next one takes its place, as on a terminal. Of a line without an
+    end the last 64 KiB are kept.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    source, rest, data = stream.buffer, "", b" "  # type: ignore[attr-defined]
+    while data:
+        data = source.read1(_BLOCK_BYTES)
+        *whole, last = (rest + decoder.decode(data, not data)).split("\n")
+        done, mark, rest = last.rpartition("\r")
+        rest = rest[-_BLOCK_BYTES:]
+        ended = [line.rstrip("\r").rpartition("\r")[2] for line in (*whole, *([done] if mark else []))]
+        yield ended if data or not rest else [*ended, rest]
 
 
 def _forked(environment: Mapping[str, str]) -> ForkedProcess | None:

@@ -355,7 +355,8 @@ class StepRunner:
         self._computed(ahead.step, ahead.message, result, ahead.started)
         ready = result.report(ahead.message, ahead.wait_s)
         if result.finite:
-            return self._applied(run, ahead.step, ready, rate, failure)
+            self._applied(run, ahead.step, ready, rate, failure)
+            return
         self._pending.take_back(ahead.step)
         self._send(ready, ())
 
@@ -434,10 +435,9 @@ class StepRunner:
     ) -> None:
         """Tell of a step that counts here; `failure` is what its schedule raised."""
         replica = run.replica
-        parameter_hash = replica.parameter_hash() if step.want_hash else ""
         applied = StepApplied(
-            run_id=run.run_id, generation=step.generation, step=self.committed, parameter_hash=parameter_hash,
-            learning_rate=learning_rate, skipped=skipped, ready=ready,
+            run_id=run.run_id, generation=step.generation, step=self.committed, skipped=skipped, ready=ready,
+            parameter_hash=replica.parameter_hash() if step.want_hash else "", learning_rate=learning_rate,
         )  # fmt: skip
         self._send(applied, ())
         self._on_commit(self._generation, self.committed)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from guava_nb.cluster.roster import Roster, version_notes
+import msgspec
+
+from guava_nb.cluster.roster import Roster, shortened, version_notes
 from guava_nb.protocol.messages import Hello
 
 
@@ -49,3 +51,14 @@ def test_version_notes_name_both_sides() -> None:
     notes = version_notes({"guava_nb": "1", "python": "3.11", "torch": "2.13.0"}, {"guava_nb": "1", "python": "3.12"})
     assert len(notes) == 2
     assert "python differs: 3.12 on the worker, 3.11 on the orchestrator" in notes
+
+
+def test_what_a_worker_says_of_itself_is_kept_up_to_a_bound() -> None:
+    long = "x" * 1_000_000
+    told = hello("w" * 5000)
+    told = msgspec.structs.replace(
+        told, hostname=long, device_name=long, versions={f"{k}{long}": long for k in range(50)}, own=(long,) * 50
+    )
+    short = shortened(told)
+    assert short.name == "w" * 100 and len(msgspec.msgpack.encode(short)) < 20_000
+    assert shortened(short) == short
