@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionHost"]
 
-_ANYWHERE = ("", "0.0.0.0", "::")
+#: How this machine itself reaches a listener on all of its addresses; one on "::" takes IPv6 only.
+_FROM_HERE = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}
 
 
 class SessionHost:
@@ -325,7 +326,7 @@ class SessionHost:
         if self._listener is None:
             raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
         # Not through the tunnel: they are here.
-        code = self._listener.join_code(LOOPBACK if self._listener.host in _ANYWHERE else None)
+        code = self._listener.join_code(_FROM_HERE.get(self._listener.host))
         gpus = visible_gpus() if device == "auto" else []
         running = [worker.status().device for worker in self._local if worker.alive]
         own = os.environ.get("OMP_NUM_THREADS", "")

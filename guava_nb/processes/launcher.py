@@ -188,7 +188,9 @@ class WorkerHandle:
         text, mark, record = line.partition(MARK)
         line, self._partial = self._partial + text, ""
         if mark:
-            self._partial = line[-_BLOCK_BYTES:]  # the user's code had not ended its line when the state came in between
+            self._partial = line[
+                -_BLOCK_BYTES:
+            ]  # the user's code had not ended its line when the state came in between
             self._on_state(record)
             return
         self._lines.append(line[:MAX_LINE_CHARS])

@@ -337,7 +337,7 @@ class WorkerLoop:
         self._run = None
         if self._seat is not None:
             self._seat.leave()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._steps.lost_device:
             torch.cuda.empty_cache()
 
     def _give_up_run(self, error: BaseException) -> None:
