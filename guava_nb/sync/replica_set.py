@@ -109,8 +109,7 @@ class ReplicaSet(StateAtWorkers):
         """Handle the messages of this run's replicas in that job."""
         job.run_id, job.forget, job.was_asked = self.run_id, self.drop, self._was_asked
         job.spares = lambda rank: self._spares(job, rank)
-        buffers_bytes = sum(buffer.nbytes for buffer in self.master.model.buffers())
-        job.cluster.bounds.expect_model(self.master.weights_bytes + buffers_bytes)
+        job.cluster.bounds.expect_model(self.master.model_bytes)
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
