@@ -45,6 +45,7 @@ class Job:
         ready: members that are connected.
         suspects: members whose connections broke, or who are slow, and who may come back.
         slow: those of them that are connected and did not answer in time: others do their work until they do.
+        on_slow: a member that is connected did not answer in time; others go on without it.
         spares: says whether a job goes on without a member that is slow.
         run_id: the run whose replicas this job works with; set, like those that follow, by its replica set.
         forget: a member does not hold the run any more.
@@ -66,6 +67,7 @@ class Job:
         self.suspects: set[int] = set()
         self.slow: dict[int, float] = {}  # since when
         self.spares: Callable[[int], bool] = lambda rank: False
+        self.on_slow: Callable[[int], None] = lambda rank: None
         self.interrupts = 0
         self.leaving: set[int] = set()
         self.failed: set[int] = set()
@@ -305,9 +307,6 @@ class Job:
 
     def on_suspected(self, rank: int) -> None:
         """A member's connections broke."""
-
-    def on_slow(self, rank: int) -> None:
-        """A member that is connected did not answer in time; others go on without it."""
 
     def on_resumed(self, rank: int) -> None:
         """A suspect member, or a slow one, is back."""

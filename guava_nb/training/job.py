@@ -100,8 +100,11 @@ class TrainingJob(Job):
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
-        self._began = time.monotonic()
-        self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
+        self.on_slow = lambda rank: window.adopt()
+        self._began, self._in_epoch = (
+            time.monotonic(),
+            False,
+        )  # only in one a hand-over unwinds: else the state is under way
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:
@@ -433,10 +436,6 @@ class TrainingJob(Job):
         self.window.adopt()
         self.budget_gate.on_broken(rank)
 
-    def on_slow(self, rank: int) -> None:
-        """Give its shards to others as well; it keeps its seat, and what it does of them counts."""
-        self.window.adopt()
-
     def on_leaving(self, rank: int) -> None:
         """Let it go, or bring the state that it holds here first."""
         self._recovery.on_leaving(rank)
@@ -448,8 +447,7 @@ class TrainingJob(Job):
             SamplesKill: it was the third that was lost over the same samples.
         """
         poison = self.accounting.poison
-        self.replica_set.at.pop(rank, None)
-        self.membership.building.discard(rank)
+        self.membership.forget(rank)
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
         died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled

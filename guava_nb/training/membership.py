@@ -119,6 +119,11 @@ class Membership:
             self.replica_set.load(self._job, fit, self.fetch(), self.replica_set.step)
             self.behind.difference_update(fit)
 
+    def forget(self, rank: int) -> None:
+        """Note that a member is lost."""
+        self.replica_set.at.pop(rank, None)
+        self.building.discard(rank)
+
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Let members take no part in this run from now on."""
         self._unfit.update(ranks)

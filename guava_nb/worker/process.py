@@ -64,7 +64,6 @@ def _work(order: dict[str, Any]) -> int:
     from guava_nb.link.options import link_options
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.telemetry.hardware import pick_device
-    from guava_nb.worker.lost_device import DeviceLost
     from guava_nb.worker.worker_session import WorkerSession
 
     _print_stacks_when_asked()
@@ -87,12 +86,9 @@ def _work(order: dict[str, Any]) -> int:
 
         listen = order["listen"]
         reason = _dial(new_member(), tell) if code is not None else _be_dialled(new_member, config, listen, tell)
-    except DeviceLost as error:
-        report("failed", -1, str(error), error=type(error).__name__)
-        return EXIT_AGAIN
     except GuavaError as error:
         report("failed", -1, str(error), error=type(error).__name__)
-        return EXIT_REFUSED
+        return EXIT_AGAIN if type(error).__name__ == "DeviceLost" else EXIT_REFUSED
     finally:
         for stream in (sys.stdout, sys.stderr):
             finish = getattr(stream, "finish", None)

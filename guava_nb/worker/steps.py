@@ -44,8 +44,7 @@ from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
-from guava_nb.worker.error_text import error_text, trace_text
-from guava_nb.worker.lost_device import NOTE, loses_device
+from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat

@@ -70,7 +70,9 @@ def test_what_others_report_of_a_group_that_lost_a_member_is_no_break_of_its_own
 
 def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:
     replicas._building[0] = 5
-    job: Any = SimpleNamespace(cluster=SimpleNamespace(caches=None, notice=None), on=lambda *rest: None)
+    job: Any = SimpleNamespace(
+        cluster=SimpleNamespace(bounds=PayloadBounds(), caches=None, notice=None), on=lambda *rest: None
+    )
     with mock.patch("guava_nb.sync.replica_set.RowWriter"):
         replicas.attach(job)
     assert [job.was_asked(0, generation) for generation in (4, 5, 6)] == [False, True, False]
