@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.roster import Roster
 from guava_nb.data.codec import pack
 from guava_nb.errors import RemoteProtocolError, TrainingError
