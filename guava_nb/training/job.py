@@ -102,10 +102,7 @@ class TrainingJob(Job):
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
         self.on_slow = lambda rank: window.adopt()
-        self._began, self._in_epoch = (
-            time.monotonic(),
-            False,
-        )  # only in one a hand-over unwinds: else the state is under way
+        self._began, self._in_epoch = time.monotonic(), False  # a hand-over unwinds in an epoch only
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:
