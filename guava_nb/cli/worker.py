@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import getpass
 import os
+import signal
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,8 @@ def follow(
 ) -> int:
     """Say each change of state until all have ended, and show below it what they do, where lines can be written over.
 
-    The first interrupt lets each worker leave after the step in work, the second ends the processes.
+    The first interrupt, or SIGTERM (Slurm, Kubernetes, a spot machine that is taken away), lets each worker leave after the
+    step in work, the second ends the processes.
 
     Args:
         pasted: gives lines of standard input, looked at while a session is away: one with its new join code leads there.
@@ -153,7 +155,9 @@ def follow(
         0 when all left as they should, else 1.
     """
     said, heard = [""] * len(workers), 0
-    with interrupts_counted() as interrupts:  # raised in the middle of a drawing they would leave half of it there
+    with interrupts_counted(
+        signal.SIGTERM
+    ) as interrupts:  # raised in the middle of a drawing they would leave half of it there
         while True:
             alive = [worker for worker in workers if not worker.wait(0)]
             if alive:

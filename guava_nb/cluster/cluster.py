@@ -17,9 +17,10 @@ from typing import Protocol
 
 from guava_nb.cluster.group_path import Findings
 from guava_nb.cluster.job_events import FromWorker, JobEvent, Joined, Leaving, Lost, Resumed, Suspected, Wake
+from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
-from guava_nb.cluster.roster import Member, Roster, version_notes
+from guava_nb.cluster.roster import MOST_CHARS, Member, Roster, shortened, version_notes
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -81,6 +82,7 @@ class Cluster:
         tell: tells a person what concerns the session.
         notice: tells a person what a run has to say.
         expelled: members whose sessions were ended because they broke the protocol.
+        patience_s: the shortest time after which a connected worker that does not answer counts as slow.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
         takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
             asked for outside of any job.
@@ -99,6 +101,7 @@ class Cluster:
         self.findings = Findings()
         self.caches = WorkerCaches()
         self.energy = EnergyBook()
+        self.bounds = PayloadBounds()
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record
@@ -106,6 +109,7 @@ class Cluster:
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
+        self.patience_s = 30.0
         self._sessions: dict[int, SessionHandle] = {}
         self._all_sessions: list[tuple[int, SessionHandle]] = []  # with the rank of each
         self._ranks: dict[bytes, int] = {}
@@ -131,6 +135,8 @@ class Cluster:
             return
         if isinstance(event, MessageArrived) and not isinstance(event.message, _NOT_FOR_JOBS):
             rank, mailbox = self._ranks.get(event.session.session_id), self._mailbox
+            if rank is not None:
+                self.bounds.came(rank, event.message)
             if rank is not None and self.takes(rank, event.message, memoryview(event.payload)):
                 event.done()
                 self._post(Wake())
@@ -171,7 +177,7 @@ class Cluster:
         if type(message) not in FROM_WORKERS:
             self._end_session(event.session, rank, f"a {type(message).__name__}, which no worker sends")
         elif isinstance(message, Hello):
-            self._seat(event.session, message)
+            self._seat(event.session, shortened(message))
         elif isinstance(message, Log) and rank is not None:
             self.output.add(self.roster.members[rank].name, message.stream, message.lines, message.dropped)
         elif isinstance(message, Energy) and rank is not None:
@@ -180,7 +186,7 @@ class Cluster:
             else:
                 self.energy.take(rank, message)
         elif isinstance(message, Leave) and rank is not None:
-            self._on_leave(rank, message.reason)
+            self._on_leave(rank, message.reason[:MOST_CHARS])
 
     def _end_session(self, session: SessionHandle, rank: int | None, violation: str) -> None:
         if rank is not None:
@@ -304,6 +310,7 @@ class Cluster:
         session = self._sessions.get(rank)
         if session is None:
             return False
+        self.bounds.sent(rank, message)
         try:
             session.send(message, channel_of(message), buffers)
         except (LinkClosed, LinkError):
@@ -364,6 +371,10 @@ class Cluster:
         """Return what was sent to a member and came from it, since it joined, whether or not it is still there."""
         wires = [session.wire for seat, session in self._all_sessions if seat == rank]
         return sum(sum(w.out_bytes.values()) for w in wires), sum(sum(w.in_bytes.values()) for w in wires)
+
+    def payload_of(self, session_id: bytes, message: Message) -> int:
+        """Return the most payload bytes that a session may bring with this record; called before memory is taken for them."""
+        return self.bounds.most_bytes(self._ranks.get(session_id), message)
 
     def session(self, rank: int) -> SessionHandle | None:
         """Return the session of a member that still holds its seat."""

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionHost"]
 
-_ANYWHERE = ("", "0.0.0.0", "::")
+#: How this machine itself reaches a listener on all of its addresses; one on "::" takes IPv6 only.
+_FROM_HERE = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}
 
 
 class SessionHost:
@@ -125,9 +126,11 @@ class SessionHost:
 
     def _new_cluster(self) -> Cluster:
         notices = self._notices
-        return Cluster(
+        cluster = Cluster(
             OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add
         )
+        cluster.patience_s = self.config.grace_s
+        return cluster
 
     def _have_cluster(self) -> Cluster:
         if self._cluster is None:
@@ -137,17 +140,18 @@ class SessionHost:
 
     def _listen(self, host: str) -> None:
         on_event, config = self._have_cluster().on_event, self.config
+        options = link_options(config, self._have_cluster().payload_of)
         saved = self._saved()
         if saved is not None:
             self._have_cluster().session_id = saved.session_id
             port, certificate = config.master_port or saved.port, saved.pinned()
-            listener = Listener(link_options(config), on_event, host, port, config.tls, saved.secret, certificate)
+            listener = Listener(options, on_event, host, port, config.tls, saved.secret, certificate)
             try:
                 listener.start()
             except ConfigError:  # another program has the port now
                 saved = None
         if saved is None:
-            listener = Listener(link_options(config), on_event, host, config.master_port, tls=config.tls)
+            listener = Listener(options, on_event, host, config.master_port, tls=config.tls)
             listener.start()
         self._listener, self.goes_on = listener, saved is not None
         if self._file is not None:
@@ -219,7 +223,8 @@ class SessionHost:
                 in the list stay connected.
         """
         codes = [code if isinstance(code, JoinCode) else JoinCode.decode(code) for code in join_codes]
-        return self._dialled.join(codes, self._have_cluster(), link_options(self.config))
+        cluster = self._have_cluster()
+        return self._dialled.join(codes, cluster, link_options(self.config, cluster.payload_of))
 
     @property
     def join_code(self) -> JoinCode:
@@ -333,7 +338,7 @@ class SessionHost:
         if self._listener is None:
             raise ClusterError("this session does not listen: open() makes it listen, then workers can join")
         # Not through the tunnel: they are here.
-        code = self._listener.join_code(LOOPBACK if self._listener.host in _ANYWHERE else None)
+        code = self._listener.join_code(_FROM_HERE.get(self._listener.host))
         gpus = visible_gpus() if device == "auto" else []
         running = [worker.status().device for worker in self._local if worker.alive]
         own = os.environ.get("OMP_NUM_THREADS", "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -17,6 +17,7 @@ from guava_nb import errors
 from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job_events import JobEvent
+from guava_nb.cluster.patience import Debt, Patience
 from guava_nb.errors import GuavaError, RemoteError, RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FailureKind, Message
 
@@ -42,7 +43,10 @@ class Job:
 
     Attributes:
         ready: members that are connected.
-        suspects: members whose connections broke and who may come back.
+        suspects: members whose connections broke, or who are slow, and who may come back.
+        slow: those of them that are connected and did not answer in time: others do their work until they do.
+        on_slow: a member that is connected did not answer in time; others go on without it.
+        spares: says whether a job goes on without a member that is slow.
         run_id: the run whose replicas this job works with; set, like those that follow, by its replica set.
         forget: a member does not hold the run any more.
         was_asked: says whether the last order of a member to build the run was of this generation.
@@ -54,12 +58,16 @@ class Job:
     """
 
     trains = False
+    _patience: Patience  # begins with `attached`
 
     def __init__(self, cluster: Cluster) -> None:
         """Make a job that is not attached yet."""
         self.cluster = cluster
         self.ready: set[int] = set()
         self.suspects: set[int] = set()
+        self.slow: dict[int, float] = {}  # since when
+        self.spares: Callable[[int], bool] = lambda rank: False
+        self.on_slow: Callable[[int], None] = lambda rank: None
         self.interrupts = 0
         self.leaving: set[int] = set()
         self.failed: set[int] = set()
@@ -71,6 +79,8 @@ class Job:
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._set_aside: tuple[type[Message], ...] = ()
         self._backlog: deque[JobEvent] = deque()
+        self._owed: list[Callable[[], Iterable[Debt]]] = []
+        self._looked = 0.0
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
     def post(self, event: JobEvent) -> None:
@@ -98,6 +108,7 @@ class Job:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Receive the cluster's messages inside the block."""
+        self._patience = Patience(self.cluster.patience_s)
         self.cluster.attach(self)
         try:
             # Attached first, looked second: a change in between arrives twice, and every change is idempotent.
@@ -126,11 +137,69 @@ class Job:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not until():
             self.check()
+            self._look_at_waits()
             left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if left <= 0:
                 return False
             self.take_one(left)
         return True
+
+    @contextmanager
+    def waiting_for(self, owed: Callable[[], Iterable[Debt]]) -> Iterator[None]:
+        """In the block these answers are waited for too: who is late is named, and spared where the job goes on without it."""
+        self.watch(owed)
+        try:
+            yield
+        finally:
+            self._owed.remove(owed)
+
+    def watch(self, owed: Callable[[], Iterable[Debt]]) -> None:
+        """From now on these answers are waited for, as in `waiting_for`."""
+        self._owed.append(owed)
+
+    def _look_at_waits(self) -> None:
+        """Say who is late with what, a few times a second, and spare who is too late."""
+        now = time.monotonic()
+        if now < self._looked + _TICK_S or not self._owed:
+            return
+        self._looked, patience, name = now, self._patience, self.cluster.name
+        news, late = patience.look((debt for owed in self._owed for debt in owed() if debt.rank in self.ready), now)
+        for debt in news:
+            limit_s, spared = patience.limit_s(debt), self.spares(debt.rank)
+            then = f"; after {limit_s:.0f} s the others go on without it" if spared else ""
+            waited_s = patience.waited_s(debt, now)
+            self.cluster.notice(f"waits for {name(debt.rank)} since {waited_s:.0f} s: {debt.what}{then}")
+        for debt in late:
+            if debt.rank in self.ready and self.spares(debt.rank):
+                self._spare(debt, now)
+
+    def _spare(self, debt: Debt, now: float) -> None:
+        """Go on without a worker until it answers."""
+        rank, usual_s = debt.rank, self._patience.usual_s(debt)
+        waited_s = self._patience.waited_s(debt, now)
+        before = "" if usual_s is None else f" (it took {usual_s:.1f} s before)"
+        sentence = f"slow: no answer for {waited_s:.0f} s: {debt.what}{before}"
+        self.cluster.roster.members[rank].detail = sentence
+        self.cluster.notice(
+            f"{self.cluster.name(rank)} is {sentence}. Others do its work; it keeps its seat until it answers"
+        )
+        self.slow[rank] = now - waited_s
+        self.ready.discard(rank)
+        self.suspects.add(rank)
+        self.on_slow(rank)
+
+    def _answers_again(self, rank: int) -> None:
+        """A slow worker has answered: it takes part again, where its connection stands."""
+        since, member = self.slow.pop(rank), self.cluster.roster.members[rank]
+        if member.state != "ready":
+            return
+        member.detail = ""
+        self.cluster.notice(
+            f"{member.name} answers again, after {time.monotonic() - since:.0f} s, and takes part again"
+        )
+        self.suspects.discard(rank)
+        self.ready.add(rank)
+        self.on_resumed(rank)
 
     def take_one(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
@@ -174,12 +243,17 @@ class Job:
                     self.cluster.expel(rank, f"a {type(message).__name__} that cannot be used: {error}")
                 finally:
                     done()
+                if rank in self.slow and rank not in self.cluster.expelled:
+                    self._answers_again(rank)
             case events.Joined(rank):
+                self.slow.pop(rank, None)
                 self.ready.add(rank)
             case events.Suspected(rank):
                 self.ready.discard(rank)
                 self.suspects.add(rank)
                 self.on_suspected(rank)
+            case events.Resumed(rank) if rank in self.slow:
+                pass  # its connection is back; it has not answered yet
             case events.Resumed(rank):
                 self.suspects.discard(rank)
                 self.ready.add(rank)
@@ -187,6 +261,7 @@ class Job:
             case events.Lost(rank):
                 self.ready.discard(rank)
                 self.suspects.discard(rank)
+                self.slow.pop(rank, None)
                 self.on_lost(rank)
             case events.Leaving(rank):
                 self.leaving.add(rank)
@@ -234,7 +309,7 @@ class Job:
         """A member's connections broke."""
 
     def on_resumed(self, rank: int) -> None:
-        """A suspect member is back."""
+        """A suspect member, or a slow one, is back."""
 
     def on_leaving(self, rank: int) -> None:
         """A member wants to go. Nothing that only it has is needed here."""

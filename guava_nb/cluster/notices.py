@@ -14,6 +14,8 @@ __all__ = ["Notices"]
 
 #: Sentences kept; older ones are forgotten.
 KEPT = 100
+#: Characters of a sentence that are kept: names and reasons in it may come from a worker.
+MOST_CHARS = 10_000
 
 
 class Notices(logging.Handler):
@@ -51,8 +53,8 @@ class Notices(logging.Handler):
     def _keep(self, sentence: str, topic: str = "") -> None:
         with self._access:
             self._count += 1
-            self._sentences.append((self._count, topic, sentence))
-        self._record(sentence)
+            self._sentences.append((self._count, topic, sentence[:MOST_CHARS]))
+        self._record(sentence[:MOST_CHARS])
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a warning of ours."""

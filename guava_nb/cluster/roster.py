@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+
+from msgspec.structs import asdict, replace
 
 from guava_nb.protocol.messages import Hello
 from guava_nb.telemetry.waits import Waits
 
-__all__ = ["Member", "Roster", "version_notes"]
+__all__ = ["MOST_CHARS", "Member", "Roster", "shortened", "version_notes"]
 
 #: Differences of these versions change what a worker can run or compute; a person should see them at the join.
 _COMPARED = ("guava_nb", "python", "torch")
 #: Weight of the newest shard in a worker's smoothed pace.
 _PACE_WEIGHT = 0.3
+#: What a worker says of itself in one text is kept up to here; and so many entries of a list.
+MOST_CHARS, _MOST_ENTRIES = 500, 32
+_NAME_CHARS = 100
 
 
 @dataclass(slots=True)
@@ -119,6 +125,14 @@ class Roster:
     def __iter__(self) -> Iterator[Member]:
         """Iterate over all seats, oldest first."""
         return iter(self.members.values())
+
+
+def shortened(hello: Hello) -> Hello:
+    """Return a hello whose texts and lists have no more than is shown of them, however long they came."""
+    texts = {name: value[:MOST_CHARS] for name, value in asdict(hello).items() if isinstance(value, str)}
+    versions = {key[:_NAME_CHARS]: text[:_NAME_CHARS] for key, text in islice(hello.versions.items(), _MOST_ENTRIES)}
+    own = tuple(name[:_NAME_CHARS] for name in hello.own[:_MOST_ENTRIES])
+    return replace(hello, **texts | {"name": hello.name[:_NAME_CHARS]}, versions=versions, own=own)
 
 
 def version_notes(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 #: Lines kept in memory per worker; the file has all that arrived.
 KEPT_LINES = 2000
+#: Characters kept in memory per worker, and workers whose lines are kept: those that printed last.
+KEPT_CHARS, KEPT_WORKERS = 1 << 20, 64
 #: Characters of a line that are kept: a worker may print megabytes without an end of line.
 MAX_LINE = 4000
 #: A worker's file stops growing here, so that a loop of prints cannot fill the disk.
@@ -49,10 +51,16 @@ class OutputLog:
         self._store(worker, [line for line in tail if line not in known and f"[stderr] {line}" not in known])
 
     def _store(self, worker: str, lines: list[str]) -> None:
-        lines = list(map(_cut, lines))
+        lines = list(map(_cut, lines[-KEPT_LINES:]))
         with self._lock:
-            kept = self._lines.setdefault(worker, deque(maxlen=KEPT_LINES))
+            kept = self._lines.pop(worker, None) or deque(maxlen=KEPT_LINES)
+            self._lines[worker] = kept
             kept.extend(lines)
+            excess = sum(map(len, kept)) - KEPT_CHARS
+            while excess > 0:
+                excess -= len(kept.popleft())
+            while len(self._lines) > KEPT_WORKERS:
+                del self._lines[next(iter(self._lines))]
             self._write(worker, lines)
 
     def _write(self, worker: str, lines: list[str]) -> None:

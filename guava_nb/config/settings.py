@@ -79,7 +79,7 @@ class DistributedConfig:
     Waiting:
         connect_timeout_s (10): for one attempt to connect.
         heartbeat_s (2): fills silence. silence_s (15): this much without a byte is a dead connection.
-        grace_s (30): a worker whose connections broke keeps its seat so long.
+        grace_s (30): a worker whose connections broke keeps its seat so long; one that does not answer gets so long.
         rejoin_timeout_s (300): a run whose workers are all gone waits so long for one.
         interrupt_grace_s (5): an interrupted step may still finish within this time.
 

@@ -11,11 +11,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Wake
+from guava_nb.cluster.patience import Debt
 from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter, SplitFunction
@@ -206,7 +207,16 @@ class Pass(ABC):
             self._mend()
             return until()
 
-        self._job.pump(condition)
+        with self._job.waiting_for(self._owed):
+            self._job.pump(condition)
+
+    def _owed(self) -> Iterator[Debt]:
+        """The first batch that each worker has not answered."""
+        told = set[int]()
+        for asked in self._asked:
+            for rank in asked.orders.keys() - told:
+                told.add(rank)
+                yield Debt(rank, self._question.verb, asked.request, f"{self._question.verb} batch {asked.batch.index}")
 
 
 class StarPass(Pass):

@@ -21,6 +21,7 @@ from guava_nb.hub.typed_reduce import reduce_bytes
 from guava_nb.link.session_events import Event, MessageArrived, SessionClosed, SessionHandle
 from guava_nb.protocol.messages import (
     Expire,
+    GroupEnded,
     LeaveGroup,
     Message,
     OpenGroup,
@@ -33,6 +34,9 @@ from guava_nb.protocol.messages import (
 __all__ = ["GroupFigures", "Relay"]
 
 logger = logging.getLogger(__name__)
+
+#: Most ranks of a group, as `num_workers` allows; most groups of a hub; characters of a group's name and of a member's.
+MOST_RANKS, MOST_GROUPS, MOST_CHARS = 4096, 20_000, 500
 
 
 @dataclass
@@ -158,6 +162,13 @@ class Relay:
     def _on_open(self, event: MessageArrived) -> None:
         message = event.message
         assert isinstance(message, OpenGroup)
+        if not self._admits(message):
+            most = f"1 to {MOST_RANKS} ranks may be in one, and {MOST_GROUPS} groups may stand"
+            _send(
+                event.session,
+                GroupEnded(message.group, f"a group of {message.size} ranks cannot be opened here: {most}"),
+            )
+            return
         with self._lock:
             seat = self._seats.get(message.group)
             if seat is None:
@@ -166,6 +177,12 @@ class Relay:
             seat.sessions[message.rank] = event.session
             seat.ranks[event.session.session_id] = message.rank
             self._deliver(seat, seat.group.open(message))
+
+    def _admits(self, message: OpenGroup) -> bool:
+        """Whether a group may be opened: its size is a peer's word, and what is kept of it grows with that."""
+        known = message.group in self._seats
+        texts_fit = len(message.group) <= MOST_CHARS and len(message.member) <= MOST_CHARS
+        return texts_fit and 0 < message.size <= MOST_RANKS and (known or len(self._seats) < MOST_GROUPS)
 
     def _on_leave(self, event: MessageArrived) -> None:
         message = event.message

@@ -6,13 +6,20 @@ waited enough. Values are bytes and are never looked into.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from guava_nb.protocol.messages import StoreAsk, StoreReply
 
-__all__ = ["StoreTable"]
+__all__ = ["MOST_BYTES", "MOST_WAITS", "StoreTable"]
+
+#: Bytes that one client's keys may take, and those of all clients that are gone; waits of one client.
+MOST_BYTES, MOST_WAITS = 64 << 20, 4096
+#: What a key takes beside its text and its value.
+_KEY_BYTES = 100
+#: Stands before the name of a queue where sizes are counted: a key and a queue may have the same name.
+_QUEUE = "\0queue\0"
 
 Answers = list[tuple[bytes, StoreReply]]
 
@@ -26,7 +33,8 @@ class _Waiter:
 class StoreTable:
     """Keys and values of one hub.
 
-    A client is the id of a session; answers name it.
+    A client is the id of a session; answers name it. What it sets counts as its own, up to `MOST_BYTES`. What clients set that
+    are gone stays up to as much in all; the oldest goes first.
     """
 
     def __init__(self) -> None:
@@ -34,6 +42,11 @@ class StoreTable:
         self._queues: dict[str, deque[bytes]] = {}
         self._waiting: list[_Waiter] = []
         self._lent: dict[str, bytes] = {}  # key to the client whose end takes it away
+        self._sizes: dict[
+            str, tuple[bytes, int]
+        ] = {}  # key or queue to the client as whose it counts, and bytes; oldest first
+        self._held: Counter[bytes] = Counter()  # bytes by client; b"" for all that are gone
+        self._client = b""  # whose ask is done
         self._handlers: dict[str, Callable[[StoreAsk], StoreReply | None]] = {
             "set": self._set,
             "multi_set": self._set,
@@ -64,6 +77,9 @@ class StoreTable:
         if ask.op == "cancel":
             self._drop(lambda waiter: waiter.client == client and waiter.ask.request_id == ask.number)
             return []
+        if problem := self._excess(client, ask):
+            return [(client, StoreReply(ask.request_id, problem=problem))]
+        self._client = client
         if ask.op == "lend" or (ask.op == "claim" and ask.keys[0] not in self._values):
             self._lent.update(dict.fromkeys(ask.keys, client))
         elif ask.op == "set":  # and is lent no more
@@ -86,26 +102,75 @@ class StoreTable:
         self._drop(lambda waiter: waiter.client == client)
         for key in [key for key, owner in self._lent.items() if owner == client]:
             del self._lent[key]
-            self._values.pop(key, None)
+            self._drop_value(key)
+        for name in [name for name, (owner, _) in self._sizes.items() if owner == client]:
+            self._count(name, self._sizes[name][1], b"")
+        self._held.pop(client, None)
+        while self._held[b""] > MOST_BYTES:
+            name = next(name for name, (owner, _) in self._sizes.items() if owner == b"")
+            if name.startswith(_QUEUE):
+                self._drop_queue(name.removeprefix(_QUEUE))
+            else:
+                self._drop_value(name)
 
     def forget(self, prefix: str) -> None:
         """Drop every key and queue that begins so."""
-        for table in (self._values, self._queues):
-            for key in [key for key in table if key.startswith(prefix)]:
-                del table[key]
+        for key in [key for key in self._values if key.startswith(prefix)]:
+            self._drop_value(key)
+        for key in [key for key in self._queues if key.startswith(prefix)]:
+            self._drop_queue(key)
 
     def __len__(self) -> int:
         return len(self._values) + len(self._queues)
 
+    # ------------------------------------------------------------------------------------------------------------ sizes
+
+    def _excess(self, client: bytes, ask: StoreAsk) -> str:
+        """Say why an ask would make the hub keep too much for a client; "" where it does not."""
+        if ask.op in ("get", "multi_get", "wait", "queue_pop"):
+            waits = sum(waiter.client == client for waiter in self._waiting)
+            return f"this member waits {waits} times already" if waits >= MOST_WAITS else ""
+        fresh = sum(map(len, ask.values)) + sum(len(key) + _KEY_BYTES for key in ask.keys)
+        mine = [self._sizes.get(key, (b"", 0)) for key in ask.keys] if ask.op in ("set", "multi_set", "lend") else []
+        instead = sum(size for owner, size in mine if owner == client)
+        if ask.values and self._held[client] + fresh - instead > MOST_BYTES:
+            most = f"{MOST_BYTES >> 20} MiB"
+            return (
+                f"this member's keys take {self._held[client] >> 20} MiB at the hub, and may take {most}: delete some"
+            )
+        return ""
+
+    def _put(self, key: str, value: bytes) -> bytes:
+        self._values[key] = value
+        self._count(key, len(key) + len(value) + _KEY_BYTES, self._client)
+        return value
+
+    def _drop_value(self, key: str) -> bool:
+        self._count(key, 0, b"")
+        return self._values.pop(key, None) is not None
+
+    def _drop_queue(self, key: str) -> None:
+        self._count(_QUEUE + key, 0, b"")
+        self._queues.pop(key, None)
+
+    def _count(self, name: str, size: int, client: bytes) -> None:
+        owner, before = self._sizes.pop(name, (b"", 0))
+        self._held[owner] -= before
+        if size:
+            self._sizes[name] = (client, size)
+            self._held[client] += size
+
     # ------------------------------------------------------------------------------------------------------- operations
 
     def _set(self, ask: StoreAsk) -> StoreReply:
-        self._values.update(zip(ask.keys, ask.values, strict=True))
+        for key, value in tuple(zip(ask.keys, ask.values, strict=True)):
+            self._put(key, value)
         return StoreReply(ask.request_id)
 
     def _claim(self, ask: StoreAsk) -> StoreReply:
         """Lend the key if it is free; gives the value that holds then."""
-        return StoreReply(ask.request_id, (self._values.setdefault(ask.keys[0], ask.values[0]),))
+        key, value = ask.keys[0], ask.values[0]
+        return StoreReply(ask.request_id, (self._values[key] if key in self._values else self._put(key, value),))
 
     def _get(self, ask: StoreAsk) -> StoreReply | None:
         if any(key not in self._values for key in ask.keys):
@@ -117,7 +182,7 @@ class StoreTable:
 
     def _add(self, ask: StoreAsk) -> StoreReply:
         total = int(self._values.get(ask.keys[0], b"0")) + ask.number
-        self._values[ask.keys[0]] = str(total).encode()
+        self._put(ask.keys[0], str(total).encode())
         return StoreReply(ask.request_id, number=total)
 
     def _compare_set(self, ask: StoreAsk) -> StoreReply:
@@ -125,14 +190,14 @@ class StoreTable:
         current = self._values.get(key)
         # As torch's own stores: an absent key is set only when nothing was expected, else the expectation comes back.
         if current == expected or (current is None and not expected):
-            current = self._values[key] = wanted
+            current = self._put(key, wanted)
         return StoreReply(ask.request_id, (expected if current is None else current,))
 
     def _check(self, ask: StoreAsk) -> StoreReply:
         return StoreReply(ask.request_id, number=int(all(key in self._values for key in ask.keys)))
 
     def _delete(self, ask: StoreAsk) -> StoreReply:
-        return StoreReply(ask.request_id, number=int(self._values.pop(ask.keys[0], None) is not None))
+        return StoreReply(ask.request_id, number=int(self._drop_value(ask.keys[0])))
 
     def _num_keys(self, ask: StoreAsk) -> StoreReply:
         return StoreReply(ask.request_id, number=sum(key.startswith(ask.keys[0]) for key in self._values))
@@ -143,11 +208,13 @@ class StoreTable:
 
     def _append(self, ask: StoreAsk) -> StoreReply:
         key = ask.keys[0]
-        self._values[key] = self._values.get(key, b"") + ask.values[0]
+        self._put(key, self._values.get(key, b"") + ask.values[0])
         return StoreReply(ask.request_id)
 
     def _queue_push(self, ask: StoreAsk) -> StoreReply:
-        self._queues.setdefault(ask.keys[0], deque()).append(ask.values[0])
+        name, value = _QUEUE + ask.keys[0], ask.values[0]
+        self._queues.setdefault(ask.keys[0], deque()).append(value)
+        self._count(name, self._sizes.get(name, (b"", 0))[1] + len(value) + _KEY_BYTES, self._client)
         return StoreReply(ask.request_id)
 
     def _queue_pop(self, ask: StoreAsk) -> StoreReply | None:
@@ -156,8 +223,10 @@ class StoreTable:
         if queue is None:
             return None if ask.number else StoreReply(ask.request_id, problem=f"the queue {key!r} is empty")
         value = queue.popleft()
+        owner, size = self._sizes[_QUEUE + key]
+        self._count(_QUEUE + key, size - len(value) - _KEY_BYTES, owner)
         if not queue:
-            del self._queues[key]
+            self._drop_queue(key)
         return StoreReply(ask.request_id, (value,))
 
     def _queue_len(self, ask: StoreAsk) -> StoreReply:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkTimeout, RemoteProtocolError
 from guava_nb.link.options import LinkOptions
-from guava_nb.protocol.framing import Arrived, Decoder, Limits, OutgoingMessage
+from guava_nb.protocol.framing import Arrived, Decoder, OutgoingMessage
 from guava_nb.protocol.handshake_proof import DiallerProof, ListenerProof
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Attached, Channel, Message, Refused
@@ -172,9 +172,7 @@ def _ask(stream: Stream, code: JoinCode, record: Attach, options: LinkOptions, d
     state = advance(State.PROVING, Role.DIALLER, Event.PROVED)
     send_record(stream, record)
     state = advance(state, Role.DIALLER, sent(Attach))
-    decoder = Decoder(
-        Limits(max_payload_bytes=options.max_payload_bytes, compressed=bool(record.codecs)), SHARED_MEMORY
-    )
+    decoder = Decoder(options.limits(record.session_id, bool(record.codecs)), SHARED_MEMORY)
     answer, early = receive_record(stream, decoder, deadline)
     advance(state, Role.DIALLER, received(type(answer.message)))
     if isinstance(answer.message, Refused):

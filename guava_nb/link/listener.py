@@ -333,9 +333,7 @@ class Listener:
             session = self._new_session(attach, stream.peer)
         with session.attaching:
             send_record(stream, self._answer(session, attach.purpose))
-            decoder.limits = Limits(
-                max_payload_bytes=self._options.max_payload_bytes, compressed=bool(offered(self._options.compression))
-            )
+            decoder.limits = self._options.limits(attach.session_id, bool(offered(self._options.compression)))
             session.adopt(attach.purpose, stream, decoder, attach)
         self._wake()  # one that came back ends an outage for all
         if session.state == "joining" and session.whole:

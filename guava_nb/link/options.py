@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ConfigError
+from guava_nb.protocol.framing import Limits
+from guava_nb.protocol.messages import Message
 from guava_nb.transport.options import SocketOptions
 
 __all__ = ["LinkOptions", "link_options"]
@@ -22,6 +26,7 @@ class LinkOptions:
         connect_timeout_s: for one attempt to connect, from the name to `Attached`.
         window_bytes: most bytes per channel that may be on their way and not yet consumed.
         max_payload_bytes: the largest payload that is accepted from the peer.
+        payload_of: gives the most payload bytes of one message by the session's id and its record; None: `max_payload_bytes`.
         socket: tuning of the TCP sockets.
         max_unauthenticated: connections that may stand at a listener before they have proved anything.
         auth_timeout_s: for TLS, proof and `Attach` of a newcomer together.
@@ -44,6 +49,12 @@ class LinkOptions:
     ack_delay_s: float = 0.02
     compression: str = "auto"
     rejoin_s: float = 300.0
+    payload_of: Callable[[bytes, Message], int] | None = None
+
+    def limits(self, session_id: bytes, compressed: bool) -> Limits:
+        """Return what is accepted of a session; `compressed`: this side offered to read compressed chunks."""
+        payload_of = None if self.payload_of is None else partial(self.payload_of, session_id)
+        return Limits(max_payload_bytes=self.max_payload_bytes, compressed=compressed, payload_of=payload_of)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -63,9 +74,10 @@ class LinkOptions:
             )
 
 
-def link_options(config: DistributedConfig) -> LinkOptions:
-    """Return the link settings of a configuration."""
+def link_options(config: DistributedConfig, payload_of: Callable[[bytes, Message], int] | None = None) -> LinkOptions:
+    """Return the link settings of a configuration; `payload_of` as in `LinkOptions`."""
     return LinkOptions(
+        payload_of=payload_of,
         heartbeat_s=config.heartbeat_s,
         silence_s=config.silence_s,
         grace_s=config.grace_s,

@@ -28,28 +28,30 @@ class Interrupts:
 
 
 @contextmanager
-def interrupts_call(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Have SIGINT call `on_interrupt` while the block runs; on a thread that gets no signals nothing changes."""
-    previous = None
+def interrupts_call(on_interrupt: Callable[[], None], *also: int) -> Iterator[None]:
+    """Have SIGINT, and these signals, call `on_interrupt` while the block runs; on a thread that gets none nothing changes."""
+    previous = {}
     if threading.current_thread() is threading.main_thread():
-        previous = signal.signal(signal.SIGINT, lambda number, frame: on_interrupt())
+        for number in (signal.SIGINT, *also):
+            previous[number] = signal.signal(number, lambda number, frame: on_interrupt())
     try:
         yield
     finally:
-        # A handler that was not set from Python comes back as None and cannot be set again from here.
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            # A handler that was not set from Python comes back as None and cannot be set again from here.
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 @contextmanager
-def interrupts_counted() -> Iterator[Interrupts]:
-    """Count SIGINT while the block runs, and raise nothing."""
+def interrupts_counted(*also: int) -> Iterator[Interrupts]:
+    """Count SIGINT, and these signals, while the block runs, and raise nothing."""
     interrupts = Interrupts()
 
     def note() -> None:
         interrupts.count += 1
 
-    with interrupts_call(note):
+    with interrupts_call(note, *also):
         yield interrupts
 
 

@@ -7,6 +7,7 @@ SIGINT to the kernel's whole process group. The join code goes through a pipe, s
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,17 +29,30 @@ from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
 from guava_nb.link.options import LinkOptions
 from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
-from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, MAX_LINE_CHARS, NURSERY, ending_text
+from guava_nb.processes.pipe import (
+    EXIT_AGAIN,
+    EXIT_LOST,
+    EXIT_OK,
+    EXIT_REFUSED,
+    MARK,
+    MAX_LINE_CHARS,
+    NURSERY,
+    ending_text,
+)
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
 
-__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch"]
+__all__ = ["ListenAt", "WorkerHandle", "WorkerState", "close_all", "expect_workers", "launch", "lines_of"]
 
 _WORDS = (sys.executable, "-m", "guava_nb.worker.process")
 
 #: Enough for the traceback of a crash below Python together with what was printed before it.
 TAIL_LINES = 120
+#: Bytes of output read at once; characters after which a worker's log file grows no more.
+_BLOCK_BYTES, MAX_LOG_CHARS = 64 << 10, 64 << 20
+#: Times that the process of a worker is replaced after it lost its device: more often, the cause comes again.
+MOST_REPLACED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +112,10 @@ class WorkerHandle:
         self._last: dict[str, Any] = {"state": "starting", "step": -1, "detail": ""}
         self._name, self._joined, self._figures = name, False, OwnFigures()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._partial = ""
+        self._partial, self._logged = "", 0
         self._ended = threading.Event()
-        self._killed = False
+        self._killed = self._leaves = False
+        self._threads, self._replaced = threads, 0
         self._process = self._spawn(threads)
         threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
 
@@ -125,20 +140,39 @@ class WorkerHandle:
 
     def _watch(self) -> None:
         log = self._open_log()
-        assert self._process.stdout is not None
         with log or contextlib.nullcontext():
-            for line in self._process.stdout:
-                self._on_line(line.rstrip("\n"), log)
-            if self._partial:
-                self._on_line("", log)
-        status = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+            status = self._follow(log)
+            while status == EXIT_AGAIN and self._replaced < MOST_REPLACED and not (self._killed or self._leaves):
+                self._replaced += 1
+                cause = f"its process lost its device ({self._last['detail']}) and is replaced"
+                self._last = {
+                    "state": "starting",
+                    "step": -1,
+                    "detail": f"{cause}: {self._replaced} of {MOST_REPLACED} times",
+                }
+                self._process = self._spawn(self._threads)
+                status = self._follow(log)
+        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST, EXIT_AGAIN):
+            self._on_crash(status)
+        self._ended.set()
+
+    def _follow(self, log: IO[str] | None) -> int:
+        """Read what the process says until it ends; returns its exit status."""
+        process = self._process
+        assert process.stdout is not None
+        for lines in lines_of(process.stdout):
+            for line in lines:
+                self._on_line(line, log)
+            if log is not None:
+                log.flush()
+        if self._partial:
+            self._on_line("", log)
+        status = process.wait()
+        for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if status not in (EXIT_OK, EXIT_REFUSED, EXIT_LOST):
-            self._on_crash(status)
-        self._ended.set()
+        return status
 
     def _open_log(self) -> IO[str] | None:
         if self._log_path is None:
@@ -154,13 +188,15 @@ class WorkerHandle:
         text, mark, record = line.partition(MARK)
         line, self._partial = self._partial + text, ""
         if mark:
-            self._partial = line  # the user's code had not ended its line when the state came in between
+            self._partial = line[
+                -_BLOCK_BYTES:
+            ]  # the user's code had not ended its line when the state came in between
             self._on_state(record)
             return
         self._lines.append(line[:MAX_LINE_CHARS])
-        if log is not None:
-            log.write(line + "\n")
-            log.flush()
+        if log is not None and self._logged < MAX_LOG_CHARS:
+            self._logged += len(line)
+            log.write(line + "\n" if self._logged < MAX_LOG_CHARS else "(no more is kept of what this worker prints)\n")
 
     def _on_state(self, record: str) -> None:
         try:
@@ -204,8 +240,8 @@ class WorkerHandle:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        """Whether the process runs, or is being replaced."""
+        return not self._ended.is_set() and (self._process.poll() in (None, EXIT_AGAIN))
 
     @property
     def code(self) -> JoinCode | None:
@@ -235,6 +271,7 @@ class WorkerHandle:
 
     def leave(self) -> None:
         """Ask it to leave after the step in work."""
+        self._leaves = True
         self._order("leave")
 
     def redirect(self, code: JoinCode | str) -> None:
@@ -270,6 +307,23 @@ class WorkerHandle:
         """One line without secrets."""
         state = self.status()
         return f"WorkerHandle({state.name or state.device}: {state.state}, {state.address or 'no address'}, pid {self.pid})"
+
+
+def lines_of(stream: IO[str]) -> Iterator[list[str]]:
+    """Give the lines of a process's output as they come, in blocks: a flood costs one call a block, and bounded memory.
+
+    A carriage return ends a line too, and within a block the next one takes its place, as on a terminal. Of a line without an
+    end the last 64 KiB are kept.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    source, rest, data = stream.buffer, "", b" "  # type: ignore[attr-defined]
+    while data:
+        data = source.read1(_BLOCK_BYTES)
+        *whole, last = (rest + decoder.decode(data, not data)).split("\n")
+        done, mark, rest = last.rpartition("\r")
+        rest = rest[-_BLOCK_BYTES:]
+        ended = [line.rstrip("\r").rpartition("\r")[2] for line in (*whole, *([done] if mark else []))]
+        yield ended if data or not rest else [*ended, rest]
 
 
 def _forked(environment: Mapping[str, str]) -> ForkedProcess | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["EXIT_LOST", "EXIT_OK", "EXIT_REFUSED", "MARK", "MAX_LINE_CHARS", "NURSERY", "ending_text"]
+__all__ = ["EXIT_AGAIN", "EXIT_LOST", "EXIT_OK", "EXIT_REFUSED", "MARK", "MAX_LINE_CHARS", "NURSERY", "ending_text"]
 
 MARK = "\x1eguava "
 #: Exit statuses: the launcher tells them apart from a crash.
 EXIT_OK, EXIT_REFUSED, EXIT_LOST = 0, 3, 4
+#: The device of the process is lost to it, and another process can use it.
+EXIT_AGAIN = 5
 #: Argument of a process that forks workers and is none itself.
 NURSERY = "nursery"
 #: Longest line sent; the rest of it stays in the worker's own log.

@@ -299,12 +299,24 @@ class Decoder:
         incoming.message = _read_record(header.kind, record)
         check_tensors(incoming.message, header.payload_bytes)
         if header.payload_bytes:
+            self._check_asked(incoming.message, header.payload_bytes)
             incoming.payload = self._payload(header.payload_bytes)
             if header.chunk_bytes < header.payload_bytes:
                 self._open[header.channel] = incoming
                 self._streaming = self._streaming or header.payload_bytes >= _STAGING_BYTES
         # A message without payload waits for a chunk of no bytes, which is whole at once.
         self._expect_chunk(incoming, header)
+
+    def _check_asked(self, message: Message, payload_bytes: int) -> None:
+        """Before anything is allocated: compressed, gigabytes come in a few kilobytes."""
+        if self.limits.payload_of is None:
+            return
+        most = self.limits.payload_of(message)
+        if payload_bytes > most:
+            name = type(message).__name__
+            raise FrameTooLarge(
+                f"the peer announced a {name} of {payload_bytes} bytes; it was asked for {most} at most"
+            )
 
     def _payload(self, num_bytes: int) -> memoryview:
         try:

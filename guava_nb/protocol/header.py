@@ -6,6 +6,7 @@ Knows the layout, the limits and the checks that need no memory of earlier frame
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,11 +69,13 @@ class Limits:
         max_record_bytes: most bytes of one msgpack record.
         max_payload_bytes: most payload bytes of one message.
         compressed: this side offered to read compressed chunks.
+        payload_of: gives the most payload bytes of one message by its record, such as 0 for an answer that was not asked for.
     """
 
     max_record_bytes: int = 8 << 20
     max_payload_bytes: int = 64 << 30
     compressed: bool = False
+    payload_of: Callable[[Message], int] | None = None
 
     @classmethod
     def before_join(cls) -> Limits:

@@ -111,6 +111,11 @@ class BaseReplica(ABC):
         return sum(parameter.nbytes for parameter in self._module.parameters())
 
     @property
+    def model_bytes(self) -> int:
+        """Bytes of the parameters and buffers held here."""
+        return self.weights_bytes + sum(buffer.nbytes for buffer in self._module.buffers())
+
+    @property
     def kind(self) -> str:
         """Names the replicas that must hold the same parameters; "" for all."""
         return ""

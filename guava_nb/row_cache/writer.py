@@ -214,12 +214,12 @@ class RowWriter:
         self._listed.difference_update(ranks)
 
     def settle(self, job: Waiting, ranks: Iterable[int]) -> None:
-        """Wait until it is known what these workers hold."""
+        """Wait until it is known what these workers hold; one that is away meanwhile counts as holding nothing."""
         for gone in self._caches.keys() - set(job.cluster.roster.alive()):
             del self._caches[gone]
         if self._spec.cache is not None:
             asked = set(ranks)
-            job.pump(lambda: all(r in self._listed for r in asked & (job.ready | job.suspects)))
+            job.pump(lambda: all(r in self._listed for r in asked & job.ready))
 
     def _on_held(self, rank: int, message: CacheHeld, payload: memoryview) -> None:
         if message.run_id != self._run_id or self._spec.cache is None or rank in self._listed:

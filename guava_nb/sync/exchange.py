@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from guava_nb.cluster.job import Job
+from guava_nb.cluster.patience import Debt
 from guava_nb.cluster.report_checks import is_valid, without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sample_text import sample_text
@@ -98,6 +99,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         replicas.count_ahead = self._count_ahead
         job.on(Ready, self._on_ready)
         job.on(StepApplied, self._on_committed)
+        job.watch(self._owed)
 
     # ------------------------------------------------------------------------------------------------------- steps out
 
@@ -180,6 +182,15 @@ class StepExchange(ABC, Generic[_Replicas]):
                 f"it is of step {message.step + 1}, and step {self._replicas.step + 2} is not committed"
             )
         return in_flight
+
+    def _owed(self) -> Iterator[Debt]:
+        """What is missing of the next step to be committed: the steps after it wait for it anyway."""
+        in_flight = self.in_flight.get(self._replicas.step + 1)
+        if in_flight is not None:
+            machine = in_flight.machine
+            for rank in {task.owner for task in machine.tasks}:
+                if machine.owed_by(rank):
+                    yield Debt(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
 
     def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
         in_flight = self._asked(rank, message)

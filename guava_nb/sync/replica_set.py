@@ -17,6 +17,7 @@ from torch import nn
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
+from guava_nb.cluster.patience import Debt
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import PreparationError
@@ -100,12 +101,16 @@ class ReplicaSet(StateAtWorkers):
         self._building: dict[int, int] = {}
         self._loading: dict[int, tuple[int, int]] = {}
         self._keep = ("", -1)  # run and step that workers were told to keep when they prepared last
+        # Asked to build the run while others train on: what they hold is of an earlier step.
+        self._ahead: set[int] = set()
 
     # ---------------------------------------------------------------------------------------------------- messages
 
     def attach(self, job: Job) -> None:
         """Handle the messages of this run's replicas in that job."""
         job.run_id, job.forget, job.was_asked = self.run_id, self.drop, self._was_asked
+        job.spares = lambda rank: self._spares(job, rank)
+        job.cluster.bounds.expect_model(self.master.model_bytes)
         job.on(Prepared, self._on_prepared)
         job.on(StateLoaded, self._on_loaded)
         job.on(State, self._on_state)
@@ -124,7 +129,9 @@ class ReplicaSet(StateAtWorkers):
     def _on_prepared(self, rank: int, message: Prepared, payload: memoryview) -> None:
         if message.run_id == self.run_id and self._was_asked(rank, message.generation):
             self._prepared[rank] = message
-            can_hold = message.ok and message.holds and 0 <= message.ticks <= len(self.ticks)
+            can_hold = (
+                message.ok and message.holds and 0 <= message.ticks <= len(self.ticks) and rank not in self._ahead
+            )
             if can_hold and (step := self._step_kept(rank, message.step)) is not None:
                 self.at[rank] = step
 
@@ -144,11 +151,20 @@ class ReplicaSet(StateAtWorkers):
     def prepare(self, job: Job, ranks: Iterable[int]) -> dict[int, Prepared]:
         """Have the workers build their replicas; returns the answers of those that could not.
 
-        A worker that is lost meanwhile simply gives no answer.
+        A worker that is lost meanwhile, or slow where others are not, simply gives no answer.
         """
+        asked = self.ask(job, ranks)
+        with job.waiting_for(lambda: self._preparing(asked)):
+            job.pump(lambda: not self._waited_for(job, asked) - self._prepared.keys())
+        self._ahead |= asked - self._prepared.keys()
+        return self.conclude(job, asked)
+
+    def ask(self, job: Job, ranks: Iterable[int]) -> set[int]:
+        """Tell workers to build their replicas, as `prepare` does, and wait for none; returns the ranks."""
         asked = set(ranks)
         for rank in asked:
             self.drop(rank)
+        self._ahead -= asked
         self._take_over()
         self.writer.expect(asked)
         roster = job.cluster.roster
@@ -159,7 +175,25 @@ class ReplicaSet(StateAtWorkers):
         job.cluster.send_all(asked, Prepare(self.run_id, self.cells, self.spec, roster.generation, *self._keep, wanted))
         if self._proves:
             self._own_digest()  # while they build
-        job.pump(lambda: all(r in self._prepared for r in asked & (job.ready | job.suspects)))
+        return asked
+
+    def ask_ahead(self, job: Job, ranks: Iterable[int], timeout_s: float) -> set[int]:
+        """Have newcomers build their replicas; those that take longer than `timeout_s` do so while the others train on.
+
+        Returns:
+            Who has answered, for `conclude`.
+        """
+        asked = self.ask(job, ranks)
+        job.pump(lambda: not (asked & job.ready) - self._prepared.keys(), timeout_s)
+        self._ahead |= asked - self._prepared.keys()
+        return asked & self._prepared.keys()
+
+    def has_answered(self, rank: int) -> bool:
+        """Whether a worker that was told to build its replica has said how that went."""
+        return rank in self._prepared
+
+    def conclude(self, job: Job, asked: set[int]) -> dict[int, Prepared]:
+        """Look at the answers of workers that were asked; returns those that could not build their replicas."""
         for rank in asked & self.prepared():
             if self.code is not None and (problem := self.code.problem(self._prepared[rank].facts)):
                 self._prepared[rank] = Prepared(run_id=self.run_id, ok=False, problem=problem)
@@ -188,6 +222,21 @@ class ReplicaSet(StateAtWorkers):
     def _send_ticks(self, cluster: Cluster, ranks: Iterable[int], after: int) -> None:
         for number, metric in enumerate(self.ticks[after:], after + 1):
             cluster.send_all(ranks, SchedulerStep(self.run_id, metric, number))
+
+    def _preparing(self, asked: Iterable[int]) -> Iterator[Debt]:
+        for rank in asked:
+            if rank not in self._prepared:
+                yield Debt(rank, "preparing", self._building[rank], "it builds the run")
+
+    def _waited_for(self, job: Job, asked: set[int]) -> set[int]:
+        """Those who must answer: who is away, or slow, is waited for only where no other can go on."""
+        others = job.ready & (asked | self.at.keys())
+        return asked & job.ready if self.elastic and others else asked & (job.ready | job.suspects)
+
+    def _spares(self, job: Job, rank: int) -> bool:
+        """Whether the run goes on without a worker: another one holds the state, or has built its replica."""
+        others = (self.prepared() | self.at.keys()) & job.ready - {rank}
+        return self.spec.parallel is None and bool(others)
 
     def _tell_once(self, job: Job, sentence: str) -> None:
         if sentence not in self._told:

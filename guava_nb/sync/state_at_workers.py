@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
+from guava_nb.cluster.patience import Debt
 from guava_nb.data.codec import Resolve
 from guava_nb.errors import TrainingError, WorkerLost
 from guava_nb.protocol.messages import FetchState, State
@@ -322,16 +323,15 @@ class StateAtWorkers(StepsHeld, ABC):
         for request, rank in requests.items():
             job.cluster.send(rank, FetchState(request, self.run_id, whole, whole, len(self.ticks)))
         about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
+
+        def owed() -> Iterator[Debt]:
+            for request, rank in requests.items():
+                if request not in self._states and rank in job.ready and rank in self.at:
+                    yield Debt(rank, "state", request, "it sends the state")
+
         try:
-            in_time = pump_while_coming(
-                job,
-                ranks,
-                lambda: all(
-                    request in self._states or rank not in job.ready or rank not in self.at
-                    for request, rank in requests.items()
-                ),
-                timeout_s,
-            )
+            with job.waiting_for(owed):
+                in_time = pump_while_coming(job, ranks, lambda: not list(owed()), timeout_s)
         finally:
             self._awaited, job.about_request = {}, about
         if not in_time:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job, NobodyLeft
+from guava_nb.cluster.patience import Debt
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Cell, RunSpec
 from guava_nb.replica.replica import Replica
@@ -53,9 +54,15 @@ class WholeReplicaSet(ReplicaSet):
         """
         asked, roster = set(ranks), job.cluster.roster
         roster.generation += 1  # tells this state's answers from those to an earlier one
-        with self._sending_state(job, asked, roster.generation, state, step):
-            job.pump(lambda: all(r in self._loaded for r in asked & (job.ready | job.suspects)))
+        sending = self._sending_state(job, asked, roster.generation, state, step)
+        with sending, job.waiting_for(lambda: self._taking_state(asked)):
+            job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
         self._compare_loaded(job, [r for r in asked if r in self._loaded])
+
+    def _taking_state(self, asked: Iterable[int]) -> Iterator[Debt]:
+        for rank in asked:
+            if rank not in self._loaded:
+                yield Debt(rank, "loading", self._loading.get(rank, (0, 0))[0], "it takes the state")
 
     def bring_up(self, job: Job) -> None:
         """Give the run and its state to connected workers that do not hold it."""

@@ -84,8 +84,9 @@ class TrainingJob(Job):
         self._energy = RunEnergy(
             cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
         )
-        registered = replica_set.registered if plan.callbacks else None
-        self._handed_out = HandedOut(cluster.notice, registered, replica_set.code)
+        self._handed_out = HandedOut(
+            cluster.notice, replica_set.registered if plan.callbacks else None, replica_set.code
+        )
         self.run = run = self._new_run(model)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
@@ -104,12 +105,12 @@ class TrainingJob(Job):
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
+        self.on_slow = lambda rank: window.adopt()
         self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
     def _new_run(self, model: Callable[[], torch.nn.Module]) -> Run:
-        plan, replica_set = self.plan, self.replica_set
-        meter = wire_meter(self.cluster, replica_set.spec)
+        plan, replica_set, meter = self.plan, self.replica_set, wire_meter(self.cluster, self.replica_set.spec)
         if plan.budget is not None:
             plan.budget.used = lambda: total_bytes(meter())
         sources = RunSources(
@@ -190,8 +191,8 @@ class TrainingJob(Job):
         Raises:
             CheckpointError: the file cannot be written.
         """
-        replica_set = self.replica_set
-        checkpoint.write(path, replica_set.master.state(), self.accounting.steps - 1, self.where(), replica_set.spec)
+        held = self.replica_set
+        checkpoint.write(path, held.master.state(), self.accounting.steps - 1, self.where(), held.spec)
 
     # --------------------------------------------------------------------------------------------------- the whole run
 
@@ -322,8 +323,8 @@ class TrainingJob(Job):
         self.window.drain()
         self.accounting.note_team(self.membership.available())  # a loss after the last step was sent shows only now
         self._boundary.end_epoch()
-        record = self.accounting.end_epoch(epoch)
-        self._boundary.tick("epoch", self.run.validations[-1] if self.run.validations else record)
+        record, validations = self.accounting.end_epoch(epoch), self.run.validations
+        self._boundary.tick("epoch", validations[-1] if validations else record)
         self._energy.end_epoch(self.ready)
         self._call("on_epoch", record)
         if epoch + 1 < self.plan.num_epochs and self.snapshots.fits_epoch():
@@ -335,8 +336,7 @@ class TrainingJob(Job):
             method = getattr(callback, hook, None)
             if method is None:
                 continue
-            who = f"{type(callback).__name__}.{hook}"
-            wants_end = method(self.run, record)
+            who, wants_end = f"{type(callback).__name__}.{hook}", method(self.run, record)
             self._handed_out.look(who, is_often=hook == "on_step")
             if wants_end and not self.interrupts:
                 self._stop_here(f"{who} asked to stop")
@@ -437,8 +437,8 @@ class TrainingJob(Job):
         Raises:
             SamplesKill: it was the third that was lost over the same samples.
         """
-        poison = self.accounting.poison
         self.membership.lose(rank)
+        poison = self.accounting.poison
         poison.vanished(rank, self.window.exchange.in_flight.values())
         self.window.adopt()
         died = self.cluster.roster.members[rank].state == "lost" and rank not in self.cluster.expelled

@@ -12,6 +12,9 @@ from guava_nb.training.plan import Snapshot
 
 __all__ = ["Membership"]
 
+#: The others wait so long for newcomers that build the run, which is enough for a small model; after it they train on.
+BUILD_S = 1.0
+
 
 class Membership:
     """The members of one run, and how they get its state.
@@ -19,6 +22,7 @@ class Membership:
     Attributes:
         cluster, replica_set: of the run.
         behind: members that missed a step and need the state again.
+        building: newcomers that were told to build the run and were not brought in yet.
         formed: the members were given the state, at the start or after the last loss.
     """
 
@@ -26,6 +30,7 @@ class Membership:
         """Start without members: `give_state` makes them."""
         self.cluster, self.replica_set = job.cluster, replica_set
         self.behind: set[int] = set()
+        self.building: set[int] = set()
         self.formed = False
         self._job = job
         self._told: set[int] = set()  # of whose cards it was told
@@ -51,8 +56,9 @@ class Membership:
         return [rank for rank in self.current() if rank in self._job.ready]
 
     def newcomers(self) -> list[int]:
-        """Return connected members that need the state first."""
-        return self.replica_set.newcomers(set(self.current()), self.fit)
+        """Return connected members that need the state first; not those that still build the run."""
+        newcomers = self.replica_set.newcomers(set(self.current()), self.fit)
+        return [r for r in newcomers if r not in self.building or self.replica_set.has_answered(r)]
 
     def give_state(self, snapshot: Snapshot) -> None:
         """Prepare all who are fit and bring them to the state of a snapshot.
@@ -62,6 +68,7 @@ class Membership:
         """
         ranks = self.replica_set.pick(self.fit)
         self.replica_set.require(self._job, ranks)
+        self.building = {rank for rank in ranks if not self.replica_set.has_answered(rank)}
         self._tell_emulated_bf16(ranks)
         ranks &= self.replica_set.prepared()
         self.replica_set.give(self._job, ranks, lambda: self._state_of(snapshot), snapshot.step)
@@ -94,9 +101,16 @@ class Membership:
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
 
     def bring_in(self, ranks: Sequence[int]) -> None:
-        """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out."""
-        unprepared = [rank for rank in ranks if rank not in self.replica_set.prepared()]
-        for rank, answer in self.replica_set.prepare(self._job, unprepared).items():
+        """Give newcomers the run and the state of the last committed step; one that cannot build the run stays out.
+
+        One that takes long to build it does so while the others train on, and comes in at a later boundary.
+        """
+        unprepared = {rank for rank in ranks if rank not in self.replica_set.prepared()}
+        self.replica_set.ask_ahead(self._job, unprepared - self.building, BUILD_S)
+        self.building |= unprepared
+        answered = {rank for rank in self.building if self.replica_set.has_answered(rank)}
+        self.building -= answered
+        for rank, answer in self.replica_set.conclude(self._job, answered).items():
             self._unfit.add(rank)
             self.cluster.notice(preparation_text(self.cluster.name(rank), answer))
         kept = {rank for rank in unprepared if self.replica_set.holds(rank)}
@@ -111,6 +125,7 @@ class Membership:
     def lose(self, rank: int) -> None:
         """Count a member out that is gone; the others are told what is lost with it."""
         took_part = self.replica_set.at.pop(rank, None) is not None
+        self.building.discard(rank)
         if took_part and self._job.ready:
             happened = "is lost" if self.cluster.roster.members[rank].state == "lost" else "left"
             tell_own_state_lost(self.cluster, self.replica_set.spec, rank, happened)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.job_events import Wake
+from guava_nb.cluster.patience import Debt
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError
@@ -151,10 +152,16 @@ class StepWindow:
 
     def drain(self) -> None:
         """Wait until no step is in flight and every connected member has applied the last one."""
-        replica_set = self._membership.replica_set
         self._job.pump(lambda: not self.exchange.in_flight)
         self._credit.pause()
-        self._job.pump(lambda: all(replica_set.at[r] == replica_set.step for r in self._membership.available()))
+        with self._job.waiting_for(self._applying):
+            self._job.pump(lambda: not list(self._applying()))
+
+    def _applying(self) -> Iterator[Debt]:
+        replica_set = self._membership.replica_set
+        for rank in self._membership.available():
+            if replica_set.at[rank] != replica_set.step:
+                yield Debt(rank, "applying", replica_set.step, f"it applies {replica_set.nth(replica_set.step)}")
 
     def abort(self, reason: str, hear_all: bool = False, last: int | None = None) -> None:
         """Have all members forget what is not committed, and hear how far they are.

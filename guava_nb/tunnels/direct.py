@@ -54,6 +54,8 @@ class DirectTunnel(_NoTunnel):
     def __init__(self, host: str | None = None, port: int | None = None) -> None:
         super().__init__()
         self._host, self._port = host, port
+        if host is not None and ":" in host:
+            self.bind = ""  # an IPv6 address is reached on all interfaces of both families only
         self._is_known = True
 
     def start(self, port: int) -> Address:

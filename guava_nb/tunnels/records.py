@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from guava_nb.errors import ConfigError
@@ -187,9 +188,8 @@ def private_folder() -> Path:
 def _read(path: Path) -> Record | None:
     """A record, or None when it was taken away or is none."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        record = Record(**{**held, "arguments": tuple(held["arguments"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError, ValueError):
         return None
     return record if record._file == path else None
 
@@ -199,7 +199,7 @@ def _runs(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - started) < _CLOCK_S and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, OverflowError, ValueError):  # gone, or the number of no process
         return False
 
 

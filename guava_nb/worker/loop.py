@@ -44,6 +44,7 @@ from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.replica.optimizer import warm_up
 from guava_nb.row_cache.reader import Load, RowReader
 from guava_nb.telemetry.energy_reporter import EnergyReporter
+from guava_nb.worker.error_text import DeviceLost
 from guava_nb.worker.pending_steps import ScheduleTicks
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
@@ -146,12 +147,14 @@ class WorkerLoop:
             Whether it left because `leave` was called.
 
         Raises:
-            GuavaError: the orchestrator refused this worker.
+            GuavaError: the orchestrator refused this worker, or this process lost its device.
         """
         try:
             while not self._may_go():
                 self._take()
                 self._turn()
+                if self._steps.lost_device:
+                    raise DeviceLost(self._steps.lost_device)
             return True
         except _End:
             return self._leave_deadline is not None
@@ -347,7 +350,7 @@ class WorkerLoop:
         self._run = None
         if self._seat is not None:
             self._seat.leave()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not self._steps.lost_device:
             torch.cuda.empty_cache()
 
     def _give_up_run(self, error: BaseException) -> None:

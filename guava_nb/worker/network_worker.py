@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,7 +102,7 @@ def _parts(own: ResidentParts | None, model_ctor: Callable[[], torch.nn.Module] 
 
 @contextlib.contextmanager
 def _leaves_on_interrupt(leave: Callable[[], None]) -> Iterator[None]:
-    """Inside, the first interrupt leaves after the step in work, the second raises at once."""
+    """Inside, the first interrupt or SIGTERM leaves after the step in work, the second raises at once."""
     interrupted = False
 
     def on_interrupt() -> None:
@@ -111,7 +112,7 @@ def _leaves_on_interrupt(leave: Callable[[], None]) -> Iterator[None]:
         interrupted = True
         leave()
 
-    with interrupts_call(on_interrupt):
+    with interrupts_call(on_interrupt, signal.SIGTERM):
         yield
 
 
@@ -165,7 +166,7 @@ class NetworkWorker:
     def connect_and_train(self) -> str:
         """Join and work until the orchestrator ends the session or `leave` is called; returns why it ended.
 
-        An interrupt (Ctrl-C) leaves after the step in work, a second one raises at once.
+        An interrupt (Ctrl-C) or SIGTERM leaves after the step in work, a second one raises at once.
 
         Raises:
             GuavaError: the join failed, the orchestrator was lost, or it sent this worker away.
@@ -268,7 +269,7 @@ class ListeningWorker:
         Args:
             once: return when an orchestrator has closed its session, instead of waiting for the next.
 
-        An interrupt (Ctrl-C) leaves after the step in work, a second one raises at once.
+        An interrupt (Ctrl-C) or SIGTERM leaves after the step in work, a second one raises at once.
 
         Raises:
             WorkerLost: with `once`, the orchestrator was lost and did not dial again within `rejoin_timeout_s`.

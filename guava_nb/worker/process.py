@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from guava_nb.processes.nursery import serve
-from guava_nb.processes.pipe import EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, NURSERY
+from guava_nb.processes.pipe import EXIT_AGAIN, EXIT_LOST, EXIT_OK, EXIT_REFUSED, MARK, NURSERY
 from guava_nb.spec.loading import loading_without_collections
 
 if TYPE_CHECKING:  # torch is loaded when the order is read
@@ -88,7 +88,7 @@ def _work(order: dict[str, Any]) -> int:
         reason = _dial(new_member(), tell) if code is not None else _be_dialled(new_member, config, listen, tell)
     except GuavaError as error:
         report("failed", -1, str(error), error=type(error).__name__)
-        return EXIT_REFUSED
+        return EXIT_AGAIN if type(error).__name__ == "DeviceLost" else EXIT_REFUSED
     finally:
         for stream in (sys.stdout, sys.stderr):
             finish = getattr(stream, "finish", None)
@@ -184,6 +184,11 @@ def _tee(send: Callable[[Message], None]) -> None:
 
 
 def _obey(leave: Callable[[str], None], redirect: Callable[[JoinCode], None] | None = None) -> None:
+    def on_end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+        leave("its machine asked it to end (SIGTERM)")
+
+    signal.signal(signal.SIGTERM, on_end)  # Slurm, Kubernetes, a spot machine that is taken away
     threading.Thread(target=_listen, args=(leave, redirect, sys.stdin), name="guava-orders", daemon=True).start()
 
 

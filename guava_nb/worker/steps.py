@@ -44,7 +44,7 @@ from guava_nb.row_cache.reader import Load
 from guava_nb.telemetry import BACKWARD, EXCHANGE, FORWARD, UPDATE, WAITING, PhaseBook
 from guava_nb.telemetry.energy_reporter import EnergyReporter
 from guava_nb.worker.device_prefetch import DevicePrefetch, copier_for
-from guava_nb.worker.error_text import error_text, trace_text
+from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
 from guava_nb.worker.pending_steps import LocalStep, PendingSteps
 from guava_nb.worker.preparation import USER_ERRORS, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
@@ -114,6 +114,7 @@ class StepRunner:
         self._pieces = 1  # into how many pieces a shard is cut so that it fits the memory
         self._idle_since = time.monotonic()
         self._ahead: _Ahead | None = None  # applied on the device, and not yet known to be
+        self.lost_device = ""  # what made this process lose its device
         self._kept_first: dict[str, bytes] | None = None  # digests of what the user's code keeps, as the run began
 
     def begin(self, run: PreparedRun, generation: int) -> None:
@@ -433,14 +434,11 @@ class StepRunner:
     ) -> None:
         """Tell of a step that counts here; `failure` is what its schedule raised."""
         replica = run.replica
-        self._send(
-            StepApplied(
-                run_id=run.run_id, generation=step.generation, step=self.committed,
-                parameter_hash=replica.parameter_hash() if step.want_hash else "",
-                learning_rate=learning_rate, skipped=skipped, ready=ready,
-            ),
-            (),
+        applied = StepApplied(
+            run_id=run.run_id, generation=step.generation, step=self.committed, skipped=skipped, ready=ready,
+            parameter_hash=replica.parameter_hash() if step.want_hash else "", learning_rate=learning_rate,
         )  # fmt: skip
+        self._send(applied, ())
         self._on_commit(self._generation, self.committed)
         if failure is not None:
             self._halt(run, failure, self.committed)
@@ -466,7 +464,9 @@ class StepRunner:
             notes: what may have led to it.
         """
         (doing, step), generation = at, self._built_in
-        text = ". ".join([error_text(error), *notes])
+        if loses_device(error):
+            notes, self.lost_device = (NOTE,), str(error).splitlines()[0]
+        text = ". ".join([self.lost_device or error_text(error), *notes])
         if self._seat is not None and self._seat.broken_by(error):
             kind = FailureKind.GROUP if kind is FailureKind.USER else FailureKind.TORN
             generation = self._seat.formed_in
@@ -476,9 +476,9 @@ class StepRunner:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) and kind is FailureKind.USER:
             kind = FailureKind.MEMORY
             text += f". {_MEMORY_ADVICE.get(doing) or memory_advice(self._run, request, rows, self._pieces)}"
-        name, trace = type(error).__name__, trace_text(error)
         message = Failure(
-            run_id=run_id, kind=kind, type_name=name, text=text, traceback=trace, request_id=request, generation=generation
+            run_id=run_id, kind=kind, type_name=type(error).__name__, text=text, traceback=trace_text(error),
+            request_id=request, generation=generation,
         )  # fmt: skip
         self._send(message, ())
 

@@ -197,7 +197,8 @@ class WorkerSession:
             self._close()
 
     def _close(self) -> None:
-        self.loop.close()
+        with contextlib.suppress(RuntimeError):  # of a device that is lost to this process
+            self.loop.close()
         self._prober.close()
         self._energy.close()
 

@@ -80,7 +80,7 @@ class CountingReplica(Replica):
     # It keeps nothing of a user's beside the number.
     module = None
     user_code: dict[str, object] = {}
-    weights_bytes = 0
+    weights_bytes = model_bytes = 0
 
     layout: Any
 

@@ -69,3 +69,16 @@ def test_what_earlier_sessions_held_is_gone_when_a_later_one_closes() -> None:
         assert first() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("listens", "dialled"), [("::", "::1"), ("", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("10.0.0.7", None)]
+)
+def test_own_workers_dial_an_address_that_is_listened_on(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], listens: str, dialled: str | None
+) -> None:
+    made, _ = session(monkeypatch)
+    asked: list[str | None] = []
+    made._listener = types.SimpleNamespace(host=listens, join_code=asked.append)  # type: ignore[assignment]
+    made.launch_workers(1, device="cpu")
+    assert asked == [dialled]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from guava_nb.cluster.roster import Roster, version_notes
+import msgspec
+
+from guava_nb.cluster.roster import Roster, shortened, version_notes
 from guava_nb.protocol.messages import Hello
 
 
@@ -62,3 +64,14 @@ def test_a_worker_is_as_fast_as_its_shards_after_the_first_one() -> None:
     assert member.sample_s == 0.1
     member.note_pace(10, 2.0)
     assert 0.1 < member.sample_s < 0.2 and member.shards == 3
+
+
+def test_what_a_worker_says_of_itself_is_kept_up_to_a_bound() -> None:
+    long = "x" * 1_000_000
+    told = hello("w" * 5000)
+    told = msgspec.structs.replace(
+        told, hostname=long, device_name=long, versions={f"{k}{long}": long for k in range(50)}, own=(long,) * 50
+    )
+    short = shortened(told)
+    assert short.name == "w" * 100 and len(msgspec.msgpack.encode(short)) < 20_000
+    assert shortened(short) == short

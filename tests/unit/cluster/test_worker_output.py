@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from guava_nb.cluster.worker_output import KEPT_LINES, MAX_LINE, OutputLog
+from guava_nb.cluster.worker_output import KEPT_CHARS, KEPT_LINES, KEPT_WORKERS, MAX_LINE, OutputLog
 from guava_nb.processes.pipe import ending_text
 
 
@@ -60,3 +60,13 @@ def test_a_line_without_an_end_is_cut() -> None:
     log = OutputLog(None)
     log.add("a", "stdout", ["x" * MAX_LINE, "y" * (MAX_LINE + 7)])
     assert log.tail("a") == ["x" * MAX_LINE, "y" * MAX_LINE + " [7 characters more]"]
+
+
+def test_lines_in_memory_are_bounded_in_bytes_and_by_workers() -> None:
+    log = OutputLog(None)
+    for _ in range(5):
+        log.add("w", "stdout", ["x" * 5_000_000] * 400)
+    assert sum(map(len, log.tail("w", 10_000))) <= KEPT_CHARS
+    for k in range(3 * KEPT_WORKERS):
+        log.add(f"v{k}", "stdout", ["a"])
+    assert log.tail("w") == [] and len(log.tail(None)) == KEPT_WORKERS and log.tail(f"v{3 * KEPT_WORKERS - 1}") == ["a"]

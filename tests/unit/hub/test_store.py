@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guava_nb.hub.store import StoreTable
+from guava_nb.hub.store import MOST_BYTES, MOST_WAITS, StoreTable
 from guava_nb.protocol.messages import StoreAsk, StoreReply
 
 A, B = b"a", b"b"
@@ -96,3 +96,39 @@ def test_nonsense_is_an_answer_not_an_exception():
     assert "cannot add" in only(ask(table, "add", "text", number=1)).problem
     assert "cannot compare_set" in only(ask(table, "compare_set", "k", values=[b"x"])).problem
     assert "cannot set" in only(ask(table, "set", "k")).problem
+
+
+def test_what_a_member_keeps_at_the_hub_is_bounded_and_told():
+    table, value = StoreTable(), [bytes(MOST_BYTES // 4)]
+    for number in range(3):
+        assert not only(ask(table, "set", f"k{number}", values=value)).problem
+    for op in ("set", "append", "queue_push", "claim", "lend", "multi_set"):
+        assert (
+            "may take 64 MiB"
+            in only(ask(table, op, "more", values=value * 2 if op == "append" else [value[0] * 2])).problem
+        )
+    assert not only(ask(table, "set", "k0", values=value)).problem  # instead of its own
+    assert not only(ask(table, "set", "more", values=[value[0] * 2], client=B)).problem
+    assert only(ask(table, "delete", "k0")).number == 1
+    assert not only(ask(table, "queue_push", "q", values=value)).problem
+    assert only(ask(table, "queue_pop", "q")).values == tuple(value)
+    table.forget("")
+    assert len(table) == 0 and not any(table._held.values()) and not table._sizes
+
+
+def test_what_members_left_stays_up_to_a_bound_and_the_oldest_goes():
+    table, value = StoreTable(), [bytes(MOST_BYTES // 4)]
+    for client in range(6):
+        ask(table, "set", f"k{client}", values=value, client=bytes([client]))
+        ask(table, "queue_push", f"q{client}", values=[b"small"], client=bytes([client]))
+        table.lost(bytes([client]))
+    assert only(ask(table, "list_keys", "")).values == (b"k3", b"k4", b"k5")
+    assert table._held[b""] <= MOST_BYTES
+
+
+def test_a_member_cannot_wait_without_end():
+    table = StoreTable()
+    for request in range(MOST_WAITS):
+        assert ask(table, "get", "never", request=request) == []
+    assert "waits 4096 times" in only(ask(table, "get", "never")).problem
+    assert ask(table, "get", "never", client=B) == []

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
+
 import pytest
 
-from guava_nb.processes.launcher import WorkerHandle
+from guava_nb.processes.launcher import WorkerHandle, lines_of
 from guava_nb.status import OwnFigures
 from guava_nb.worker.process import MARK
 
@@ -25,3 +27,27 @@ def test_a_state_that_is_none_does_not_end_the_watch(record: str) -> None:
     assert handle._figures == OwnFigures(samples=3)
     handle._on_line(MARK + '{"figures": {"samples": 4, "step_s": 0.5, "busy": null}}', None)
     assert handle._figures == OwnFigures(samples=4, step_s=0.5)
+
+
+def flooded(data: bytes) -> list[str]:
+    return [line for lines in lines_of(io.TextIOWrapper(io.BytesIO(data))) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"a\nb\r\nc", ["a", "b", "c"]),
+        (b"1 %\r2 %\r3 %\ndone\n", ["3 %", "done"]),
+        (b"1 %\r2 %\r", ["2 %"]),
+        (b"\n\n", ["", ""]),
+        ("nä\n".encode(), ["nä"]),
+        (b"", []),
+    ],
+)
+def test_lines_come_as_on_a_terminal(data: bytes, lines: list[str]) -> None:
+    assert flooded(data) == lines
+
+
+def test_a_flood_without_an_end_of_line_is_read_in_bounded_memory() -> None:
+    assert len(flooded(b"x" * (8 << 20))[0]) == 64 << 10
+    assert len(flooded(b"x\r" * (1 << 20))) <= 64

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.roster import Roster
 from guava_nb.data.codec import pack
 from guava_nb.errors import RemoteProtocolError, TrainingError
@@ -70,9 +71,12 @@ def test_what_others_report_of_a_group_that_lost_a_member_is_no_break_of_its_own
 
 def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> None:
     replicas._building[0] = 5
-    job: Any = SimpleNamespace(cluster=SimpleNamespace(caches=None, notice=None), on=lambda *rest: None)
+    job: Any = SimpleNamespace(
+        cluster=SimpleNamespace(bounds=PayloadBounds(), caches=None, notice=None), on=lambda *rest: None
+    )
     with mock.patch("guava_nb.sync.replica_set.RowWriter"):
-        replicas.attach(job)
+        job.cluster.bounds = PayloadBounds()
+    replicas.attach(job)
     assert [job.was_asked(0, generation) for generation in (4, 5, 6)] == [False, True, False]
     assert not job.was_asked(1, 5)
 
@@ -140,6 +144,7 @@ def test_a_worker_with_the_step_that_was_taken_back_holds_nothing_of_the_run(rep
 def test_reports_that_came_while_no_job_listened_are_asked_for_again(replicas: ReplicaSet, job: Any) -> None:
     handlers: dict[Any, Any] = {}
     job.trains, job.on, job.cluster.caches, job.cluster.notice = False, handlers.__setitem__, {}, print
+    job.cluster.bounds = PayloadBounds()
     replicas.attach(job)
     replicas.step, replicas.at = 2, {0: 1}
     replicas.sent((0,), 2, alone=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -146,3 +147,23 @@ def test_the_folder_is_for_this_user_alone(folder: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="open to other users"):
         end_orphans("fake")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pid", "7"),
+        ("pid", [1]),
+        ("pid", 10**30),
+        ("pid", -5),
+        ("started", "now"),
+        ("arguments", 3),
+        ("owner", None),
+        ("host", 1),
+    ],
+)
+def test_a_record_with_a_wrong_type_is_passed_over(folder: Path, field: str, value: object) -> None:
+    record = records.open_record("ngrok")
+    held = json.loads(record._file.read_text())
+    record._file.write_text(json.dumps({**held, "owner": 2**30, "owner_started": 1.0, field: value}))
+    assert records.end_orphans("ngrok") == 0

@@ -145,3 +145,8 @@ def test_an_entry_point_without_a_package_is_named_by_its_module() -> None:
 
     with pytest.raises(ConfigError, match="of the package not_there_at_all"):
         _load(EntryPoint("lost", "not_there_at_all:X", "guava_nb.tunnels"), "")
+
+
+def test_an_ipv6_address_is_listened_for_on_both_families() -> None:
+    assert make_tunnel("direct:[2001:db8::7]:7000").bind == "" and make_tunnel("direct:[::1]").bind == ""
+    assert make_tunnel("direct:192.0.2.7").bind == "0.0.0.0" and make_tunnel("direct").bind == "0.0.0.0"

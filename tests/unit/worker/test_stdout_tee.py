@@ -71,3 +71,33 @@ def test_text_that_utf8_does_not_have_is_sent_as_escapes() -> None:
     r = Recorder()
     r.tee.write("name \udcff\n")
     assert r.lines == ["name \\udcff"]
+
+
+def test_bytes_are_lines_too_and_may_end_within_a_character() -> None:
+    r = Recorder()
+    r.tee.buffer.write("nä".encode()[:2])
+    assert r.tee.buffer.write("nä\n".encode()[2:]) == 2
+    r.tee.buffer.write(memoryview(b"\xff\n"))
+    assert r.lines == ["nä", "\N{REPLACEMENT CHARACTER}"] and r.tee.buffer.writable()
+
+
+def test_a_flood_without_an_end_of_line_is_held_in_a_few_kilobytes() -> None:
+    r = Recorder()
+    for _ in range(100):
+        r.tee.write("x" * 100_000)
+        r.tee.write("y\r" * 10_000)
+    assert len(r.tee._pending) <= 4 * MAX_LINE_CHARS and r.lines == []
+    r.tee.write("z" * 5_000_000 + "\nlast\n")
+    assert [len(line) for line in r.lines] == [MAX_LINE_CHARS]
+    r.now = 1.0
+    r.tee.write("on\n")
+    assert r.lines[-1] == "on" and r.dropped == 1
+
+
+def test_one_call_with_a_million_lines_is_counted_and_not_looked_at() -> None:
+    r = Recorder()
+    r.tee.write("line\n" * 1_000_000)
+    assert len(r.lines) == int(BURST)
+    r.now = 1.0
+    r.tee.write("later\n")
+    assert r.lines[-1] == "later" and r.dropped == 1_000_000 - int(BURST)
