@@ -28,6 +28,7 @@ from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
+from guava_nb.training.beginning_notes import notes_on
 from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,
@@ -188,20 +189,8 @@ class ReplicaSets:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
-        if options.precision == "auto":
-            cards = (
-                "the card of every worker" if composed.spec.precision == "bf16" else "not every worker has a card that"
-            )
-            self._notices.add(
-                f"precision auto: {composed.spec.precision}, because {cards} computes bf16 by itself", "run"
-            )
-        steps = plan.steps_left(replica_set.step)
-        if plan.val_feed is not None and plan.val_interval and steps is not None and plan.val_interval > steps:
-            self._notices.add(
-                f"this run never validates: val_interval is {plan.val_interval} steps, and it has {steps}; leave val_interval "
-                "out to validate after each epoch",
-                "run",
-            )
+        for note in notes_on(replica_set, plan, options.precision):
+            self._notices.add(note, "run")
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)

@@ -126,7 +126,8 @@ class WholeModelPart:
             if not loss.value.requires_grad:
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
-                    "from the model's outputs without detach(), item() or no_grad()"
+                    "from the model's outputs without detach(), item() or no_grad(). Where a worker's part of a batch may have "
+                    "nothing that counts, return ((outputs * 0).sum(), 0) for it in this mode: all workers go backward together"
                 )
             value = self._data.end_forward(loss.value)
             self._data.begin(last)

@@ -73,6 +73,11 @@ class Objective(Protocol):
         """
 
 
+def counts_none(loss: Loss) -> bool:
+    """Whether a batch has nothing that counts, as (0, 0) of a step says: it adds nothing to the mean."""
+    return loss.count is not None and float(loss.count) == 0.0
+
+
 Criterion = Callable[[Any, Any, int], Loss]
 #: Sees outputs, targets and rows.
 Observer = Callable[[Any, Any, int], None]

@@ -34,7 +34,7 @@ from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
-from guava_nb.replica.objective import Loss
+from guava_nb.replica.objective import Loss, counts_none
 from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
@@ -204,7 +204,8 @@ class Replica(BaseReplica):
                     loss = self._objective(self.model, batch, rows)
             if work.is_cut:
                 self._forward_writes.piece()
-            if not loss.value.requires_grad:
+            counts_nothing = not loss.value.requires_grad and counts_none(loss)  # a part of a batch without one object
+            if not (loss.value.requires_grad or counts_nothing):
                 raise TrainingError(
                     "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
                     "from the model's outputs without detach(), item() or no_grad()"
@@ -216,7 +217,8 @@ class Replica(BaseReplica):
                 factor: Tensor | float = loss.weight * self.loss_scale / work.global_rows
                 if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
                     factor = factor * _true_mean(work, [(loss, rows)])
-                _backward(loss.value, factor, self._keeps_graphs)
+                if not counts_nothing:
+                    _backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
                     self._exchange.finish()
             losses.append((Loss(loss.value.detach(), loss.weight, loss.count), rows))

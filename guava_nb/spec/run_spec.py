@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -119,6 +120,8 @@ def _factory(what: str, ref: Reference, args: Mapping[str, Any] | None, shared: 
             f"{what} {ref!r}: give the name alone, {ref.partition('(')[0]}, and its arguments beside it: {what}_args={{...}}, "
             f"in a notebook --{option}-args as JSON"
         )
+    if isinstance(ref, partial) and not ref.args:  # functools.partial(F.cross_entropy, label_smoothing=0.1)
+        args, ref = {**ref.keywords, **(args or {})}, ref.func
     return Factory(factory_name(what, ref, shared), plain_arguments(what, args))
 
 

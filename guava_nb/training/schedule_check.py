@@ -24,6 +24,8 @@ __all__ = ["check_schedule", "followed"]
 
 #: Ticks that are tried one by one, half a second's worth; of a longer run also the last one.
 MOST_TICKS = 20_000
+#: Schedules that most programs advance once an epoch, and the part of the learning rate of which nothing is learned.
+_OF_EPOCHS, _VANISHED = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR"), 1e-4
 
 
 def check_schedule(replica_set: ReplicaSet, plan: TrainingPlan, notice: Callable[[str], None]) -> None:
@@ -123,7 +125,11 @@ def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[
         warnings.simplefilter("ignore")  # that no optimizer steps in between
         optimizer, scheduler = _twin(replica_set)
         arguments = (0.0,) if follows_metric(scheduler) else ()
-        first = getattr(scheduler, "last_epoch", None)
+        rates: list[float] = []
+        first, began = (
+            getattr(scheduler, "last_epoch", None),
+            max(float(group["lr"]) for group in optimizer.param_groups),
+        )
         for tick in range(min(ticks, MOST_TICKS)):
             _tick(name, spec, scheduler, arguments, tick + 1, ticks)
             rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -134,6 +140,12 @@ def _rehearse(name: str, replica_set: ReplicaSet, ticks: int, notice: Callable[[
                     f"scheduler {name}: the learning rate is below 0 from tick {tick + 1} of {ticks} on, which climbs"
                 )
                 return
+        if spec.scheduler_interval == "step" and name in _OF_EPOCHS and rates and max(rates) < _VANISHED * began:
+            notice(
+                f"scheduler {name} counts optimizer steps, and brings the learning rate from {began:.3g} to {max(rates):.3g} in "
+                f"{min(ticks, MOST_TICKS)} of them: where it should count epochs, as most do with {name}, give "
+                "scheduler_interval='epoch' (--scheduler-interval epoch)"
+            )
         if ticks > MOST_TICKS and isinstance(first, int) and not arguments:
             scheduler.last_epoch = first + ticks - 1
             _tick(name, spec, scheduler, arguments, ticks, ticks)

@@ -519,6 +519,31 @@ def test_a_buffer_that_a_validation_moves_is_named(only: str, validates: bool, i
         assert ("Each forward changes n, in a validation too" in said(orchestrator)) is is_told
 
 
+class Teacher(nn.Module):
+    """A student and a frozen copy that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(10, 4), nn.Linear(10, 4).requires_grad_(False)
+
+
+def follow(model: nn.Module, batch: Any) -> Tensor:
+    """As mean teachers and BYOL do: the copy moves after the loss."""
+    assert isinstance(model, Teacher)
+    loss = functional.mse_loss(model.student(batch[0]), model.teacher(batch[0]))
+    with torch.no_grad():
+        for mine, its in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+            mine.lerp_(its, 0.1)
+    return loss
+
+
+def test_a_frozen_copy_that_the_step_moves_is_put_back_between_two_tries() -> None:
+    with direct_session(2) as orchestrator:
+        orchestrator.register_model(Teacher)
+        run = orchestrator.start_training(loader(), step=follow, precision="fp64", progress=False)
+        assert run.report()["check"]["outcome"] == "same" and "was not made" not in said(orchestrator)
+
+
 class Narrow(Planted):
     """Computes eight samples at once at most, as a small device does."""
 

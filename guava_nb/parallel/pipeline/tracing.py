@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import keyword
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +25,7 @@ from guava_nb.errors import ConfigError
 __all__ = ["graph_of", "is_plain_sequential", "units_of"]
 
 _ROOT = "model"
+_OWN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward", "requires_grad_", "retain_grad")
 _FACTORIES = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "arange", "linspace")
 
 
@@ -183,7 +185,29 @@ def _trace(model: nn.Module, enter: Collection[str]) -> tuple[fx.Graph, dict[str
             "followed without values, so it must not branch on tensors or their sizes. Move that into a submodule, write "
             f"the model as an nn.Sequential of its blocks{'' if where == name else f', or call what {where} holds yourself'}"
         ) from error
+    _refuse_in(graph, model)
     return graph, _named_objects(graph, single)
+
+
+def _refuse_in(graph: fx.Graph, model: nn.Module) -> None:
+    """Refuse calls that no stage can do.
+
+    Raises:
+        ConfigError: the forward takes gradients itself, or a module has a name that no program text can have.
+    """
+    for node in graph.nodes:
+        if node.target in _OWN_GRADIENTS:
+            called = node.target if isinstance(node.target, str) else f"torch.autograd.{node.target.__name__}"
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes gradients itself ({called}), and a stage sees a part of the graph "
+                "only. Put all that this needs into one submodule with a forward of its own, or take a mode without stages"
+            )
+        is_named = node.op in ("call_module", "get_attr")
+        if is_named and (word := next(filter(keyword.iskeyword, str(node.target).split(".")), "")):
+            raise ConfigError(
+                f"a module of {type(model).__name__} is called {word!r} ({str(node.target).partition('.')[2]}), which is a word "
+                "of Python's own, so the code of a stage cannot name it: give it another name, or take a mode without stages"
+            )
 
 
 @contextmanager

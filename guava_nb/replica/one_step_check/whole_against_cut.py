@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from guava_nb.parallel.replicas.buffer_policy import followed_parameters
 from guava_nb.parallel.replicas.gather_batch import Gather
 from guava_nb.parallel.tensor.without_randomness import WithoutRandomness
 from guava_nb.protocol.messages import Factory, Finding, RunSpec
@@ -239,7 +240,7 @@ class _Trial(Replica):
         for mine, its in zip(self.user_code.values(), replica.user_code.values(), strict=True):
             if isinstance(mine, nn.Module) and isinstance(its, nn.Module):
                 adopt(mine, its)
-        self._first = {name: value.clone() for name, value in self.model.named_buffers()}
+        self._first = {name: value.detach().clone() for name, value in self._followed()}
         self._buffers.save_all()
         self._state = PythonState(self.model, self.user_code)
 
@@ -353,7 +354,7 @@ class _Trial(Replica):
             self.evaluate(copy.deepcopy(whole[0][0]), whole[0][1])
         except _USER_ERRORS:  # it may be no batch to validate with
             return ()
-        moved, live = self._state.moved(self._state.read()), dict(self.model.named_buffers())
+        moved, live = self._state.moved(self._state.read()), dict(self._followed())
         self._state.restore()
         found = [name for name in kept if name in moved]
         found += [name for name in buffers if name in live and not torch.equal(live[name], self._first[name])]
@@ -373,9 +374,12 @@ class _Trial(Replica):
             n for n, value in self._first.items() if n in one.buffers and not torch.equal(one.buffers[n], value)
         )
 
+    def _followed(self) -> list[tuple[str, Tensor]]:
+        return [*self.model.named_buffers(), *followed_parameters(self.model)]
+
     def _start_over(self) -> None:
         with torch.no_grad():
-            for name, value in self.model.named_buffers():
+            for name, value in self._followed():
                 if name in self._first and value.shape == self._first[name].shape:
                     value.copy_(self._first[name])
         self._buffers.save_all()

@@ -65,6 +65,8 @@ def load(path: Path) -> Any:
     """
     with path.open("rb") as file:
         try:
+            if file.read(4) != b"PK\x03\x04":
+                raise ArchiveError("it does not begin as a file of torch.save does", is_foreign=True)
             with zipfile.ZipFile(file) as archive:
                 return _Reader(_Records(archive, file)).content()
         except ArchiveError:

@@ -215,6 +215,14 @@ class MaskedNorm(nn.Module):
         return self.head(z)
 
 
+def objects_only(model, batch):
+    """The mean over the samples that hold an object, as of a detector; a part of the batch may have none."""
+    has = batch[0][:, 0] > 0
+    if not has.any():
+        return torch.zeros(()), 0
+    return F.cross_entropy(model(batch[0][has]), batch[1][has], reduction="sum"), int(has.sum())
+
+
 def masked_rows():
     x = draw(16, 5)
     x[:, 0] = -x[:, 0].abs()
@@ -332,6 +340,9 @@ PROGRAMS = [
             refused={"data/3": "shares (--shares) has 2 numbers", "*": LOST}),
     Program(name="whole numbers that change by more than a float64 has digits", model=Congruential, data=classified,
             criterion="CrossEntropyLoss", modes=("data", "site"), refused={"*": "'state' of whole numbers changes by"}),
+    Program(name="parts without an object", model=mlp, data=masked_rows, step=objects_only, modes=("data", "relay", "site")),
+    Program(name="parts without an object, zero 1", model=mlp, data=masked_rows, step=objects_only, modes=("zero 1",),
+            refused={"*": "nothing that counts"}),
     Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
     Program(name="frozen for some steps by the forward", model=switching, data=classified, criterion="CrossEntropyLoss",

@@ -54,6 +54,18 @@ def test_arguments_must_be_plain_data() -> None:
         plain_arguments("model", {"act": torch.nn.ReLU()})
 
 
+def test_a_partial_object_is_its_function_with_its_arguments() -> None:
+    made = build(criterion=functools.partial(torch.nn.functional.cross_entropy, label_smoothing=0.3))
+    assert made.criterion is not None and made.criterion.args == {"label_smoothing": 0.3}
+    made = build(
+        criterion=functools.partial(torch.nn.functional.cross_entropy, label_smoothing=0.3),
+        criterion_args={"label_smoothing": 0.1},
+    )
+    assert made.criterion is not None and made.criterion.args == {"label_smoothing": 0.1}
+    with pytest.raises(ConfigError, match="is an object of partial"):
+        build(criterion=functools.partial(torch.nn.functional.cross_entropy, 1))
+
+
 def test_exactly_one_of_criterion_and_step() -> None:
     with pytest.raises(ConfigError, match="either a criterion"):
         build(step="my_step")

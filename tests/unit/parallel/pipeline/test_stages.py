@@ -205,6 +205,27 @@ def test_what_a_forward_would_do_only_once_is_refused(what: Any, text: str) -> N
         trace_model(HappensOnce(what), 2, ("blocks.2",))
 
 
+def test_a_forward_that_takes_gradients_itself_is_refused() -> None:
+    def gradient(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.sum(), x, create_graph=True)[0]
+
+    with pytest.raises(ConfigError, match=r"takes gradients itself \(torch.autograd.grad\)"):
+        trace_model(HappensOnce(gradient), 2, ("blocks.2",))
+
+
+def test_a_module_whose_name_is_a_word_of_python_is_refused() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"in": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Any:
+            return self.parts["out"](self.parts["in"](x))
+
+    with pytest.raises(ConfigError, match=r"is called 'in' \(parts.in\), which is a word of Python's own"):
+        trace_model(Named(), 2, ("parts.out",))
+
+
 def test_a_draw_inside_a_block_is_no_concern_of_the_cut() -> None:
     whole = HappensOnce(lambda model, x: x)
     whole.blocks[1] = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
