@@ -178,6 +178,8 @@ class TrainingOptions:
             none.
         save_best: figure of the validation, such as accuracy or loss, after whose best value so far a checkpoint is written to
             the same folder; of a metric of your own with its better direction, as in f1:max or error:min.
+        patience: end the run after so many validations in a row that were no better, by the figure of save_best or by the loss;
+            by default it goes on.
         keep: how many of the checkpoints of save_every stay, the newest ones; by default all.
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
@@ -241,6 +243,7 @@ class TrainingOptions:
     save_path: str | Path | None = option(None, "file", flag="save", needs="budget")
     save_every: int | str | None = option(None, "period", flag="save-every", setting="save_interval")
     save_best: str | None = option(None, "text", flag="save-best", needs="val")
+    patience: int | None = option(None, "count", flag="patience", needs="val")
     keep: int | None = option(None, "count", flag="keep")
     check: str = option("warn", "choice", flag="check", choices=("warn", "strict", "off"))
     resume: str | Path | None = option(None, "file", flag="resume")

@@ -76,6 +76,7 @@ class Boundary:
         due: what shall be done at the next boundary: "validate", "snapshot", "save", "best".
         calls: that other threads want done there.
         snapshots: asks for those that come while steps go on.
+        stop: ends the run after the present step, for this reason.
     """
 
     membership: Membership
@@ -87,6 +88,7 @@ class Boundary:
     drain: Callable[[], None]
     save: Callable[[str], None]
     snapshots: Snapshots
+    stop: Callable[[str], None]
     due: set[str] = field(default_factory=set)
     calls: BoundaryCalls = field(default_factory=BoundaryCalls)
 
@@ -150,6 +152,9 @@ class Boundary:
         self.tick("validation", record)
         self._note_best()
         self.accounting.call("on_validation", record)
+        if why := self.plan.is_out_of_patience(self.run.validations):
+            self.membership.cluster.notice(f"{self.run.run_id} ends early by its {why}")
+            self.stop(why)
 
     def tick(self, interval: str, record: Mapping[str, Any]) -> None:
         """Advance the scheduler, if the run has one of this interval: "epoch" or "validation".

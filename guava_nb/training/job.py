@@ -100,7 +100,7 @@ class TrainingJob(Job):
         self.files = RunFiles(self, replica_set, plan, accounting)
         self.snapshots = Snapshots(self, replica_set, plan, run, accounting)
         self._boundary = Boundary(
-            members, plan, run, accounting, walk, gate, window.drain, self.files.begin, self.snapshots
+            members, plan, run, accounting, walk, gate, window.drain, self.files.begin, self.snapshots, self._stop_once
         )
         self._recovery = Recovery(self, members, plan, run, accounting, window, self._boundary, gate)
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
@@ -150,6 +150,10 @@ class TrainingJob(Job):
         if self.interrupts == 1:
             self._stop_after = self.replica_set.step
             self.run.move("stopping", why)
+
+    def _stop_once(self, why: str) -> None:
+        if not self.interrupts:
+            self._stop_here(why)
 
     def is_current(self) -> bool:
         """Whether the caller is one of the run's own callbacks: it must not wait for the run."""
@@ -338,8 +342,8 @@ class TrainingJob(Job):
                 continue
             who, wants_end = f"{type(callback).__name__}.{hook}", method(self.run, record)
             self._handed_out.look(who, is_often=hook == "on_step")
-            if wants_end and not self.interrupts:
-                self._stop_here(f"{who} asked to stop")
+            if wants_end:
+                self._stop_once(f"{who} asked to stop")
         if hook == "on_epoch":
             self._handed_out.look("Code of this process")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,7 @@ class TrainingPlan:
         cache_static: samples do not change between epochs: those that workers hold are not loaded again.
         save_every_steps, save_every_s: a checkpoint after so many steps, or seconds; 0 saves none by itself.
         save_best: a checkpoint after each validation that is the best so far; None saves none.
+        patience: validations in a row without a better one, by that figure or the loss, that end the run; None: any number.
         keep: how many checkpoints of a period stay; None keeps all.
         start: where the data begins; from a checkpoint.
         save_folder, save_name: where a checkpoint goes that the user gave no path for, and how its name begins, so that no
@@ -147,6 +148,7 @@ class TrainingPlan:
     save_every_steps: int = 0
     save_every_s: float = 0.0
     save_best: Best | None = None
+    patience: int | None = None
     keep: int | None = None
     cache_static: bool = False
     start: Position = field(default_factory=Position)
@@ -183,6 +185,13 @@ class TrainingPlan:
 
     def _to_limit(self, steps: int) -> int:
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def is_out_of_patience(self, validations: Sequence[Mapping[str, Any]]) -> str:
+        """Return why the run shall end after the last of these validations; "" where it shall not."""
+        followed = self.save_best or Best("loss", "min")
+        if self.patience is None or (worse := followed.since(validations)) < self.patience:
+            return ""
+        return f"patience: no validation was better in {followed.metric} for {worse} of them"
 
     def has_step_after(self, steps: int) -> bool:
         """Whether so many optimizer steps, from the very beginning, are less than the most of them."""

@@ -44,6 +44,11 @@ class Best(NamedTuple):
             )
         return cls(metric, direction)
 
+    def since(self, validations: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many validations followed the best one; those without such a number are worse than any."""
+        bests = [k for k in range(len(validations)) if self.is_newest(validations[: k + 1])]
+        return len(validations) - 1 - (bests[-1] if bests else -1)
+
     def is_newest(self, validations: Sequence[Mapping[str, Any]]) -> bool | None:
         """Return whether the last validation is better than all before it; None: it has no such number."""
         sign = 1 if self.direction == "max" else -1
