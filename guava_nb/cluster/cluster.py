@@ -82,7 +82,7 @@ class Cluster:
         tell: tells a person what concerns the session.
         notice: tells a person what a run has to say.
         expelled: members whose sessions were ended because they broke the protocol.
-        patience_s: the shortest time after which a connected worker that does not answer counts as slow.
+        least_wait_s: the shortest time after which a connected worker that does not answer counts as slow.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
         takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
             asked for outside of any job.
@@ -109,7 +109,7 @@ class Cluster:
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
-        self.patience_s = 30.0
+        self.least_wait_s = 30.0
         self._sessions: dict[int, SessionHandle] = {}
         self._all_sessions: list[tuple[int, SessionHandle]] = []  # with the rank of each
         self._ranks: dict[bytes, int] = {}

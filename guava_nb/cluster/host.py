@@ -129,7 +129,7 @@ class SessionHost:
         cluster = Cluster(
             OutputLog(self.log_folder), notices.add, lambda sentence: notices.add(sentence, "run"), self.diary.add
         )
-        cluster.patience_s = self.config.grace_s
+        cluster.least_wait_s = self.config.grace_s
         return cluster
 
     def _have_cluster(self) -> Cluster:

@@ -17,7 +17,7 @@ from guava_nb import errors
 from guava_nb.cluster import job_events as events
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job_events import JobEvent
-from guava_nb.cluster.patience import Debt, Patience
+from guava_nb.cluster.owed_answers import OwedAnswer, OwedAnswers
 from guava_nb.errors import GuavaError, RemoteError, RemoteProtocolError
 from guava_nb.protocol.messages import Failure, FailureKind, Message
 
@@ -58,7 +58,7 @@ class Job:
     """
 
     trains = False
-    _patience: Patience  # begins with `attached`
+    _waits: OwedAnswers  # begins with `attached`
 
     def __init__(self, cluster: Cluster) -> None:
         """Make a job that is not attached yet."""
@@ -79,7 +79,7 @@ class Job:
         self._mailbox: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self._set_aside: tuple[type[Message], ...] = ()
         self._backlog: deque[JobEvent] = deque()
-        self._owed: list[Callable[[], Iterable[Debt]]] = []
+        self._owed: list[Callable[[], Iterable[OwedAnswer]]] = []
         self._looked = 0.0
         self._handlers: dict[type[Message], Handler] = {Failure: self._on_failure}
 
@@ -108,7 +108,7 @@ class Job:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Receive the cluster's messages inside the block."""
-        self._patience = Patience(self.cluster.patience_s)
+        self._waits = OwedAnswers(self.cluster.least_wait_s)
         self.cluster.attach(self)
         try:
             # Attached first, looked second: a change in between arrives twice, and every change is idempotent.
@@ -145,7 +145,7 @@ class Job:
         return True
 
     @contextmanager
-    def waiting_for(self, owed: Callable[[], Iterable[Debt]]) -> Iterator[None]:
+    def waiting_for(self, owed: Callable[[], Iterable[OwedAnswer]]) -> Iterator[None]:
         """In the block these answers are waited for too: who is late is named, and spared where the job goes on without it."""
         self.watch(owed)
         try:
@@ -153,7 +153,7 @@ class Job:
         finally:
             self._owed.remove(owed)
 
-    def watch(self, owed: Callable[[], Iterable[Debt]]) -> None:
+    def watch(self, owed: Callable[[], Iterable[OwedAnswer]]) -> None:
         """From now on these answers are waited for, as in `waiting_for`."""
         self._owed.append(owed)
 
@@ -162,23 +162,25 @@ class Job:
         now = time.monotonic()
         if now < self._looked + _TICK_S or not self._owed:
             return
-        self._looked, patience, name = now, self._patience, self.cluster.name
-        news, late = patience.look((debt for owed in self._owed for debt in owed() if debt.rank in self.ready), now)
-        for debt in news:
-            limit_s, spared = patience.limit_s(debt), self.spares(debt.rank)
+        self._looked, waits, name = now, self._waits, self.cluster.name
+        news, late = waits.look(
+            (answer for owed in self._owed for answer in owed() if answer.rank in self.ready), now
+        )
+        for answer in news:
+            limit_s, spared = waits.limit_s(answer), self.spares(answer.rank)
             then = f"; after {limit_s:.0f} s the others go on without it" if spared else ""
-            waited_s = patience.waited_s(debt, now)
-            self.cluster.notice(f"waits for {name(debt.rank)} since {waited_s:.0f} s: {debt.what}{then}")
-        for debt in late:
-            if debt.rank in self.ready and self.spares(debt.rank):
-                self._spare(debt, now)
+            waited_s = waits.waited_s(answer, now)
+            self.cluster.notice(f"waits for {name(answer.rank)} since {waited_s:.0f} s: {answer.what}{then}")
+        for answer in late:
+            if answer.rank in self.ready and self.spares(answer.rank):
+                self._spare(answer, now)
 
-    def _spare(self, debt: Debt, now: float) -> None:
+    def _spare(self, answer: OwedAnswer, now: float) -> None:
         """Go on without a worker until it answers."""
-        rank, usual_s = debt.rank, self._patience.usual_s(debt)
-        waited_s = self._patience.waited_s(debt, now)
+        rank, usual_s = answer.rank, self._waits.usual_s(answer)
+        waited_s = self._waits.waited_s(answer, now)
         before = "" if usual_s is None else f" (it took {usual_s:.1f} s before)"
-        sentence = f"slow: no answer for {waited_s:.0f} s: {debt.what}{before}"
+        sentence = f"slow: no answer for {waited_s:.0f} s: {answer.what}{before}"
         self.cluster.roster.members[rank].detail = sentence
         self.cluster.notice(
             f"{self.cluster.name(rank)} is {sentence}. Others do its work; it keeps its seat until it answers"

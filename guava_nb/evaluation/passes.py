@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from guava_nb.cluster.job import Job, NobodyLeft, StopRequested
 from guava_nb.cluster.job_events import Wake
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.loader_feed import LoadedBatch, LoaderFeed
 from guava_nb.data.rows import Rows
 from guava_nb.data.split import RowSplitter, SplitFunction
@@ -210,13 +210,15 @@ class Pass(ABC):
         with self._job.waiting_for(self._owed):
             self._job.pump(condition)
 
-    def _owed(self) -> Iterator[Debt]:
+    def _owed(self) -> Iterator[OwedAnswer]:
         """The first batch that each worker has not answered."""
         told = set[int]()
         for asked in self._asked:
             for rank in asked.orders.keys() - told:
                 told.add(rank)
-                yield Debt(rank, self._question.verb, asked.request, f"{self._question.verb} batch {asked.batch.index}")
+                yield OwedAnswer(
+                    rank, self._question.verb, asked.request, f"{self._question.verb} batch {asked.batch.index}"
+                )
 
 
 class StarPass(Pass):

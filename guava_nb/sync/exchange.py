@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.cluster.report_checks import is_valid, without_invalid
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.sample_text import sample_text
@@ -183,14 +183,14 @@ class StepExchange(ABC, Generic[_Replicas]):
             )
         return in_flight
 
-    def _owed(self) -> Iterator[Debt]:
+    def _owed(self) -> Iterator[OwedAnswer]:
         """What is missing of the next step to be committed: the steps after it wait for it anyway."""
         in_flight = self.in_flight.get(self._replicas.step + 1)
         if in_flight is not None:
             machine = in_flight.machine
             for rank in {task.owner for task in machine.tasks}:
                 if machine.owed_by(rank):
-                    yield Debt(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
+                    yield OwedAnswer(rank, "step", machine.step, f"{self._replicas.nth(machine.step)} is in work there")
 
     def _on_ready(self, rank: int, message: Ready, payload: memoryview) -> None:
         in_flight = self._asked(rank, message)

@@ -17,7 +17,7 @@ from torch import nn
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.codec import pack
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import PreparationError
@@ -223,10 +223,10 @@ class ReplicaSet(StateAtWorkers):
         for number, metric in enumerate(self.ticks[after:], after + 1):
             cluster.send_all(ranks, SchedulerStep(self.run_id, metric, number))
 
-    def _preparing(self, asked: Iterable[int]) -> Iterator[Debt]:
+    def _preparing(self, asked: Iterable[int]) -> Iterator[OwedAnswer]:
         for rank in asked:
             if rank not in self._prepared:
-                yield Debt(rank, "preparing", self._building[rank], "it builds the run")
+                yield OwedAnswer(rank, "preparing", self._building[rank], "it builds the run")
 
     def _waited_for(self, job: Job, asked: set[int]) -> set[int]:
         """Those who must answer: who is away, or slow, is waited for only where no other can go on."""

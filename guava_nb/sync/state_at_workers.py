@@ -10,7 +10,7 @@ from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.codec import Resolve
 from guava_nb.errors import TrainingError, WorkerLost
 from guava_nb.protocol.messages import FetchState, State
@@ -324,10 +324,10 @@ class StateAtWorkers(StepsHeld, ABC):
             job.cluster.send(rank, FetchState(request, self.run_id, whole, whole, len(self.ticks)))
         about, job.about_request = job.about_request, lambda request: "" if request in requests else about(request)
 
-        def owed() -> Iterator[Debt]:
+        def owed() -> Iterator[OwedAnswer]:
             for request, rank in requests.items():
                 if request not in self._states and rank in job.ready and rank in self.at:
-                    yield Debt(rank, "state", request, "it sends the state")
+                    yield OwedAnswer(rank, "state", request, "it sends the state")
 
         try:
             with job.waiting_for(owed):

@@ -7,7 +7,7 @@ from typing import Any
 
 from guava_nb.cluster.group_path import Route
 from guava_nb.cluster.job import Job, NobodyLeft
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.errors import WorkerLost
 from guava_nb.protocol.messages import Cell, RunSpec
 from guava_nb.replica.replica import Replica
@@ -59,10 +59,10 @@ class WholeReplicaSet(ReplicaSet):
             job.pump(lambda: not self._waited_for(job, asked) - self._loaded.keys())
         self._compare_loaded(job, [r for r in asked if r in self._loaded])
 
-    def _taking_state(self, asked: Iterable[int]) -> Iterator[Debt]:
+    def _taking_state(self, asked: Iterable[int]) -> Iterator[OwedAnswer]:
         for rank in asked:
             if rank not in self._loaded:
-                yield Debt(rank, "loading", self._loading.get(rank, (0, 0))[0], "it takes the state")
+                yield OwedAnswer(rank, "loading", self._loading.get(rank, (0, 0))[0], "it takes the state")
 
     def bring_up(self, job: Job) -> None:
         """Give the run and its state to connected workers that do not hold it."""

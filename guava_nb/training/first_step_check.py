@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.config.units import show_bytes
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.loader_wrappers import Unread
@@ -327,8 +327,8 @@ class FirstStepCheck:
             return None, f"its {show_bytes(nbytes)} have no room in the budget"
         with self._gate.aside():
             cluster.send(rank, message, buffers)
-            debt = Debt(rank, f"check of {rows}", self._request, "it compares a batch with its pieces")
-            with self._job.waiting_for(lambda: [] if rank in self._answers else [debt]):
+            owed = OwedAnswer(rank, f"check of {rows}", self._request, "it compares a batch with its pieces")
+            with self._job.waiting_for(lambda: [] if rank in self._answers else [owed]):
                 self._job.pump(lambda: rank in self._answers or rank not in self._job.ready or rank not in replicas.at)
         came = self._answers.get(rank)
         answer = None if came is None else came.finding

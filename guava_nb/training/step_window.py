@@ -10,7 +10,7 @@ from typing import Any
 
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.job_events import Wake
-from guava_nb.cluster.patience import Debt
+from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.data.loader_feed import LoadedBatch
 from guava_nb.data.split import RowSplitter
 from guava_nb.errors import GuavaError
@@ -157,11 +157,11 @@ class StepWindow:
         with self._job.waiting_for(self._applying):
             self._job.pump(lambda: not list(self._applying()))
 
-    def _applying(self) -> Iterator[Debt]:
+    def _applying(self) -> Iterator[OwedAnswer]:
         replica_set = self._membership.replica_set
         for rank in self._membership.available():
             if replica_set.at[rank] != replica_set.step:
-                yield Debt(rank, "applying", replica_set.step, f"it applies {replica_set.nth(replica_set.step)}")
+                yield OwedAnswer(rank, "applying", replica_set.step, f"it applies {replica_set.nth(replica_set.step)}")
 
     def abort(self, reason: str, hear_all: bool = False, last: int | None = None) -> None:
         """Have all members forget what is not committed, and hear how far they are.

@@ -130,7 +130,7 @@ def test_a_newcomer_that_builds_for_long_holds_up_no_other(
     monkeypatch.setattr(membership, "BUILD_S", 0.05)
     hang, late = Hang(Prepared), list[DirectWorker]()
     start(cluster, None)
-    cluster.patience_s = 60.0
+    cluster.least_wait_s = 60.0
 
     class Join:
         def on_step(self, run: Run, record: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Debt", "Patience"]
+__all__ = ["OwedAnswer", "OwedAnswers"]
 
 #: A worker may take so many times what it took before.
 _TIMES = 5.0
@@ -18,7 +18,7 @@ _TIMES = 5.0
 _REMEMBERED = 9
 
 
-class Debt(NamedTuple):
+class OwedAnswer(NamedTuple):
     """An answer that a worker owes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Debt(NamedTuple):
     what: str
 
 
-class Patience:
+class OwedAnswers:
     """Measures what workers owe, and tells when one is late.
 
     Args:
@@ -44,41 +44,41 @@ class Patience:
     def __init__(self, least_s: float) -> None:
         """No worker owes anything."""
         self._least_s = least_s
-        self._since: dict[Debt, float] = {}
+        self._since: dict[OwedAnswer, float] = {}
         self._took: dict[tuple[int, str], deque[float]] = {}
-        self._told: set[Debt] = set()
+        self._told: set[OwedAnswer] = set()
 
-    def look(self, owed: Iterable[Debt], now: float) -> tuple[list[Debt], list[Debt]]:
+    def look(self, owed: Iterable[OwedAnswer], now: float) -> tuple[list[OwedAnswer], list[OwedAnswer]]:
         """Take what is owed now, on a monotonic clock.
 
         Returns:
             What is late enough to be told and was not told before; and what is so late that others should do it.
         """
         owed = set(owed)
-        for debt in self._since.keys() - owed:
-            self._remember(debt, now - self._since.pop(debt))
-            self._told.discard(debt)
-        for debt in owed:
-            self._since.setdefault(debt, now)
-        late = sorted(debt for debt in owed if self.waited_s(debt, now) >= self.limit_s(debt) * 2 / 3)
-        news = [debt for debt in late if debt not in self._told]
+        for answer in self._since.keys() - owed:
+            self._remember(answer, now - self._since.pop(answer))
+            self._told.discard(answer)
+        for answer in owed:
+            self._since.setdefault(answer, now)
+        late = sorted(answer for answer in owed if self.waited_s(answer, now) >= self.limit_s(answer) * 2 / 3)
+        news = [answer for answer in late if answer not in self._told]
         self._told.update(news)
-        return news, [debt for debt in late if self.waited_s(debt, now) >= self.limit_s(debt)]
+        return news, [answer for answer in late if self.waited_s(answer, now) >= self.limit_s(answer)]
 
-    def waited_s(self, debt: Debt, now: float) -> float:
+    def waited_s(self, answer: OwedAnswer, now: float) -> float:
         """Return how long an answer has been owed."""
-        return now - self._since.get(debt, now)
+        return now - self._since.get(answer, now)
 
-    def limit_s(self, debt: Debt) -> float:
+    def limit_s(self, answer: OwedAnswer) -> float:
         """Return how long this answer may take: some times what this worker took for such ones, or others where it gave none."""
-        own = self._took.get((debt.rank, debt.kind))
-        took = own or [s for (_, kind), times in self._took.items() if kind == debt.kind for s in times]
+        own = self._took.get((answer.rank, answer.kind))
+        took = own or [s for (_, kind), times in self._took.items() if kind == answer.kind for s in times]
         return max(self._least_s, _TIMES * statistics.median(took)) if took else self._least_s
 
-    def usual_s(self, debt: Debt) -> float | None:
+    def usual_s(self, answer: OwedAnswer) -> float | None:
         """Return what this worker took for such answers before; None: it gave none."""
-        own = self._took.get((debt.rank, debt.kind))
+        own = self._took.get((answer.rank, answer.kind))
         return statistics.median(own) if own else None
 
-    def _remember(self, debt: Debt, took_s: float) -> None:
-        self._took.setdefault((debt.rank, debt.kind), deque(maxlen=_REMEMBERED)).append(took_s)
+    def _remember(self, answer: OwedAnswer, took_s: float) -> None:
+        self._took.setdefault((answer.rank, answer.kind), deque(maxlen=_REMEMBERED)).append(took_s)
