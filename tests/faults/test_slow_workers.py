@@ -22,7 +22,7 @@ PATIENT_S = 1.2
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     made = make_cluster()
-    made.patience_s = PATIENT_S
+    made.least_wait_s = PATIENT_S
     made.notice = Said()
     yield made
     made.close()
