@@ -74,7 +74,8 @@ def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Mo
         raise CheckpointError(
             f"the registered model is not what its class builds at the workers ({problem}). Only its weights and requires_grad "
             f"travel, all else is built there by {name}(...): give register_model the arguments that it was built with "
-            f"(--model-args), and make other changes in {name}.__init__ or in a subclass of it, in a %%guava_share cell"
+            f"(--model-args), and make other changes in {name}.__init__ or in a subclass of it, in a %%guava_share cell. What "
+            "__init__ draws at random belongs into a buffer (register_buffer), or is drawn with the run's own seed (seed=)"
         )
 
 
