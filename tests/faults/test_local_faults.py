@@ -151,10 +151,11 @@ def test_a_worker_lost_in_a_sparse_round_leaves_replicas_alike_and_the_last_one_
 def test_two_runs_that_go_on_from_a_checkpoint_of_sparse_rounds_come_to_the_same(tmp_path: Path) -> None:
     from tests.parity.test_forecast import Session
 
-    cluster, told, saved = make_cluster(), list[str](), tmp_path / "saved.pt"
+    cluster, told = make_cluster(), list[str]()
     cluster.notice = told.append  # type: ignore[method-assign, assignment]
     session, run_spec = Session(cluster, 2), spec(rounds=SPARSE, optimizer=SGD)
-    session.train(run_spec, plan_for(loader(101, 16), 2, sync_every=3, save_every_steps=3, save_path=saved), tmp_path)
+    session.train(run_spec, plan_for(loader(101, 16), 2, sync_every=3, save_every_steps=3), tmp_path)
+    saved = max(tmp_path.glob("*.pt"), key=lambda path: int(path.stem.rpartition("-")[2]))
     models = [
         session.train(run_spec, plan_for(loader(101, 16), 1, sync_every=3), tmp_path, begin=saved).model()
         for _ in range(2)
