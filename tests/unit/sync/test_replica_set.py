@@ -75,8 +75,7 @@ def test_what_a_worker_built_before_fails_for_itself(replicas: ReplicaSet) -> No
         cluster=SimpleNamespace(bounds=PayloadBounds(), caches=None, notice=None), on=lambda *rest: None
     )
     with mock.patch("guava_nb.sync.replica_set.RowWriter"):
-        job.cluster.bounds = PayloadBounds()
-    replicas.attach(job)
+        replicas.attach(job)
     assert [job.was_asked(0, generation) for generation in (4, 5, 6)] == [False, True, False]
     assert not job.was_asked(1, 5)
 
