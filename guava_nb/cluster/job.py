@@ -163,9 +163,7 @@ class Job:
         if now < self._looked + _TICK_S or not self._owed:
             return
         self._looked, waits, name = now, self._waits, self.cluster.name
-        news, late = waits.look(
-            (answer for owed in self._owed for answer in owed() if answer.rank in self.ready), now
-        )
+        news, late = waits.look((answer for owed in self._owed for answer in owed() if answer.rank in self.ready), now)
         for answer in news:
             limit_s, spared = waits.limit_s(answer), self.spares(answer.rank)
             then = f"; after {limit_s:.0f} s the others go on without it" if spared else ""

@@ -152,8 +152,9 @@ class GroupSeat:
         return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS)
 
 
-#: What gloo and NCCL say in a plain RuntimeError when a peer is gone.
+#: What gloo and NCCL say in a plain RuntimeError when a peer is gone, and the hub of one that left because its own part failed.
 _MARKS = (
+    "has left the group",
     "Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe", "NCCL", "Timed out waiting",
     "Application timeout",
 )  # fmt: skip
