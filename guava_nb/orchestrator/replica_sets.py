@@ -15,6 +15,7 @@ from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.notices import Notices
 from guava_nb.errors import CheckpointError, ConfigError, WorkerLost
 from guava_nb.forecast.planned_run import Composed
+from guava_nb.orchestrator.beginning_notes import notes_on
 from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
@@ -28,7 +29,6 @@ from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
 from guava_nb.sync.state_at_workers import StateLate
 from guava_nb.training import checkpoint
-from guava_nb.training.beginning_notes import notes_on
 from guava_nb.training.initial_state import (
     GOES_ON,
     begun_anew,

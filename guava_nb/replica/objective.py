@@ -73,6 +73,13 @@ class Objective(Protocol):
         """
 
 
+#: Why no gradient can come of a loss.
+NO_GRADIENT = (
+    "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed from the model's outputs "
+    "without detach(), item() or no_grad()"
+)
+
+
 def counts_none(loss: Loss) -> bool:
     """Whether a batch has nothing that counts, as (0, 0) of a step says: it adds nothing to the mean."""
     return loss.count is not None and float(loss.count) == 0.0

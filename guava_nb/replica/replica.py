@@ -34,7 +34,7 @@ from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
 from guava_nb.replica.model.parameter_watch import ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
-from guava_nb.replica.objective import Loss, counts_none
+from guava_nb.replica.objective import NO_GRADIENT, Loss, counts_none
 from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
@@ -204,12 +204,9 @@ class Replica(BaseReplica):
                     loss = self._objective(self.model, batch, rows)
             if work.is_cut:
                 self._forward_writes.piece()
-            counts_nothing = not loss.value.requires_grad and counts_none(loss)  # a part of a batch without one object
-            if not (loss.value.requires_grad or counts_nothing):
-                raise TrainingError(
-                    "the loss depends on no trainable parameter: check requires_grad, and that the loss is computed "
-                    "from the model's outputs without detach(), item() or no_grad()"
-                )
+            learns = loss.value.requires_grad
+            if not (learns or counts_none(loss)):  # a part of a batch may be without one object
+                raise TrainingError(NO_GRADIENT)
             with clock.backward():
                 last = number == len(parts) - 1
                 if on_bucket is not None and last:
@@ -217,7 +214,7 @@ class Replica(BaseReplica):
                 factor: Tensor | float = loss.weight * self.loss_scale / work.global_rows
                 if gates and len(parts) == 1:  # the true mean at once, which costs no pass over the gradients
                     factor = factor * _true_mean(work, [(loss, rows)])
-                if not counts_nothing:
+                if learns:
                     _backward(loss.value, factor, self._keeps_graphs)
                 if on_bucket is not None and last:
                     self._exchange.finish()

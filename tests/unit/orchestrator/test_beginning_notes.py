@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from guava_nb.training.beginning_notes import changed_torch, notes_on
+from guava_nb.orchestrator.beginning_notes import changed_torch, notes_on
 from tests.support.explorer.orchestrator import replica_set_for, spec_for
 from tests.support.training import loader, plan_for, replica, spec
 
