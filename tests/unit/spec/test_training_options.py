@@ -181,16 +181,16 @@ class More(TrainingOptions):
     """Options of a later day.
 
     Attributes:
-        patience: epochs without a better
+        endurance: epochs without a better
             loss, 100% of them.
     """
 
-    patience: int | None = option(None, "count", flag="patience", setting="num_epochs")
+    endurance: int | None = option(None, "count", flag="endurance", setting="num_epochs")
 
 
 def test_a_new_field_is_picked_up_everywhere() -> None:
     *_, info = option_infos(More)
-    assert (info.name, info.text) == ("patience", "epochs without a better loss, 100% of them.")
+    assert (info.name, info.text) == ("endurance", "epochs without a better loss, 100% of them.")
 
     @takes_options(More)
     def train(loader: Any, num_epochs: int = 1, **options: Any) -> More:
@@ -201,16 +201,16 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
         """
         return More.of("train", num_epochs=num_epochs, **options)
 
-    assert inspect.signature(train).parameters["patience"].default is None
-    assert "patience (default None): epochs without a better loss, 100% of them." in (train.__doc__ or "")
-    assert train([], patience=3).patience == 3
-    assert More().settled(DistributedConfig(num_epochs=4)).patience == 4
-    with pytest.raises(ConfigError, match="patience is 0; give a whole number, at least 1"):
-        train([], patience=0)
-    with pytest.raises(TypeError, match="did you mean 'patience'"):
+    assert inspect.signature(train).parameters["endurance"].default is None
+    assert "endurance (default None): epochs without a better loss, 100% of them." in (train.__doc__ or "")
+    assert train([], endurance=3).endurance == 3
+    assert More().settled(DistributedConfig(num_epochs=4)).endurance == 4
+    with pytest.raises(ConfigError, match="endurance is 0; give a whole number, at least 1"):
+        train([], endurance=0)
+    with pytest.raises(TypeError, match="did you mean 'endurance'"):
         train([], patiens=0)
     entry = run_options(More)[-1]
-    assert entry.flags == ("--patience",) and len(run_options(More)) == len(run_options()) + 1
+    assert entry.flags == ("--endurance",) and len(run_options(More)) == len(run_options()) + 1
     assert entry.settings["help"] == "epochs without a better loss, 100%% of them"
 
 
