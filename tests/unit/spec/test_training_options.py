@@ -208,7 +208,7 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
     with pytest.raises(ConfigError, match="endurance is 0; give a whole number, at least 1"):
         train([], endurance=0)
     with pytest.raises(TypeError, match="did you mean 'endurance'"):
-        train([], patiens=0)
+        train([], enduranse=0)
     entry = run_options(More)[-1]
     assert entry.flags == ("--endurance",) and len(run_options(More)) == len(run_options()) + 1
     assert entry.settings["help"] == "epochs without a better loss, 100%% of them"
