@@ -234,10 +234,13 @@ class WebSocketStream(Stream):
         if not self._sending.acquire(blocking=False):
             return
         try:
-            if self._stream.can_send_now():
+            # Frame by frame: there is room for a few kilobytes, and this reader must not wait for a peer that reads nothing.
+            while self._stream.can_send_now():
                 with self._rules:
-                    owed, self._owed = self._owed, []
-                self._stream.send_all(owed)
+                    if not self._owed:
+                        return
+                    first = self._owed.pop(0)
+                self._stream.send_all([first])
         finally:
             self._sending.release()
 

@@ -130,8 +130,10 @@ def test_pings_and_empty_frames_are_no_sign_of_life(ends) -> None:
     assert read(server, 1) == b"x"
 
 
-def test_pings_whose_answers_nobody_reads_end_it() -> None:
-    ours, raw = memory_pair(capacity_bytes=64 << 10)
+@pytest.mark.parametrize("capacity_bytes", [64 << 10, 1 << 20])
+def test_pings_whose_answers_nobody_reads_end_it(capacity_bytes: int) -> None:
+    """Also where more answers are owed at once than there is room for: the reader does not wait for that."""
+    ours, raw = memory_pair(capacity_bytes=capacity_bytes)
     with ThreadPoolExecutor(1) as pool:
         client = pool.submit(WebSocketStream.over_client, raw, "example.org", 80, False)
         server = WebSocketStream.over_server(ours)
