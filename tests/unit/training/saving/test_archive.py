@@ -115,16 +115,16 @@ def tensor(numel: int, size: tuple[int, ...], stride: tuple[int, ...], times: in
 #: Lists of nine times the list before, forty of them: 9 ** 40 in all.
 LAUGHS = b"\x80\x02(]q\x00" + b"".join(b"](" + b"h%c" % n * 9 + b"eq%c" % (n + 1) for n in range(40)) + b"t."
 HOSTILE = {
-    "larger than its record": (tensor(10**12, (10**12,), (1,)), "not as long as its tensor"),
-    "a shape without memory": (tensor(3, (10**12,), (1,)), "larger than what is stored"),
+    "larger than its record": (tensor(10**12, (10**12,), (1,)), "does not fit what is stored of it: record size"),
+    "a shape without memory": (tensor(3, (10**12,), (1,)), "does not fit what is stored of it"),
     "a shape that repeats": (tensor(3, (10**12,), (0,)), "larger than what is stored"),
-    "a negative stride": (tensor(3, (3,), (-1,)), "impossible shape"),
+    "a negative stride": (tensor(3, (3,), (-1,)), "does not fit what is stored of it"),
     "many in the same memory": (tensor(9999, (9999, 1), (1, 7), 200), "tensors are larger than"),
     "a list in itself": (b"\x80\x02]q\x00h\x00a.", "many times in itself"),
     "a billion laughs": (LAUGHS, "many times in itself"),
     "a place far out": (b"\x80\x02]r\xff\xff\xff\xff.", ""),
     "code": (pickle.dumps(print, 2), "only tensors and plain data"),
-    "new instructions": (pickle.dumps([b"x" * 300], 5), "holds the instruction"),
+    "new instructions": (pickle.dumps([b"x" * 300], 5), "only tensors and plain data"),
     "an end too early": (b"\x80\x02](K", ""),
 }  # fmt: skip
 
