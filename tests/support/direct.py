@@ -95,6 +95,8 @@ class DirectWorker:
         self._cluster = cluster
         self._hook = hook
         self._kept: list[MessageArrived] = []
+        if isinstance(cluster, DirectCluster):
+            cluster.direct.append(self)
         own = None if own_model is None else ResidentParts(own_model)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
         steps, preparation = self.loop._steps, self.loop._preparation
@@ -184,8 +186,25 @@ class DirectWorker:
         self.session.release()
 
 
+class DirectCluster(Cluster):
+    """A cluster whose end is the end of its workers too: a loop that waits on costs every test after this one."""
+
+    def __init__(self) -> None:
+        super().__init__(OutputLog(None))
+        self.direct: list[DirectWorker] = []
+
+    def close(self) -> None:
+        super().close()
+        for worker in self.direct:
+            worker.loop.end()
+        for worker in self.direct:
+            if worker.thread.is_alive():
+                worker.thread.join(10.0)
+                assert not worker.thread.is_alive(), f"{worker.name} works on after the end of its cluster"
+
+
 def make_cluster() -> Cluster:
-    return Cluster(OutputLog(None))
+    return DirectCluster()
 
 
 def once_after(count: int, kind: type[Message], action: Callable[[Any], None]) -> Callable[[Any, Message], None]:

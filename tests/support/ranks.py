@@ -68,18 +68,19 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    groups: dict[tuple[int, ...], Any] = {}  # a group of gloo keeps its threads after its end: one for each set of ranks
     while True:
         try:
             ranks, name, args = pipe.recv()
         except EOFError:
             os._exit(0)  # no word with the other ranks: they are ending too
         module, function = name.split(":")
-        group = dist.new_group(list(ranks), timeout=timeout)
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if rank not in ranks:
             pipe.send(("done", None))
             continue
         try:
-            pipe.send(("done", getattr(importlib.import_module(module), function)(group, *args)))
+            pipe.send(("done", getattr(importlib.import_module(module), function)(groups[ranks], *args)))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
-        dist.destroy_process_group(group)
