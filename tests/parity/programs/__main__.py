@@ -1,4 +1,4 @@
-"""Prints the table: `python -m tests.parity.programs [--program GLOB] [--mode GLOB] [--workers N] [--faults]`."""
+"""Prints the table: `python -m tests.parity.programs [--program GLOB] [--mode GLOB] [--workers N] [--faults] [--jobs N]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import tempfile
 from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
+
+from tests.support import shares
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,7 +25,12 @@ def main() -> int:
     parser.add_argument("--faults", action="store_true", help="print only what is not right")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for a cell")
     parser.add_argument("--file", type=Path, help="where the lines go too")
+    shares.add_arguments(parser)
     args = parser.parse_args()
+    if args.jobs > 1 and args.share is None:
+        total = shares.run_jobs("tests.parity.programs", sys.argv[1:], args.jobs)
+        shares.say_counts(total, None)
+        return 1 if total["FAULT"] or total["share without an end"] else 0
     from tests.support import warm
 
     warm.install()
@@ -37,7 +44,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         table = Table(Path(folder))
-        for cell in asked:
+        for cell in shares.own_share(asked, args.share):
             outcome = table.run(cell, args.limit)
             verdict = "" if outcome.is_right else " FAULT"
             counts[verdict.strip() or outcome.kind] += 1
@@ -48,7 +55,7 @@ def main() -> int:
                 with args.file.open("a") as file:
                     file.write(line + "\n")
         table.close()
-    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    shares.say_counts(counts, args.share)
     return 1 if counts["FAULT"] else 0
 
 
