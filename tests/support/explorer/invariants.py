@@ -73,12 +73,16 @@ def _not_ahead(world: World) -> None:
             )
 
 
+def _present(world: World) -> int:
+    return sum(worker.alive and not worker.line.away and not worker.line.closed for worker in world.workers)
+
+
 def _costs(world: World, state: str) -> None:
     """A run that failed has lost its last step if that was undone, and none if an error changed nothing."""
     happened, can_undo = world.happened(), world.configuration.undoes
     harmless = {"undone", "schedule", "forward", "nan"}
-    if world.configuration.exchange == "group" and world.configuration.workers > 1:
-        harmless |= {"torn"}  # each of the others holds all of the model
+    if world.configuration.exchange == "group" and _present(world) > 1:
+        harmless |= {"torn"}  # each of the others holds all of the model; an earlier run may have left one worker alone
     if state == "failed" and can_undo and len(happened) == 1 and happened <= harmless:
         costs = int(happened == {"undone"})
         if len(world.log) < world.longest - costs:
