@@ -244,9 +244,10 @@ class StateAtWorkers(StepsHeld, ABC):
         asked = self._holders_with(holders[0]) if holders else []
         if not asked or not set(asked) <= job.ready:
             return None
-        self.ahead = StateCopy(self.run_id, self.step, {self.next_request(): rank for rank in asked}, self._resolve)
-        for request, rank in self.ahead.requests.items():
-            job.cluster.send(rank, FetchState(request, self.run_id, ticks=len(self.ticks)))
+        requests = {self.next_request(): rank for rank in asked}
+        self.ahead = StateCopy(self.run_id, self.step, requests, self._resolve, len(self.ticks))
+        for question, rank in self.ahead.questions():
+            job.cluster.send(rank, question)
         return self.ahead
 
     def fall_back(self) -> str:

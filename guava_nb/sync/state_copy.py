@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guava_nb.cluster.cluster import Cluster
@@ -43,7 +43,7 @@ class StateCopy:
         step: after which it is taken; a worker that has gone on has it no more.
         requests: numbers of the questions, and who is asked for which.
         resolve: finds the classes that may come in it.
-        ticks: of its schedule.
+        ticks: of its schedule; a worker whose schedule has had the next one has this state no more either.
 
     Attributes:
         step: as above.
@@ -64,8 +64,13 @@ class StateCopy:
     def ask(self, cluster: Cluster) -> None:
         """Ask the workers; the answers are taken whatever job is at work then."""
         cluster.takes = self.take
+        for question, rank in self.questions():
+            cluster.send(rank, question)
+
+    def questions(self) -> Iterator[tuple[FetchState, int]]:
+        """Yield what is asked, and whom."""
         for request, rank in self.requests.items():
-            cluster.send(rank, FetchState(request, self._run_id, ticks=self._ticks))
+            yield FetchState(request, self._run_id, ticks=self._ticks), rank
 
     def take(self, rank: int, message: Message, payload: memoryview) -> bool:
         """Take an answer; returns whether it was one to this question. Called from reader threads."""
@@ -73,7 +78,7 @@ class StateCopy:
             return False
         if self.requests.get(message.request_id) != rank or message.request_id in self._came:
             return False
-        if isinstance(message, Failure) or message.step != self.step:
+        if isinstance(message, Failure) or (message.step, message.ticks) != (self.step, self._ticks):
             self._failed = True
         else:
             self._came[message.request_id] = message, payload

@@ -295,7 +295,7 @@ class WorkerLoop:
                 self._forget()
 
     def _send_state(self, run: PreparedRun, message: FetchState) -> None:
-        self._steps.send_state(run.replica, message)
+        self._steps.send_state(run.replica, message, self._ticks.done)
         if self._leave_deadline is not None:
             self._leave_deadline = time.monotonic() + TRANSFER_S
 

@@ -228,8 +228,11 @@ class StepRunner:
         kind = f"{self._device.type}, torch {torch.__version__.split('+')[0]}{replica.kind}"
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
-    def send_state(self, replica: BaseReplica, message: FetchState) -> None:
-        """Send the state of the last commit, or only its schedule; where that cannot be made, tell why: nothing has changed."""
+    def send_state(self, replica: BaseReplica, message: FetchState, ticks: int) -> None:
+        """Send the state of the last commit, or only its schedule, which has had so many ticks.
+
+        Where it cannot be made, tell why: nothing has changed.
+        """
         try:
             is_whole = message.model or message.optimizer
             state = replica.state(message.model, message.optimizer) if is_whole else replica.schedule_state()
@@ -238,7 +241,7 @@ class StepRunner:
             self.fail(error, message.run_id, request=message.request_id, at=(_COPYING, self.committed))
             return
         kept = changed_since(self._kept_first, _kept(replica)) if self._kept_first is not None else ()
-        self._send(State(message.request_id, message.run_id, self.committed, tree, kept[:_MOST_KEPT]), buffers)
+        self._send(State(message.request_id, message.run_id, self.committed, tree, kept[:_MOST_KEPT], ticks), buffers)
 
     # ------------------------------------------------------------------------------------------------------------ work
 

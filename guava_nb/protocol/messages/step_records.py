@@ -69,6 +69,7 @@ class State(Message, frozen=True):
     """Worker to orchestrator: the answer to `FetchState`.
 
     `kept` names what the user's code changed in this run outside of the state; in brackets what it filled for the first time.
+    `ticks`: so many its schedule has had; more than were asked for where the next one came before the question.
     """
 
     NUMBER: ClassVar[int] = 23
@@ -79,6 +80,7 @@ class State(Message, frozen=True):
     step: int
     state: Tree
     kept: tuple[str, ...] = ()
+    ticks: int = 0
 
 
 class Shard(Message, frozen=True, kw_only=True):

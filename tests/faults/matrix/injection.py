@@ -132,7 +132,7 @@ def install() -> None:
     _before(Schedule, "on_step", lambda *_: at("schedule"))
     _before(Evaluator, "evaluate", lambda *_: at("validation"))
     _before(Evaluator, "predict", lambda *_: at("prediction"))
-    _before(StepRunner, "send_state", lambda runner, replica, message: _note(runner.committed))
+    _before(StepRunner, "send_state", lambda runner, replica, message, ticks: _note(runner.committed))
     _before(BaseReplica, "state", lambda *_, **__: at("checkpoint"))
     _wrap_shard(StepRunner)
     _wrap_send(WorkerSession)

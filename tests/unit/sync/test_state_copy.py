@@ -12,15 +12,15 @@ from guava_nb.protocol.messages import Failure, FailureKind, State
 from guava_nb.sync.state_copy import StateCopy
 
 
-def answer(request: int, step: int = 4, run_id: str = "run-1") -> tuple[State, memoryview]:
+def answer(request: int, step: int = 4, run_id: str = "run-1", ticks: int = 2) -> tuple[State, memoryview]:
     tree, buffers = pack({"value": request})
-    return State(request, run_id, step, tree), memoryview(bytearray(b"".join(buffers)))
+    return State(request, run_id, step, tree, ticks=ticks), memoryview(bytearray(b"".join(buffers)))
 
 
 def asked(*ranks: int) -> tuple[StateCopy, list[Any]]:
     sent: list[Any] = []
     cluster: Any = SimpleNamespace(send=lambda rank, message: sent.append((rank, message.request_id)), takes=None)
-    copy = StateCopy("run-1", 4, dict(enumerate(ranks, start=7)), None)
+    copy = StateCopy("run-1", 4, dict(enumerate(ranks, start=7)), None, 2)
     copy.ask(cluster)
     assert cluster.takes == copy.take
     return copy, sent
@@ -49,9 +49,13 @@ def test_an_answer_counts_once() -> None:
     assert copy.take(3, *answer(7)) and not copy.take(3, *answer(7))
 
 
-def test_a_worker_that_has_gone_on_or_cannot_copy_ends_it() -> None:
+@pytest.mark.parametrize("gone_on", [{"step": 5}, {"ticks": 3}], ids=["a step", "a tick of the schedule"])
+def test_a_worker_that_has_gone_on_ends_it(gone_on: dict[str, int]) -> None:
     copy, _ = asked(3)
-    assert copy.take(3, *answer(7, step=5)) and copy.is_over(lambda rank: False) and not copy.is_whole
+    assert copy.take(3, *answer(7, **gone_on)) and copy.is_over(lambda rank: False) and not copy.is_whole
+
+
+def test_a_worker_that_cannot_copy_ends_it() -> None:
     copy, _ = asked(3)
     failure = Failure(
         run_id="run-1", kind=FailureKind.MEMORY, type_name="MemoryError", text="", traceback="", request_id=7

@@ -74,6 +74,6 @@ def test_a_state_that_cannot_be_copied_is_told_and_stays() -> None:
     runner = StepRunner(
         lambda message, buffers: sent.append(message), torch.device("cpu"), None, None, lambda: None, lambda *_: None
     )
-    runner.send_state(Torn(), FetchState(1, "run-1"))  # type: ignore[arg-type]
+    runner.send_state(Torn(), FetchState(1, "run-1"), 0)  # type: ignore[arg-type]
     assert [type(message) for message in sent] == [Failure] and sent[0].kind is FailureKind.MEMORY
     assert "while the state after step 0 was copied" in sent[0].text
