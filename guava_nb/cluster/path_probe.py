@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import secrets
@@ -14,7 +15,7 @@ from guava_nb.cluster.job import Job
 from guava_nb.errors import ClusterError, RemoteProtocolError
 from guava_nb.protocol.messages import ProbeDial, ProbeEnd, ProbeListen, ProbeListening, ProbeReport, ProbeTarget
 
-__all__ = ["choose", "cuda_reach"]
+__all__ = ["MemberGone", "choose", "cuda_reach"]
 
 #: For a probe in all; its two halves share it.
 PROBE_S = 3.0
@@ -29,6 +30,10 @@ OPEN_TO_ALL = (
 _ids = itertools.count(1)
 
 
+class MemberGone(Exception):  # noqa: N818 - not an error yet: the others can be asked anew
+    """A worker was lost, or left, while it was probed: what the others found says nothing of the network."""
+
+
 def choose(job: Job, ranks: Sequence[int], wanted: str, may_refuse: bool) -> Route:
     """Choose the path of a group; pumps the job while members are probed that were not probed before.
 
@@ -38,6 +43,7 @@ def choose(job: Job, ranks: Sequence[int], wanted: str, may_refuse: bool) -> Rou
 
     Raises:
         ClusterError: the direct path was asked for, and it is not open.
+        MemberGone: one of them is not here any more.
     """
     if wanted == "relay":
         return Route("relay", "guava", "path='relay' was asked for")
@@ -48,7 +54,10 @@ def choose(job: Job, ranks: Sequence[int], wanted: str, may_refuse: bool) -> Rou
     obstacle = unlike_devices([members[rank].name for rank in ranks], hellos)
     probed = not obstacle
     if probed and frozenset(ranks) not in findings.found:
-        findings.found[frozenset(ranks)] = _probe(job, ranks)
+        found = _probe(job, ranks)
+        if gone := [members[rank].name for rank in ranks if rank not in job.ready]:
+            raise MemberGone(f"{' and '.join(gone)} went away before the group was formed")
+        findings.found[frozenset(ranks)] = found
     finding = findings.found[frozenset(ranks)] if probed else Finding({}, obstacle)
     if finding.seats and (finding.private or wanted == "direct"):
         backend = "nccl" if hellos[0].device.startswith("cuda") else "gloo"
@@ -115,7 +124,8 @@ def cuda_reach(cluster: Cluster) -> Callable[[], bool]:
         if not all(hello.device.startswith("cuda") and hello.program == "spawned" for hello in hellos):
             return False
         job = Job(cluster)
-        with job.attached():
+        with job.attached(), contextlib.suppress(MemberGone):
             return choose(job, ranks, "auto", may_refuse=False).path == "direct"
+        return False
 
     return ask

@@ -52,7 +52,7 @@ def ask(
     job = Job(cluster)
     replica_set.attach(job)
     walk = pass_over(job, replica_set, lambda lost: _bring_up(job, replica_set, lost), split_fn)
-    with interrupts_call(lambda: job.post(Interrupted())), job.attached(), closing(feed), _errors_for_users():
+    with interrupts_call(lambda: job.post(Interrupted())), job.attached(), closing(feed), _errors_for_users(job):
         try:
             replica_set.look_at(feed)
             _bring_up(job, replica_set)
@@ -63,14 +63,21 @@ def ask(
 
 
 @contextmanager
-def _errors_for_users() -> Iterator[None]:
+def _errors_for_users(job: Job) -> Iterator[None]:
     """Turn the exceptions that unwind a job into errors for users."""
+    here = job.ready | job.suspects
     try:
         yield
     except StopRequested:
         raise KeyboardInterrupt from None
     except NobodyLeft as error:
-        raise ClusterError("no worker is here: run %guava_worker with the join code elsewhere") from error
+        lost = "; ".join(
+            f"{job.cluster.name(rank)} was lost: {job.cluster.members()[rank].detail}" for rank in sorted(here)
+        )
+        nothing = "no worker is here: run %guava_worker with the join code elsewhere"
+        if lost:
+            raise WorkerLost(f"{lost}; {nothing}, and ask again") from error
+        raise ClusterError(nothing) from error
     except GroupLost as error:
         raise WorkerLost(f"{error}; ask again when enough workers are here") from error
 

@@ -16,7 +16,7 @@ import msgspec
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.group_path import Findings, Route
 from guava_nb.cluster.job import Job
-from guava_nb.cluster.path_probe import choose
+from guava_nb.cluster.path_probe import MemberGone, choose
 from guava_nb.config.mesh import Mesh
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError, PreparationError, RemoteProtocolError, WorkerLost
@@ -272,7 +272,10 @@ class GroupReplicaSet(ReplicaSet):
         if self._relay_only:
             self.route = Route("relay", "guava", self._relay_only)
         else:
-            self.route = choose(job, members, self._shape.path, may_refuse=first)
+            try:
+                self.route = choose(job, members, self._shape.path, may_refuse=first)
+            except MemberGone as gone:
+                raise GroupLost(str(gone)) from None
         failed = self._try_to_form(job, members)
         if failed and self.route.path == "direct" and any(answer.broken for answer in failed.values()):
             self._fall_back(job, members, failed)
