@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from guava_nb.spec.loading import loading_without_collections
-from tests.support import warm
+from tests.support import covered, warm
 
 # Threads that wait for each other on two cores take a third of the tests' processor time, and small tensors gain nothing by them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,12 +56,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the whole tables have; begin with the longest files, end with unit tests, whose files are short."""
+    cells = [(item, _cell(item)) for item in items if hasattr(item, "callspec")]
+    for item, cell in cells:
+        if covered.is_covered(*cell):
+            item.add_marker(pytest.mark.whole)
+    problems = covered.stale(cell for _, cell in cells) if not any("::" in word for word in config.args) else []
+    if problems:
+        raise pytest.UsageError("tests/support/covered.py: " + "; ".join(problems))
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
     place = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(place)), _UNIT in item.path.parents))
+
+
+def _cell(item: pytest.Item) -> tuple[str, str, str]:
+    """File, test and cell of a table, as `covered` names them."""
+    return item.nodeid.partition("::")[0], item.originalname, item.callspec.id  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
