@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
+import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +90,23 @@ def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of every later collection of garbage: with torch one takes a quarter of a second."""
     gc.collect()
     gc.freeze()
+
+
+#: Threads that a file may leave behind: a pool of workers that later files use, and what libraries keep.
+_MOST_THREADS_LEFT = 24
+_ENDS_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_end() -> Iterator[None]:
+    """A file ends the threads that it began: hundreds that wait cost every later test, and are more than some machines allow."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while len(left := set(threading.enumerate()) - before) > _MOST_THREADS_LEFT and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = Counter(re.sub(r"\d+", "#", thread.name) for thread in left)
+    assert len(left) <= _MOST_THREADS_LEFT, f"{len(left)} threads of this file still run: {names.most_common(6)}"
 
 
 @pytest.hookimpl(wrapper=True)
