@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
+import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from guava_nb.spec.loading import loading_without_collections
-from tests.support import warm
+from tests.support import covered, warm
 
 # Threads that wait for each other on two cores take a third of the tests' processor time, and small tensors gain nothing by them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,12 +59,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what only the whole tables have; begin with the longest files, end with unit tests, whose files are short."""
+    cells = [(item, _cell(item)) for item in items if hasattr(item, "callspec")]
+    for item, cell in cells:
+        if covered.is_covered(*cell):
+            item.add_marker(pytest.mark.whole)
+    problems = covered.stale(cell for _, cell in cells) if not any("::" in word for word in config.args) else []
+    if problems:
+        raise pytest.UsageError("tests/support/covered.py: " + "; ".join(problems))
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
     place = {name: number for number, name in enumerate(_FIRST)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(place)), _UNIT in item.path.parents))
+
+
+def _cell(item: pytest.Item) -> tuple[str, str, str]:
+    """File, test and cell of a table, as `covered` names them."""
+    return item.nodeid.partition("::")[0], item.originalname, item.callspec.id  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,6 +90,23 @@ def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of every later collection of garbage: with torch one takes a quarter of a second."""
     gc.collect()
     gc.freeze()
+
+
+#: Threads that a file may leave behind: a pool of workers that later files use, and what libraries keep.
+_MOST_THREADS_LEFT = 24
+_ENDS_WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_end() -> Iterator[None]:
+    """A file ends the threads that it began: hundreds that wait cost every later test, and are more than some machines allow."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while len(left := set(threading.enumerate()) - before) > _MOST_THREADS_LEFT and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = Counter(re.sub(r"\d+", "#", thread.name) for thread in left)
+    assert len(left) <= _MOST_THREADS_LEFT, f"{len(left)} threads of this file still run: {names.most_common(6)}"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.matrix.bench import Bench
 from tests.faults.matrix.cells import CELLS, FAULTS, MODES, PHASES, Cell, covering, senseless
+from tests.support.covered import is_covered
 from tests.support.processes import ROOT
 
 
@@ -33,8 +34,9 @@ def test_a_fault_comes_to_what_was_written_down(bench: Bench, cell: Cell) -> Non
 
 
 def test_the_cells_that_run_here_cover_phases_faults_and_modes() -> None:
-    chosen = covering()
-    assert set(chosen) <= set(CELLS) and len(set(chosen)) == len(chosen)
+    assert set(covering()) <= set(CELLS) and len(set(covering())) == len(covering())
+    table = ("tests/faults/test_matrix.py", test_a_fault_comes_to_what_was_written_down.__name__)
+    chosen = [cell for cell in covering() if not is_covered(*table, str(cell))]
     assert {cell.phase for cell in chosen} == set(PHASES)
     assert {cell.fault for cell in chosen} == set(FAULTS)
     assert {cell.mode for cell in chosen} == set(MODES)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from guava_nb import Orchestrator
+from guava_nb.notebook.commands import COMMANDS
 from tests.support.processes import loader
 from tests.support.training import SmallNet
 
@@ -23,6 +25,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIMIT_S = 240
 #: The notebook of a worker, which needs another side to join.
 WORKER = "01_colab_worker"
+COMMAND_OF = {command.name: command for command in COMMANDS}
 
 
 def test_there_are_notebooks() -> None:
@@ -115,6 +118,23 @@ def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
         if cell.cell_type == "code":
             assert cell.outputs == []
             assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_cells_are_python_and_its_magics_take_their_options(path: Path) -> None:
+    """Also where `test_it_runs` runs with --whole only: a magic or an option that was renamed is found at once."""
+    cells = [cell.source for cell in notebook_at(path).cells if cell.cell_type == "code"]
+    lines = [
+        line for cell in cells for line in cell.replace("\\\n", "").splitlines() if re.match(r"\s*%%?guava_", line)
+    ]
+    assert lines
+    for line in lines:
+        name, _, options = line.strip().lstrip("%").partition(" ")
+        # Variables of the notebook stand for numbers, or for bytes; what takes words takes these too.
+        variables = {word: "1MB" if word == "limit" else "1" for word in re.findall(r"[{$](\w+)", options)}
+        assert COMMAND_OF[name].parse(options, variables) is not None, line
+    for cell in cells:
+        compile(TransformerManager().transform_cell(cell), str(path), "exec")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -31,7 +31,13 @@ magics = shell.magics_manager.registry["GuavaMagics"]
 magics.session = NotebookSession(shell, lambda **settings: FakeOrchestrator(settings, run), FakeWorker)
 loader = []
 """
+#: A kernel starts, and loads what SETUP names, each within so many seconds: together well before a test's own limit.
+START_S = 75
 TRAIN = "%guava_train --model Net --loss L --data loader"
+
+
+#: Room for three starts of START_S, which say what they waited for; then the test itself.
+pytestmark = pytest.mark.timeout(300)
 
 
 class Kernel:
@@ -40,7 +46,7 @@ class Kernel:
     def __init__(self, manager: Any, client: Any) -> None:
         self.manager, self.client = manager, client
 
-    def run(self, cell: str, interrupt_after: str = "") -> SimpleNamespace:
+    def run(self, cell: str, interrupt_after: str = "", timeout_s: float = 60) -> SimpleNamespace:
         """Run a cell; sends one interrupt when `interrupt_after` first appears in a message."""
         messages: list[Any] = []
 
@@ -51,7 +57,7 @@ class Kernel:
                 interrupt_after = ""
                 self.manager.interrupt_kernel()
 
-        reply = self.client.execute_interactive(cell, timeout=60, output_hook=keep, allow_stdin=False)
+        reply = self.client.execute_interactive(cell, timeout=timeout_s, output_hook=keep, allow_stdin=False)
         by_kind: dict[str, list[Any]] = {}
         for message in messages:
             by_kind.setdefault(message["msg_type"], []).append(message["content"])
@@ -60,14 +66,20 @@ class Kernel:
 
 
 @pytest.fixture(scope="module", params=["", *VERSIONS], ids=lambda folder: Path(folder).name or "installed")
-def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     env = {name: value for name, value in os.environ.items() if name not in ("CI", "GUAVA_UI")}
+    env["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))  # no other kernel's session is there
     paths = [request.param, str(ROOT), str(ROOT / "tests" / "support"), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    manager, client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=60)
+    begun = time.monotonic()
+    manager, client = start_new_kernel(kernel_name="python3", env=env, startup_timeout=START_S)
     started = Kernel(manager, client)
     try:
-        ready = started.run(SETUP)
+        try:
+            ready = started.run(SETUP, timeout_s=START_S)
+        except TimeoutError:
+            took, which = time.monotonic() - begun, request.param or "installed here"
+            pytest.fail(f"the kernel {which} did not load guava_nb within {START_S} s; it began {took:.0f} s ago")
         assert ready.ended == "ok", getattr(ready, "error", ready.text)
         if request.param:
             told = started.run("import ipykernel; print(ipykernel.__version__)").text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -18,7 +19,17 @@ from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.lane import Wire
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.framing import message_bytes
-from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, Message, channel_of, counted_as
+from guava_nb.protocol.messages import (
+    AskEnergy,
+    Channel,
+    Energy,
+    Hello,
+    LineMeasured,
+    MeasureLine,
+    Message,
+    channel_of,
+    counted_as,
+)
 from guava_nb.protocol.tensor_bounds import check_tensors
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.worker.loop import WorkerLoop
@@ -34,6 +45,9 @@ def _copy(message: Message, buffers: Sequence[memoryview]) -> tuple[Message, mem
 
 #: Threads of one process share torch's random state on the CPU; real workers are processes of their own.
 RANDOM_STATE = threading.Lock()
+
+
+_OF: WeakKeyDictionary[Cluster, list[DirectWorker]] = WeakKeyDictionary()
 
 
 class DirectSession:
@@ -95,8 +109,7 @@ class DirectWorker:
         self._cluster = cluster
         self._hook = hook
         self._kept: list[MessageArrived] = []
-        if isinstance(cluster, DirectCluster):
-            cluster.direct.append(self)
+        _OF.setdefault(cluster, []).append(self)
         own = None if own_model is None else ResidentParts(own_model)
         self.loop = WorkerLoop(self._send, torch.device("cpu"), own)
         steps, preparation = self.loop._steps, self.loop._preparation
@@ -137,9 +150,11 @@ class DirectWorker:
         return self
 
     def take(self, message: Message, payload: memoryview) -> None:
-        """Get a message; a worker without sensors says so, and a run does not wait for its last word."""
+        """Get a message; a worker without sensors or a line says so, as real ones do, and nobody waits for its figures."""
         if isinstance(message, AskEnergy):
             self._send(Energy(run_id=message.run_id, mark=message.mark, seconds=0.0, why="no sensors here"), ())
+        elif isinstance(message, MeasureLine):
+            self._send(LineMeasured(message.measuring_id, error="there is no line"), ())
         else:
             self.loop.post(message, payload)
 
@@ -191,16 +206,21 @@ class DirectCluster(Cluster):
 
     def __init__(self) -> None:
         super().__init__(OutputLog(None))
-        self.direct: list[DirectWorker] = []
 
     def close(self) -> None:
         super().close()
-        for worker in self.direct:
-            worker.loop.end()
-        for worker in self.direct:
-            if worker.thread.is_alive():
-                worker.thread.join(10.0)
-                assert not worker.thread.is_alive(), f"{worker.name} works on after the end of its cluster"
+        end_workers(self)
+
+
+def end_workers(cluster: Cluster) -> None:
+    """End the loops of all workers of a cluster that has been closed, and wait for them."""
+    workers = _OF.pop(cluster, [])
+    for worker in workers:
+        worker.loop.end()
+    for worker in workers:
+        if worker.thread.is_alive():
+            worker.thread.join(10.0)
+            assert not worker.thread.is_alive(), f"{worker.name} works on after the end of its cluster"
 
 
 def make_cluster() -> Cluster:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from guava_nb import Orchestrator
-from tests.support.direct import DirectWorker
+from tests.support.direct import DirectWorker, end_workers
 
 
 def said(orchestrator: Orchestrator) -> str:
@@ -25,5 +25,6 @@ def direct_session(workers: int, **settings: Any) -> Iterator[Orchestrator]:
     try:
         yield orchestrator
     finally:
-        assert [worker.error for worker in started] == [None] * workers
         cluster.close()
+        end_workers(cluster)
+    assert [worker.error for worker in started] == [None] * workers
