@@ -25,6 +25,10 @@ __all__ = ["Boundary", "BoundaryCalls"]
 Asked = tuple[Callable[[], None], "Future[None]"]
 
 
+class _NotYet(Exception):  # noqa: N818 - no error: the call is queued again
+    """A call waits for a later boundary."""
+
+
 class BoundaryCalls:
     """A queue of calls, each with a future that its asker may wait for. Thread-safe."""
 
@@ -42,12 +46,30 @@ class BoundaryCalls:
         self._asked.append((call, future))
         return future
 
+    def ask_after(self, is_time: Callable[[], bool], call: Callable[[], None]) -> Future[None]:
+        """Queue a call for the first boundary at which `is_time` says yes; the future tells its end."""
+        future: Future[None] = Future()
+
+        def when_it_is_time() -> None:
+            if is_time():
+                call()
+            else:
+                self._asked.append((when_it_is_time, future))
+                raise _NotYet
+
+        self._asked.append((when_it_is_time, future))
+        return future
+
     def answer(self) -> None:
-        """Do all calls that were asked for; an error goes to the future of its call."""
-        while (asked := self._next()) is not None:
+        """Do all calls that were asked for by now; an error goes to the future of its call."""
+        for _ in range(len(self._asked)):
+            if (asked := self._next()) is None:
+                return
             call, future = asked
             try:
                 call()
+            except _NotYet:
+                continue
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -129,6 +151,26 @@ class Boundary:
                 self.due.discard(name)
         with self.budget_gate.aside():
             self.calls.answer()
+
+    def call_with_state(self, call: Callable[[], None]) -> None:
+        """Bring the state of the last committed step here, then call."""
+        self.budget_gate.refuse_save()
+        self.membership.fetch()
+        call()
+
+    def call_at(self, step: int, call: Callable[[], None]) -> None:
+        """Do what a callback wanted of the state after this step when that is there again; a failure then is a notice."""
+        replica_set, notice = self.membership.replica_set, self.membership.cluster.notice
+
+        def tell(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                notice(f"what a callback asked for with the state after {replica_set.nth(step)} was not done: {error}")
+
+        notice(
+            f"the state after {replica_set.nth(step)} is not here now: what a callback wants of it is done when it is again"
+        )
+        do = partial(self.call_with_state, call)
+        self.calls.ask_after(lambda: replica_set.step >= step, do).add_done_callback(tell)
 
     def end_epoch(self) -> None:
         """Validate if that is due after each epoch, or was due anyway."""

@@ -229,10 +229,7 @@ class StepRunner:
         self._send(StateLoaded(message.run_id, message.step, digest, kind, message.generation), ())
 
     def send_state(self, replica: BaseReplica, message: FetchState, ticks: int) -> None:
-        """Send the state of the last commit, or only its schedule, which has had so many ticks.
-
-        Where it cannot be made, tell why: nothing has changed.
-        """
+        """Send the state of the last commit, or only its schedule, after so many `ticks`; where it cannot be made, tell why."""
         try:
             is_whole = message.model or message.optimizer
             state = replica.state(message.model, message.optimizer) if is_whole else replica.schedule_state()

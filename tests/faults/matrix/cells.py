@@ -134,7 +134,7 @@ def expected(mode: str, phase: str, fault: str) -> Expected:
     if phase == "prediction" and fault in (*ENDS, STOPS[1]) and not MODES[mode].elastic:
         return Expected("needs")  # a pass does not wait for workers: so many are needed, so many are here
     if phase == "prediction" and fault in (*ENDS, STOPS[1]) and mode == "lone":
-        return Expected("no worker is here")
+        return Expected("was lost")
     if fault in ENDS + STOPS + LINKS:
         return Expected()
     whole, cause = mode in ("data", "lone", "site"), _CAUSES[fault]
@@ -176,11 +176,11 @@ _COVERING = {
         "optimizer: SIGTERM, exception", "commit: exit", "validation: SIGKILL", "prediction: SIGKILL",
         "checkpoint: full disk, SIGKILL", "leave: exit",
     ),
-    "lone": ("optimizer: SIGKILL, exception", "commit: reset at a random byte", "checkpoint: silence", "join: cut in mid-frame"),
+    "lone": ("optimizer: SIGKILL, exception", "prediction: SIGKILL", "commit: reset at a random byte", "checkpoint: silence", "join: cut in mid-frame"),
     "site": ("bucket half sent: SIGKILL", "optimizer: cut in mid-frame", "commit: SIGTERM"),
     "direct": ("backward: SIGKILL", "optimizer: exception", "forward: nan in buffer"),
     "zero 1": ("optimizer: SIGKILL, full disk", "bucket half sent: cut in mid-frame"),
-    "zero 2": ("forward: nan in buffer", "checkpoint: out of memory"),
+    "zero 2": ("forward: nan in buffer", "checkpoint: out of memory, SIGTERM"),
     "zero 3": ("backward: exit", "leave: SIGTERM", "validation: exception"),
     "zero 3 direct": ("forward: SIGKILL",),
     "tensor": ("forward: SIGKILL", "checkpoint: SIGKILL", "commit: exception"),

@@ -22,6 +22,23 @@ def test_calls_are_done_in_order_and_errors_go_to_their_askers() -> None:
         second.result(0)
 
 
+def test_a_call_waits_for_the_boundary_that_it_is_for() -> None:
+    calls, step, done = BoundaryCalls(), [3], []  # type: ignore[var-annotated]
+    later = calls.ask_after(lambda: step[0] >= 5, lambda: done.append("later"))
+    now = calls.ask(lambda: done.append("now"))
+    for step[0] in (3, 4):
+        calls.answer()
+        assert done == ["now"] and now.done() and not later.done() and calls
+    step[0] = 5
+    calls.answer()
+    assert done == ["now", "later"] and later.result(0) is None and not calls
+    never = calls.ask_after(lambda: False, lambda: None)
+    calls.answer()
+    calls.refuse(ClusterError("the run has ended"))
+    with pytest.raises(ClusterError, match="ended"):
+        never.result(0)
+
+
 def test_what_is_not_done_any_more_is_refused() -> None:
     calls = BoundaryCalls()
     future = calls.ask(lambda: None)
