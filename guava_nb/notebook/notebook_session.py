@@ -23,6 +23,7 @@ from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
 from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import (
@@ -74,6 +75,7 @@ class NotebookSession:
         self._new_orchestrator = new_orchestrator
         self.worker = OwnWorker(shell, start_worker)
         self.cells = SharedCells(shell)
+        self.code = RemoteCode(shell, self._need_session)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None

@@ -18,7 +18,7 @@ from guava_nb.errors import LinkBroken, LinkClosed
 from guava_nb.link.lane import Wire
 from guava_nb.link.session_events import MessageArrived, SessionClosed, SessionResumed, SessionSuspect
 from guava_nb.protocol.framing import message_bytes
-from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, Message, channel_of, counted_as
+from guava_nb.protocol.messages import AskEnergy, Channel, Energy, Hello, InterruptCode, Message, channel_of, counted_as
 from guava_nb.protocol.tensor_bounds import check_tensors
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.worker.loop import WorkerLoop
@@ -140,6 +140,8 @@ class DirectWorker:
         """Get a message; a worker without sensors says so, and a run does not wait for its last word."""
         if isinstance(message, AskEnergy):
             self._send(Energy(run_id=message.run_id, mark=message.mark, seconds=0.0, why="no sensors here"), ())
+        elif isinstance(message, InterruptCode):
+            self.loop.user_code.interrupt(message.request_id)
         else:
             self.loop.post(message, payload)
 
