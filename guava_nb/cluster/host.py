@@ -256,6 +256,16 @@ class SessionHost(CodeOnWorkers):
         """How many workers the configuration speaks of."""
         return self.config.num_workers
 
+    def expect_workers(self, count: int) -> None:
+        """Change how many workers are waited for.
+
+        Raises:
+            ConfigError: the number is out of range; nothing has changed.
+        """
+        changed = self.config.replace(num_workers=count)
+        changed.validate()
+        self.config = changed
+
     def close(self) -> None:
         """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""
         with interrupts_wait():

@@ -73,6 +73,7 @@ class GuavaMagics(Magics):
             if note := self.session.tunnel_note:  # above the cell to paste, which fails without it
                 say(note)
             self._show_code()
+            notes += filter(None, [self.session.reach_note])
         closing = "%guava_down closes the session."
         self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))
 
@@ -81,7 +82,7 @@ class GuavaMagics(Magics):
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker; lead one that is here by its session's new code."""
         panel, worker = self._panel(), self.session.worker
-        code = worker.code(args.code)
+        code = self.session.worker_code(args.code)
         if worker.lives:
             say(worker.follow(code))
         else:

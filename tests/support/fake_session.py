@@ -116,6 +116,9 @@ class FakeOrchestrator:
     def expected_workers(self) -> int:
         return int(self.settings.get("num_workers", 1))
 
+    def expect_workers(self, count: int) -> None:
+        self.settings["num_workers"] = count
+
     @property
     def join_code(self) -> FakeCode:
         return FakeCode(self.code)
