@@ -11,6 +11,7 @@ from typing import Any
 from guava_nb import errors
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.code_job import Answer, CodeJob, OnOutput
+from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, ConfigError, GuavaError, RemoteError, RemoteProtocolError, WorkerLost
 from guava_nb.protocol.messages import CodeRan, InstallPackages, Message, PlaceFiles, RunCode
 from guava_nb.spec.cell_checks import check_syntax
@@ -19,7 +20,7 @@ from guava_nb.spec.user_files import read_files
 
 __all__ = ["CodeOnWorkers"]
 
-#: Of values that come back from one worker at one time.
+#: Of values that go to a worker, or come from it, at one time.
 _MOST_BYTES = 2 << 30
 #: Another process may have used this session's numbers before: workers outlive it.
 _ids = itertools.count(1 + secrets.randbits(48))
@@ -170,6 +171,10 @@ class CodeOnWorkers:
         on_output: OnOutput,
     ) -> dict[str, dict[str, Any]]:  # fmt: skip
         ranks, (tree, buffers) = self._ranks(on), pack_values(values, strictly=True)
+        if (nbytes := sum(buffer.nbytes for buffer in buffers)) > _MOST_BYTES:
+            raise ConfigError(
+                f"{', '.join(values)}: {show_bytes(nbytes)}; at most {show_bytes(_MOST_BYTES)} may go at one time: push parts"
+            )
         if not ranks:
             return {}
         orders: dict[int, tuple[Message, _Payload]] = {

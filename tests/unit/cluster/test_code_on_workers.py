@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from guava_nb.cluster import code_on_workers
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.code_on_workers import CodeOnWorkers
 from guava_nb.cluster.job import Job
@@ -56,6 +57,9 @@ def test_values_go_there_and_back_by_worker() -> None:
             made.run_code("1", ["w7"])
         with pytest.raises(SourceError, match="a cell without %%guava_px"):
             made.run_code("!ls")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=r"^t: 4\.0 kB; at most 1\.0 kB"):
+            patch.setattr(code_on_workers, "_MOST_BYTES", 1000)
+            made.push({"t": torch.zeros(1000)})
         with pytest.raises(ConfigError, match="is no name"):
             made.push({"a b": 1})
         with pytest.raises(ConfigError, match="options of pip are not taken"):
