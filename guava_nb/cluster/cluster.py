@@ -84,6 +84,7 @@ class Cluster:
         expelled: members whose sessions were ended because they broke the protocol.
         least_wait_s: the shortest time after which a connected worker that does not answer counts as slow.
         on_idle_leave: releases a member that leaves between two jobs, from any thread; called by the dispatcher.
+        greetings: are sent to each newcomer before anything else.
         takes: gets each message before a job does, from reader threads, and returns whether it was for it: an answer that was
             asked for outside of any job.
     """
@@ -106,6 +107,7 @@ class Cluster:
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record
         self._programs = Programs(on_notice)
+        self.greetings: tuple[Message, ...] = ()
         self._told_invalid: set[tuple[int, str]] = set()
         self.expelled: set[int] = set()
         self.session_id = secrets.token_hex(8)
@@ -118,7 +120,7 @@ class Cluster:
         self.takes: Callable[[int, Message, memoryview], bool] = lambda rank, message, payload: False
         self._changed = threading.Condition()
         self._mailbox: Mailbox | None = None
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._dispatch, name="guava-cluster", daemon=True)
         self._thread.start()
 
@@ -150,6 +152,9 @@ class Cluster:
 
     def _dispatch(self) -> None:
         while (event := self._events.get()) is not None:
+            if isinstance(event, threading.Event):
+                event.set()
+                continue
             try:
                 self._handle(event)
             except GuavaError as error:
@@ -222,7 +227,8 @@ class Cluster:
             self._ranks[session.session_id] = member.rank
             self._sessions[member.rank] = session
             self._all_sessions.append((member.rank, session))
-        self.send(member.rank, Accept(member.name, self.session_id))
+        for message in (Accept(member.name, self.session_id), *self.greetings):
+            self.send(member.rank, message)
         came = "joined" if before is None else "joined again"
         self.tell(f"{member.name} {came}: {hello.device_name} on {hello.hostname}" + "".join(f"; {n}" for n in notes))
         self._post(Joined(member.rank))
@@ -375,6 +381,12 @@ class Cluster:
     def payload_of(self, session_id: bytes, message: Message) -> int:
         """Return the most payload bytes that a session may bring with this record; called before memory is taken for them."""
         return self.bounds.most_bytes(self._ranks.get(session_id), message)
+
+    def flush_output(self) -> None:
+        """Wait until the lines are kept that came before this call; at most 5 s."""
+        done = threading.Event()
+        self._events.put(done)
+        done.wait(5.0)
 
     def session(self, rank: int) -> SessionHandle | None:
         """Return the session of a member that still holds its seat."""

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
+from guava_nb.cluster.code_on_workers import CodeOnWorkers
 from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.notices import Notices
@@ -40,7 +41,7 @@ __all__ = ["SessionHost"]
 _FROM_HERE = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}
 
 
-class SessionHost:
+class SessionHost(CodeOnWorkers):
     """The life cycle of a session, and its workers. A context manager.
 
     Args:
@@ -254,6 +255,16 @@ class SessionHost:
     def expected_workers(self) -> int:
         """How many workers the configuration speaks of."""
         return self.config.num_workers
+
+    def expect_workers(self, count: int) -> None:
+        """Change how many workers are waited for.
+
+        Raises:
+            ConfigError: the number is out of range; nothing has changed.
+        """
+        changed = self.config.replace(num_workers=count)
+        changed.validate()
+        self.config = changed
 
     def close(self) -> None:
         """Stop the run, say goodbye to all workers, free the port. Safe to call twice; an interrupt waits for its end."""

@@ -10,6 +10,8 @@ import threading
 from collections import Counter
 
 from guava_nb.protocol.messages import (
+    CodeRan,
+    CodeValues,
     Evaluate,
     Evaluated,
     FetchState,
@@ -20,6 +22,7 @@ from guava_nb.protocol.messages import (
     Predict,
     Predicted,
     RowList,
+    RunCode,
     Shard,
     State,
 )
@@ -46,6 +49,9 @@ class PayloadBounds:
         """Nothing was asked."""
         self._owed: Counter[tuple[int, type[Message]]] = Counter()
         self._model_bytes = 0
+        self._code: dict[
+            tuple[int, int], int
+        ] = {}  # rank and request of code that runs, and the most bytes it may bring
         self._access = threading.Lock()
 
     def expect_model(self, model_bytes: int) -> None:
@@ -54,12 +60,16 @@ class PayloadBounds:
 
     def sent(self, rank: int, message: Message) -> None:
         """A worker was sent this."""
+        if isinstance(message, RunCode):
+            self._code[rank, message.request_id] = message.most_bytes
         if (answer := _ANSWERS.get(type(message))) is not None:
             with self._access:
                 self._owed[rank, answer] += 1
 
     def came(self, rank: int, message: Message) -> None:
         """A worker answered with this."""
+        if isinstance(message, CodeValues) or (isinstance(message, CodeRan) and message.nbytes < 0):
+            self._code.pop((rank, message.request_id), None)
         if isinstance(message, State | Evaluated | Predicted):
             with self._access:
                 self._owed[rank, type(message)] -= 1
@@ -69,6 +79,8 @@ class PayloadBounds:
         kind = type(message)
         if kind in (Piece, Parcel):
             return _PART_BYTES
+        if isinstance(message, CodeValues):
+            return 0 if rank is None else self._code.get((rank, message.request_id), 0)
         if rank is None or (kind in _ANSWERS.values() and self._owed[rank, kind] <= 0):
             return 0
         if kind is State:

@@ -34,6 +34,7 @@ class OutputLog:
         """Start empty."""
         self.folder = folder
         self._lines: dict[str, deque[str]] = {}
+        self._counts: dict[str, int] = {}  # lines that came, by worker
         self._file_bytes: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -51,10 +52,12 @@ class OutputLog:
         self._store(worker, [line for line in tail if line not in known and f"[stderr] {line}" not in known])
 
     def _store(self, worker: str, lines: list[str]) -> None:
+        count = len(lines)
         lines = list(map(_cut, lines[-KEPT_LINES:]))
         with self._lock:
             kept = self._lines.pop(worker, None) or deque(maxlen=KEPT_LINES)
             self._lines[worker] = kept
+            self._counts[worker] = self._counts.get(worker, 0) + count
             kept.extend(lines)
             excess = sum(map(len, kept)) - KEPT_CHARS
             while excess > 0:
@@ -82,6 +85,20 @@ class OutputLog:
         """Return the file that holds a worker's output."""
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in worker)
         return (self.folder or Path()) / f"{safe}.log"
+
+    def count(self, worker: str) -> int:
+        """Return how many lines of a worker have come."""
+        with self._lock:
+            return self._counts.get(worker, 0)
+
+    def since(self, worker: str, count: int) -> tuple[list[str], int]:
+        """Return a worker's lines after the first `count`, as far as they are kept, and how many have come now."""
+        with self._lock:
+            now, kept = self._counts.get(worker, 0), list(self._lines.get(worker, ()))
+        new = now - count
+        lines = kept[-new:] if new else []
+        lacking = new - len(lines)
+        return ([f"[{lacking} lines left out here; %guava_log has the last ones]"] if lacking else []) + lines, now
 
     def tail(self, worker: str | None = None, n: int = 50) -> list[str]:
         """Return the last `n` lines of one worker, or of all with their names in front."""

@@ -136,6 +136,46 @@ SHARE = Command(
     "%%guava_share --name model",
     sign="%%",
 )
+_ON = option("--on", metavar="NAMES", complete=("<workers>",), help="only these workers, with commas (default: all)")
+_RANK = option("--rank", metavar="N", type=integer(0), help="only the worker of this rank, from 0")
+PX = Command(
+    "guava_px",
+    "Run this cell on the workers, while no run goes on. What it prints comes as it is printed; the value of its last expression "
+    "comes back, by worker. Its names stay there for the next cell; device, worker and rank are defined. An interrupt stops it.",
+    (
+        _ON,
+        _RANK,
+        option("-o", "--out", metavar="NAME", help="store the values in this variable instead of showing them"),
+    ),
+    "%%guava_px --on local-1",
+    sign="%%",
+)
+PUSH = Command(
+    "guava_push",
+    "Set variables of this notebook on the workers that are here now: numbers, text, lists, dicts, tensors, arrays, tables.",
+    (word("names", nargs="+", metavar="NAME", complete=("<names>",), help="variables of the notebook"), _ON, _RANK),
+    "%guava_push images labels",
+)
+PULL = Command(
+    "guava_pull",
+    "Bring variables from the workers here: a dict by worker, or the value itself where the line chooses one worker.",
+    (word("names", nargs="+", metavar="NAME", help="variables at the workers"), _ON, _RANK),
+    "%guava_pull result --rank 0",
+)
+PIP = Command(
+    "guava_pip",
+    "Have pip install packages at the workers. Torch, numpy and all that is loaded there keep their versions; where that cannot "
+    "be, nothing is installed, and pip's reason is shown.",
+    (word("packages", nargs="+", metavar="PACKAGE", help="as for pip install: einops, 'einops>=0.8'"), _ON),
+    "%guava_pip einops",
+)
+FILES = Command(
+    "guava_files",
+    "Send your own modules to the workers: text files, and folders of them as packages. Code there imports them by name; run "
+    "again after a change, and they are loaded anew.",
+    (word("paths", nargs="+", metavar="PATH", complete=("<files>",), help="files and folders"), _ON),
+    "%guava_files helpers.py mypackage",
+)
 MODE = Command(
     "guava_mode",
     "Choose how work is spread; without an argument, show it.",
@@ -330,4 +370,7 @@ DOCTOR = Command(
     code_to="code",
 )
 
-COMMANDS = (UP, WORKER, SHARE, MODE, TRAIN, VALIDATE, PREDICT, STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR)
+COMMANDS = (
+    *(UP, WORKER, SHARE, PX, PUSH, PULL, PIP, FILES, MODE, TRAIN, VALIDATE, PREDICT),
+    *(STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR),
+)

@@ -10,7 +10,7 @@ from typing import Any
 
 from guava_nb.notebook.line_options import Command, Offers
 
-__all__ = ["files", "install_completion", "loaders", "remove_completion"]
+__all__ = ["files", "install_completion", "loaders", "names", "remove_completion"]
 
 _IDENTIFIER = "guava_nb.matcher"
 #: A magic of ours on a line, also where its value is assigned: its percent signs, its name, and the rest up to the cursor.
@@ -81,6 +81,12 @@ def _hook(command: Command, offers: Offers) -> Callable[[Any, Any], list[str]]:
     return complete
 
 
+def names(shell: Any) -> list[str]:
+    """Names of a notebook's own variables."""
+    hidden = getattr(shell, "user_ns_hidden", {})
+    return sorted(name for name in shell.user_ns if not name.startswith("_") and name not in hidden)
+
+
 def loaders(shell: Any) -> list[str]:
     """Names of what a notebook can train on: its loaders, else all variables of its own."""
     torch = sys.modules.get("torch")
@@ -93,8 +99,7 @@ def loaders(shell: Any) -> list[str]:
         )
         if kind is not None
     )
-    hidden = getattr(shell, "user_ns_hidden", {})
-    own = sorted(name for name in shell.user_ns if not name.startswith("_") and name not in hidden)
+    own = names(shell)
     return [name for name in own if isinstance(shell.user_ns[name], kinds)] or own
 
 

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 GRANT = (
-    "Joining lets the orchestrator run its source code here: in a process of its own, with your rights on this "
-    "machine, until it closes or you interrupt this cell. Join only a session whose owner you trust."
+    "Joining lets the orchestrator run its source code here, and install packages: in a process of its own, with your rights on "
+    "this machine, until it closes or you interrupt this cell. Join only a session whose owner you trust."
 )
 _SECRET = (
     "The join code is a secret: who has it can take part. Before you share a notebook, clear this output here, and the cell "

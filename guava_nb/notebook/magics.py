@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
 
 from guava_nb.notebook import commands
-from guava_nb.notebook.completion import files, install_completion, loaders, remove_completion
+from guava_nb.notebook.completion import files, install_completion, loaders, names, remove_completion
 from guava_nb.notebook.display import choose_ui, say, show, show_png
 from guava_nb.notebook.doctor import doctor_report
 from guava_nb.notebook.formatters import ObjectViews
@@ -73,6 +73,7 @@ class GuavaMagics(Magics):
             if note := self.session.tunnel_note:  # above the cell to paste, which fails without it
                 say(note)
             self._show_code()
+            notes += filter(None, [self.session.reach_note])
         closing = "%guava_down closes the session."
         self._show(View(view.title, view.headline, None, view.tables, (*view.notes, *notes, closing)))
 
@@ -81,7 +82,7 @@ class GuavaMagics(Magics):
     def guava_worker(self, args: argparse.Namespace) -> None:
         """Say what joining grants, join, and show the worker; lead one that is here by its session's new code."""
         panel, worker = self._panel(), self.session.worker
-        code = worker.code(args.code)
+        code = self.session.worker_code(args.code)
         if worker.lives:
             say(worker.follow(code))
         else:
@@ -107,6 +108,41 @@ class GuavaMagics(Magics):
         say(f"Cell {name} is shared{'' if self.session.is_open else ' as soon as %guava_up opens a session'}.")
         for sentence in self.session.cells.undefined(name):
             say(f"Not ready to train: {sentence}.")
+
+    @line_cell_magic
+    @_command(commands.PX)
+    def guava_px(self, args: argparse.Namespace, cell: str | None = None) -> Any:
+        """Run a cell on the workers."""
+        if cell is None:
+            raise UsageError(
+                "%%guava_px stands with two percent signs on the first line of a cell, and runs what is below it: there is "
+                "nothing here"
+            )
+        return self.session.code.run(args, cell)
+
+    @line_magic
+    @_command(commands.PUSH)
+    def guava_push(self, args: argparse.Namespace) -> None:
+        """Set variables on the workers."""
+        say(self.session.code.push(args))
+
+    @line_magic
+    @_command(commands.PULL)
+    def guava_pull(self, args: argparse.Namespace) -> None:
+        """Bring variables from the workers."""
+        say(self.session.code.pull(args))
+
+    @line_magic
+    @_command(commands.PIP)
+    def guava_pip(self, args: argparse.Namespace) -> None:
+        """Install packages at the workers."""
+        say(self.session.code.install(args))
+
+    @line_magic
+    @_command(commands.FILES)
+    def guava_files(self, args: argparse.Namespace) -> None:
+        """Send modules to the workers."""
+        say(self.session.code.send_files(args))
 
     @line_magic
     @_command(commands.MODE)
@@ -235,6 +271,7 @@ def load(shell: Any) -> None:
             "<shared>": lambda begin: magics.session.cells.defined(),
             "<workers>": lambda begin: magics.session.worker_names(),
             "<cells>": lambda begin: magics.session.cells.names(),
+            "<names>": lambda begin: names(shell),
             "<loaders>": lambda begin: loaders(shell),
             "<tunnels>": lambda begin: list(tunnel_names()),
             "<files>": files,

@@ -15,7 +15,7 @@ from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.host import detect_host, is_loopback
 from guava_nb.notebook.join_code import NEW_ADDRESS, hand_over
 from guava_nb.notebook.line_words import near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
@@ -23,6 +23,7 @@ from guava_nb.notebook.mode import mode_arguments, mode_sentence
 from guava_nb.notebook.own_worker import OwnWorker
 from guava_nb.notebook.panel.blocking import interrupt_run, watch
 from guava_nb.notebook.panel.panel import Frame, Panel
+from guava_nb.notebook.px.remote_code import RemoteCode
 from guava_nb.notebook.shared_cells import SharedCells
 from guava_nb.notebook.train import check_variable, training_arguments
 from guava_nb.notebook.up import (
@@ -35,6 +36,7 @@ from guava_nb.notebook.up import (
 )
 from guava_nb.notebook.validate_predict import predict, validate
 from guava_nb.notebook.wait_for_workers import wait_for_workers
+from guava_nb.protocol.joincode import JoinCode
 from guava_nb.render import View, awaited_workers, run_view, session_view, summary_view
 from guava_nb.status import RunStatus
 
@@ -74,10 +76,12 @@ class NotebookSession:
         self._new_orchestrator = new_orchestrator
         self.worker = OwnWorker(shell, start_worker)
         self.cells = SharedCells(shell)
+        self.code = RemoteCode(shell, self._need_session)
         self._orchestrator: Any = None
         self._settings: dict[str, Any] = {}
         self._local: LocalWorkers | None = None
         self._mode: dict[str, Any] = {}
+        self._waits_anew = False  # for all workers, though a run was here: their number was changed since
 
     # ------------------------------------------------------------------------------------------------ orchestrator
 
@@ -95,7 +99,7 @@ class NotebookSession:
         settings = orchestrator_settings(args)
         for caution in cautions(args, detect_host(self._shell), 0 if self._local is None else len(self._local)):
             say(caution)
-        notes = self._refused_settings(settings) if self.is_open else []
+        notes = self._new_settings(settings) if self.is_open else []
         if not self.is_open:
             expected = {"num_workers": args.local} if args.local else {}
             orchestrator = self._new_orchestrator(**{**expected, **settings})
@@ -129,6 +133,32 @@ class NotebookSession:
         """What has to be done so that workers get through the tunnel; "" for nothing."""
         note = str(self._orchestrator.status().tunnel_note)
         return f"First: {note}." if note else ""
+
+    @property
+    def reach_note(self) -> str:
+        """Who can use the join code, where that is not everybody; "" for nothing to say."""
+        here = is_loopback(JoinCode.decode(self.join_code()).host)
+        if not here or self._orchestrator.status().tunnel:
+            return ""
+        return (
+            "There is no tunnel, so this code works on this machine only. For workers elsewhere: %guava_up --tunnel cloudflared "
+            "(needs no account), or --host with this machine's address in a network of your own."
+        )
+
+    def worker_code(self, words: list[str]) -> JoinCode:
+        """Return the join code for the worker of this notebook, from its line, the environment or a person.
+
+        Raises:
+            UsageError: there is none, or it is of this notebook's own session.
+            JoinCodeError: it is damaged.
+        """
+        code = self.worker.code(words)
+        if self.is_open and self.has_code and code.secret == JoinCode.decode(self.join_code()).secret:
+            raise UsageError(
+                "this is the code of this very notebook's session, and a notebook that works cannot train: %guava_up --local "
+                "1 starts a worker on this machine; paste the code in another notebook"
+            )
+        return code
 
     def _code_now(self) -> str:
         return self.join_code() if self.has_code else ""
@@ -334,6 +364,17 @@ class NotebookSession:
             orchestrator.register_model(args.model, args.model_args or {})
         return orchestrator
 
+    def _new_settings(self, settings: dict[str, Any]) -> list[str]:
+        """Take those of an open session that can change; returns sentences on what changed, and on what did not."""
+        count, before = settings.get("num_workers"), self._orchestrator.expected_workers
+        notes = []
+        if count is not None and count != before:
+            self._orchestrator.expect_workers(count)
+            self._settings["num_workers"] = count
+            self._waits_anew = True
+            notes.append(f"The next run waits for {count} worker{'' if count == 1 else 's'}, before for {before}.")
+        return notes + self._refused_settings(settings)
+
     def _refused_settings(self, settings: dict[str, Any]) -> list[str]:
         now = {"num_workers": self._orchestrator.expected_workers, **self._settings}
         changed = sorted(_FLAGS[name] for name, value in settings.items() if now.get(name) != value)
@@ -345,9 +386,10 @@ class NotebookSession:
 
     def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
-        count = None if self._orchestrator.run is None else 1
+        count = None if self._orchestrator.run is None or self._waits_anew else 1
         code = "" if self.is_local_only else self._code_now()
         wait_for_workers(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
+        self._waits_anew = False
 
     def _interrupt(self, run: Any, count: int) -> str:
         away = awaited_workers(self._orchestrator.status().workers)

@@ -38,7 +38,7 @@ def source_lines(text: str) -> list[str]:
     return io.StringIO(text if text.endswith("\n") else text + "\n", newline=None).readlines()
 
 
-def check_syntax(name: str, text: str) -> None:
+def check_syntax(name: str, text: str, magic: str = "%%guava_share") -> None:
     """Compile without running.
 
     Raises:
@@ -55,7 +55,7 @@ def check_syntax(name: str, text: str) -> None:
         if _is_notebook_syntax(source):
             raise SourceError(
                 f"cell {name!r}, line {line}: {source!r} is notebook syntax, which exists only in this notebook; "
-                "move it into a cell without %%guava_share" + _install_hint(source)
+                f"move it into a cell without {magic}" + _install_hint(source)
             ) from None
         raise SourceError(f"cell {name!r}, line {line}: {error.msg}: {source!r}") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a zero byte; nesting beyond the parser's limit
@@ -67,7 +67,7 @@ def _is_notebook_syntax(line: str) -> bool:
 
 
 def _install_hint(line: str) -> str:
-    return " (and install on each worker's machine)" if _INSTALL.search(line) else ""
+    return " (%guava_pip installs on the workers)" if _INSTALL.search(line) else ""
 
 
 def undefined_names(cells: Sequence[Cell]) -> Iterator[str]:

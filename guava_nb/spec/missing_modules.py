@@ -24,13 +24,19 @@ def missing_advice(module: str) -> str:
     names = sorted(set(metadata.packages_distributions().get(top, ())))
     indexed = [name for name in names if not _is_local(name)]
     if indexed:
-        return f"run  %pip install {indexed[0]}  there, as it is installed here, then start again"
+        there, here = f"%pip install {indexed[0]}", f"%guava_pip {indexed[0]}"
+        return f"run  {there}  there, as it is installed here, or  {here}  here; then start again"
     path = _path_of(top)
     if names or path:
         where = f"{path} here" if path else f"the package {names[0]!r} that was installed here from a folder"
         return (
-            f"{top!r} is {where}, and in no package index that is known: put its code in a %%guava_share cell, or copy it to "
-            "the folder where that worker runs, then start again"
+            f"{top!r} is {where}, and in no package index that is known: "
+            + (
+                f"%guava_files {path} sends it to the workers"
+                if path
+                else "copy it to the folder where that worker runs"
+            )
+            + "; or put its code in a %%guava_share cell; then start again"
         )
     return (
         f"nothing here tells which package has {top!r}: install on that machine the one that you know to have it, or put its "

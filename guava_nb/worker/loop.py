@@ -27,14 +27,17 @@ from guava_nb.protocol.messages import (
     FailureKind,
     FetchState,
     FormGroup,
+    InstallPackages,
     Leave,
     ListRows,
     LoadState,
     Message,
     ParameterBucket,
+    PlaceFiles,
     Predict,
     Prepare,
     Refused,
+    RunCode,
     SchedulerStep,
     Shard,
     StepWithoutShard,
@@ -49,6 +52,7 @@ from guava_nb.worker.pending_steps import ScheduleTicks
 from guava_nb.worker.preparation import USER_ERRORS, Preparation, PreparedRun, Send
 from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.steps import StepRunner
+from guava_nb.worker.user_code.cell_runner import CellRunner
 
 __all__ = ["WorkerLoop"]
 
@@ -106,6 +110,7 @@ class WorkerLoop:
         self._preparation = Preparation(device, own, seat)
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
+        self.user_code = CellRunner(send, device)
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
@@ -127,6 +132,7 @@ class WorkerLoop:
     def leave(self, reason: str) -> None:
         """Leave after the step in work, when the orchestrator has what is only here; from any thread."""
         self._leaving = reason
+        self.user_code.interrupt()
         self._queue.put(None)
 
     @property
@@ -136,6 +142,7 @@ class WorkerLoop:
 
     def end(self) -> None:
         """End the loop as soon as it looks at its queue; from any thread."""
+        self.user_code.interrupt()
         self._queue.put(_Arrival(Refused(_ENDED, "")))
 
     # -------------------------------------------------------------------------------------------------------- the loop
@@ -165,6 +172,7 @@ class WorkerLoop:
         """Give back what was held."""
         self._steps.close()
         self._reader.close()
+        self.user_code.close()
         self._release_own()
 
     def between_sessions(self) -> None:
@@ -229,6 +237,7 @@ class WorkerLoop:
             case Accept():
                 self.name = message.name
                 if self._session_id not in ("", message.session):
+                    self.user_code.close()
                     self._forget()  # another session may have a run of the same name
                 self._session_id = message.session
                 self._show("ready")
@@ -238,6 +247,12 @@ class WorkerLoop:
             case AskData():
                 self._show("preparing")
                 self._send(self._preparation.data_facts(message), ())
+                self._show("ready")
+            case RunCode() | InstallPackages() | PlaceFiles():
+                self._steps.settle()
+                self._show("working")
+                self._steps.lost_device = self.user_code.answer(message, payload, self.name) or self._steps.lost_device
+                self._steps.restart_wait_clock()
                 self._show("ready")
             case Refused(code=code, reason=reason, next_step=next_step):
                 if code == _ENDED:

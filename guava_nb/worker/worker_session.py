@@ -29,7 +29,7 @@ from guava_nb.link.session_events import (
     SessionSuspect,
 )
 from guava_nb.protocol.joincode import JoinCode, check_same_session
-from guava_nb.protocol.messages import Abort, Message, channel_of
+from guava_nb.protocol.messages import Abort, InterruptCode, Message, channel_of
 from guava_nb.replica.model.resident import ResidentParts
 from guava_nb.status import NEW_CODE_NEEDED, OwnFigures
 from guava_nb.telemetry.energy_reporter import EnergyReporter
@@ -256,6 +256,10 @@ class WorkerSession:
                 return
             if any(part.post(event.message) for part in (self._prober, self._lines, self._energy)):
                 event.done()
+                return
+            if isinstance(event.message, InterruptCode):
+                event.done()
+                self.loop.user_code.interrupt(event.message.request_id)
                 return
             if isinstance(event.message, Abort):  # the loop may be blocked in the group: wake it first
                 self._seat.abort(event.message.generation, event.message.reason)

@@ -167,6 +167,7 @@ def test_train_interrupt_train_on_save_and_leave_nothing(pair: Pair, tmp_path: P
     shown = laptop.run(f"{TRAIN} --val test --loss CrossEntropyLoss --epochs 4 --out last")
     assert "goes on from the weights of the last run; --fresh" in shown
     assert "colab" in laptop.run("%guava_status")
+    assert "{'colab': 'cpu'}" in laptop.run("%%guava_px\nimport torch\ntorch.manual_seed(3)\nstr(device)")
     path = tmp_path / "model.pt"
     assert "weights_only=True" in laptop.run(f"%guava_save {path}")
     loaded = laptop.run(f"sorted(torch.load({str(path)!r}, weights_only=True)['model'])")

@@ -24,6 +24,7 @@ from guava_nb.protocol.messages import (
     Channel,
     Energy,
     Hello,
+    InterruptCode,
     LineMeasured,
     MeasureLine,
     Message,
@@ -155,6 +156,8 @@ class DirectWorker:
             self._send(Energy(run_id=message.run_id, mark=message.mark, seconds=0.0, why="no sensors here"), ())
         elif isinstance(message, MeasureLine):
             self._send(LineMeasured(message.measuring_id, error="there is no line"), ())
+        elif isinstance(message, InterruptCode):
+            self.loop.user_code.interrupt(message.request_id)
         else:
             self.loop.post(message, payload)
 

@@ -116,6 +116,9 @@ class FakeOrchestrator:
     def expected_workers(self) -> int:
         return int(self.settings.get("num_workers", 1))
 
+    def expect_workers(self, count: int) -> None:
+        self.settings["num_workers"] = count
+
     @property
     def join_code(self) -> FakeCode:
         return FakeCode(self.code)
@@ -195,6 +198,29 @@ class FakeOrchestrator:
         for done in (1, len(loader)):
             progress(done, len(loader))
         return self.results
+
+    def run_code(self, text: str, on: Any = None, cell: str = "px", on_output: Any = None) -> dict[str, Any]:
+        self.calls.append(("run_code", (text, on, cell)))
+        self.waiting()
+        for name in on or self.here:
+            on_output(name, ["printed there"])
+        return dict.fromkeys(on or self.here, self.results)
+
+    def push(self, values: dict[str, Any], on: Any = None, on_output: Any = None) -> list[str]:
+        self.calls.append(("push", (values, on)))
+        return on or self.here
+
+    def pull(self, *names: str, on: Any = None, on_output: Any = None) -> dict[str, dict[str, Any]]:
+        self.calls.append(("pull", (names, on)))
+        return {worker: {name: f"{name} of {worker}" for name in names} for worker in on or self.here}
+
+    def install(self, *packages: str, on: Any = None, on_output: Any = None) -> dict[str, str]:
+        self.calls.append(("install", (packages, on)))
+        return dict.fromkeys(on or self.here, "installed einops 0.8")
+
+    def send_files(self, *paths: str, on: Any = None, on_output: Any = None) -> dict[str, str]:
+        self.calls.append(("send_files", (paths, on)))
+        return dict.fromkeys(on or self.here, "1 new")
 
     def save_checkpoint(self, path: Path) -> Path:
         Path(path).write_bytes(b"x" * 1500)

@@ -8,6 +8,7 @@ Import every name from here. The README's table shows all numbers together.
 """
 # ruff: noqa: F403
 
+from guava_nb.protocol.messages.code_records import *
 from guava_nb.protocol.messages.collective_records import *
 from guava_nb.protocol.messages.connection_records import *
 from guava_nb.protocol.messages.group_records import *

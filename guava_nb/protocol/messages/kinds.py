@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from guava_nb.protocol.messages import (
+    code_records,
     collective_records,
     connection_records,
     group_records,
@@ -21,7 +22,7 @@ __all__ = ["FROM_WORKERS", "KIND_OF", "MESSAGE_KINDS", "channel_of", "counted_as
 
 _SECTIONS = (
     *(connection_records, run_records, group_records, step_records, pass_records),
-    *(row_records, collective_records, measure_records, report_records),
+    *(row_records, collective_records, measure_records, report_records, code_records),
 )
 #: The records by number. 0 goes on with a payload and is no record.
 MESSAGE_KINDS: dict[int, type[Message]] = {
@@ -41,6 +42,7 @@ FROM_WORKERS: frozenset[type[Message]] = frozenset(
         *(group_records.GroupFormed, group_records.ProbeListening, group_records.ProbeReport),
         *(pass_records.Evaluated, pass_records.Predicted, pass_records.StepChecked),
         *(row_records.CacheHeld, row_records.RowList, row_records.RowsWanted, row_records.DataFacts),
+        *(code_records.CodeRan, code_records.CodeValues),
         *(report_records.Log, report_records.Failure, report_records.Energy, measure_records.LineMeasured),
         *(
             collective_records.StoreAsk,

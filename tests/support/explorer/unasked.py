@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from guava_nb.cluster.job_events import FromWorker
 from guava_nb.data.codec import pack
 from guava_nb.protocol.messages import (
+    CodeRan,
+    CodeValues,
     Failure,
     FailureKind,
     FlatTensor,
@@ -115,6 +117,8 @@ def _answers(world: World, rank: int, generation: int) -> Iterator[Message]:
         for kind in FailureKind:
             yield Failure(run_id=run, kind=kind, type_name="E", text="t", traceback="", generation=number)
     yield StepApplied(run_id=run, generation=generation, step=_FAR, parameter_hash="other", learning_rate=0.5)
+    yield CodeRan(request_id=_FAR)
+    yield CodeValues(_FAR, tree)
     yield RowsWanted(run_id=run, keys=b"", step=_FAR, shard=0)
     yield RowsWanted(run_id=run, keys=b"", step=replicas.step + 1, shard=-1)
     yield Failure(run_id="other", kind=FailureKind.USER, type_name="E", text="t", traceback="")

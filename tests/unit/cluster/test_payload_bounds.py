@@ -5,7 +5,17 @@ import pytest
 from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.errors import FrameTooLarge
 from guava_nb.protocol.framing import Decoder, Limits, OutgoingMessage
-from guava_nb.protocol.messages import Channel, FetchState, Message, State, TensorSpec, Tree
+from guava_nb.protocol.messages import (
+    Channel,
+    CodeRan,
+    CodeValues,
+    FetchState,
+    Message,
+    RunCode,
+    State,
+    TensorSpec,
+    Tree,
+)
 
 GIB = 1 << 30
 
@@ -56,3 +66,20 @@ def test_a_line_of_text_has_no_payload_to_bound(rank: int | None) -> None:
     from guava_nb.protocol.messages import Log
 
     assert PayloadBounds().most_bytes(rank, Log("stdout", ("x",))) <= 64 << 20
+
+
+def test_values_of_code_come_once_for_their_request_and_no_larger_than_it_allows() -> None:
+    bounds, values = PayloadBounds(), CodeValues(5, Tree(b""))
+    assert bounds.most_bytes(0, values) == 0
+    asked = RunCode(request_id=5, cell="px", text="", values=Tree(b""), wanted=(), rank=0, most_bytes=77)
+    bounds.sent(0, asked)
+    assert bounds.most_bytes(0, values) == 77
+    assert [bounds.most_bytes(rank, values) for rank in (1, None)] == [0, 0]
+    assert bounds.most_bytes(0, CodeValues(6, Tree(b""))) == 0
+    bounds.came(0, CodeRan(request_id=5, nbytes=60))  # its values are on the way
+    assert bounds.most_bytes(0, values) == 77
+    bounds.came(0, values)
+    assert bounds.most_bytes(0, values) == 0
+    bounds.sent(0, asked)
+    bounds.came(0, CodeRan(request_id=5, type_name="ValueError"))  # none come
+    assert bounds.most_bytes(0, values) == 0

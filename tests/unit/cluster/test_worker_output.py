@@ -22,6 +22,18 @@ def test_lines_by_worker_with_names_in_front_of_all(tmp_path: Path) -> None:
     assert log.path("a").read_text().endswith("one\n")
 
 
+def test_new_lines_are_told_apart_by_their_number_and_not_by_their_words() -> None:
+    log = OutputLog(None)
+    log.add("a", "stdout", ["same"])
+    seen = log.count("a")
+    log.add("a", "stdout", ["same", "same"])
+    assert log.since("a", seen) == (["same", "same"], 3)
+    assert log.since("a", 3) == ([], 3) and log.since("b", 0) == ([], 0)
+    log.add("a", "stdout", [str(k) for k in range(3 * KEPT_LINES)])
+    lines, _ = log.since("a", 3)
+    assert str(2 * KEPT_LINES) in lines[0] and lines[1:] == [str(k) for k in range(2 * KEPT_LINES, 3 * KEPT_LINES)]
+
+
 def test_memory_is_bounded() -> None:
     log = OutputLog(None)
     log.add("a", "stdout", [str(k) for k in range(3 * KEPT_LINES)])

@@ -126,6 +126,37 @@ def test_up_again_with_other_settings_says_that_they_did_not_change(notebook: An
     assert len(notebook.orchestrators) == 1
 
 
+def test_the_number_of_workers_may_change_and_the_next_run_waits_for_them(notebook: Any) -> None:
+    notebook.run("%guava_up --local 1\nloader = []")
+    assert notebook.run(TRAIN).ok
+    assert "The next run waits for 2 workers, before for 1." in notebook.run("%guava_up --workers 2").text
+    assert "The next run" not in notebook.run("%guava_up --workers 2").text
+    assert notebook.run(TRAIN).ok
+    assert [call for call in notebook.orchestrator.calls if call[0] == "wait"][-1] == ("wait", None)
+    waits = len([call for call in notebook.orchestrator.calls if call[0] == "wait"])
+    assert notebook.run(TRAIN).ok, "a later run takes who is there"
+    assert len([call for call in notebook.orchestrator.calls if call[0] == "wait"]) == waits
+
+
+def test_without_a_tunnel_the_code_is_said_to_work_here_only(notebook: Any) -> None:
+    here = "works on this machine only"
+    assert here in notebook.run("%guava_up --workers 2").text
+    assert here not in notebook.run("%guava_up --tunnel ngrok").text
+    notebook.orchestrator.tunnel = ""
+    notebook.orchestrator.code = JoinCode.new("192.168.1.5", 4242).encode()
+    assert here not in notebook.run("%guava_up").text
+    notebook.run("%guava_down")
+    assert here not in notebook.run("%guava_up --local 2").text
+
+
+def test_the_code_of_this_very_notebook_is_refused_with_advice(notebook: Any) -> None:
+    notebook.run("%guava_up --workers 2")
+    shown = notebook.run(f"%guava_worker {SECRET_CODE}")
+    assert not shown.ok and len(shown.lines) == 1 and "%guava_up --local 1" in shown.text and not notebook.workers
+    other = JoinCode.new("127.0.0.1", 4242).encode()
+    assert notebook.run(f"%guava_worker {other} --detach").ok and len(notebook.workers) == 1
+
+
 def test_up_dials_a_listening_worker_instead_of_listening(notebook: Any) -> None:
     shown = notebook.run(f"%guava_up --connect {SECRET_CODE} --workers 2")
     assert shown.ok, shown.text
@@ -194,7 +225,7 @@ def test_a_local_worker_alone_in_a_session_for_more_leaves_the_code_visible(note
     lonely = notebook.run("%guava_up --local 1")
     assert "All workers are local" in lonely.text and SECRET_CODE not in lonely.text, "those that died are no others"
     assert lonely.lines[0] == "Starting 1 worker here; this takes some seconds."
-    assert "--workers did not change" in notebook.run("%guava_up --workers 3 --local 2").text
+    assert "The next run waits for 3 workers, before for 2." in notebook.run("%guava_up --workers 3 --local 2").text
 
 
 def test_more_local_workers_than_expected_is_refused(notebook: Any) -> None:

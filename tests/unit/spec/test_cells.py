@@ -101,7 +101,7 @@ def test_notebook_syntax_is_refused_in_one_sentence(text: str, line: int) -> Non
     message = str(caught.value)
     assert f"cell 'model', line {line}: {text.splitlines()[line - 1].strip()!r} is notebook syntax" in message
     assert "move it into a cell without %%guava_share" in message
-    assert ("install on each worker's machine" in message) == ("pip install" in text)
+    assert ("%guava_pip installs on the workers" in message) == ("pip install" in text)
     assert "\n" not in message
     assert ledger_texts(ledger) == [("model", "x = 0")]
 

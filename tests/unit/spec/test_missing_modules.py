@@ -47,6 +47,7 @@ def test_a_file_beside_the_notebook_is_to_be_shared(folder: Path) -> None:
     (folder / "guava_parts" / "__init__.py").write_text("")
     for module, place in (("mymodels_of_guava", "mymodels_of_guava.py"), ("guava_parts.heads", "guava_parts")):
         said = missing_advice(module)
+        assert f"%guava_files {folder / place} sends it" in said
         assert f"{folder / place} here" in said and "%%guava_share" in said and "%pip" not in said
 
 

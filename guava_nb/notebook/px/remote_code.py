@@ -1,0 +1,110 @@
+"""What `%%guava_px`, `%guava_push`, `%guava_pull`, `%guava_pip` and `%guava_files` do: a call each, and what is shown of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from guava_nb.notebook.display import say
+from guava_nb.notebook.line_words import near
+from guava_nb.notebook.train import check_variable
+
+__all__ = ["RemoteCode"]
+
+
+class RemoteCode:
+    """The user's code on the workers.
+
+    Args:
+        shell: of the notebook.
+        session: gives the open orchestrator, or raises what to do.
+    """
+
+    def __init__(self, shell: Any, session: Callable[[], Any]) -> None:
+        self._shell, self._session = shell, session
+
+    def run(self, args: argparse.Namespace, cell: str) -> Any:
+        """Run a cell there; returns the values of its last expression, None where all are None or were bound to a name.
+
+        Raises:
+            UsageError: no worker of this name or rank.
+            RemoteError: it raised there.
+        """
+        check_variable(args.out, "--out")
+        name = f"px {self._shell.execution_count}"
+        found = self._session().run_code(cell, self._on(args), cell=name, on_output=_say_lines)
+        value = self._value(args, found)
+        if args.out is None:
+            return value if any(one is not None for one in found.values()) else None
+        self._shell.user_ns[args.out] = value
+        return None
+
+    def push(self, args: argparse.Namespace) -> str:
+        """Set variables of the notebook there; returns the sentence on it.
+
+        Raises:
+            UsageError: the notebook has no variable of this name.
+        """
+        names = self._shell.user_ns
+        for name in args.names:
+            if name not in names:
+                known = [one for one in names if not one.startswith("_")]
+                raise UsageError(f"this notebook has no variable {name}{near(name, known)}")
+        workers = self._session().push({name: names[name] for name in args.names}, self._on(args), on_output=_say_lines)
+        return f"{_are(args.names)} on {', '.join(workers)}. A worker that joins later has to be given them too."
+
+    def pull(self, args: argparse.Namespace) -> str:
+        """Set variables of the notebook to what workers have; returns the sentence on it."""
+        for name in args.names:
+            check_variable(name, "a name to pull")
+        found = self._session().pull(*args.names, on=self._on(args), on_output=_say_lines)
+        for name in args.names:
+            self._shell.user_ns[name] = self._value(args, {worker: values[name] for worker, values in found.items()})
+        form = "" if self._is_one(args) else ", a dict by worker"
+        return f"{_are(args.names)} here{form}, from {', '.join(found)}."
+
+    def install(self, args: argparse.Namespace) -> str:
+        """Have pip install packages there; returns sentences on it."""
+        return _by_worker(self._session().install(*args.packages, on=self._on(args), on_output=_say_lines))
+
+    def send_files(self, args: argparse.Namespace) -> str:
+        """Send files and folders; returns sentences on it."""
+        told = _by_worker(self._session().send_files(*args.paths, on=self._on(args), on_output=_say_lines))
+        later = "" if self._on(args) else "\nA worker that joins later gets them too."
+        return told + later
+
+    def _on(self, args: argparse.Namespace) -> list[str] | None:
+        """Names of the workers that a line means; None for all."""
+        rank = getattr(args, "rank", None)
+        if args.on is not None and rank is not None:
+            raise UsageError("--on and --rank both choose workers: give one of them")
+        if rank is None:
+            return None if args.on is None else [name for name in args.on.replace(",", " ").split() if name]
+        workers = self._session().status().workers
+        named = [one.name for one in workers if one.rank == rank and one.state in ("ready", "working")]
+        if not named:
+            known = ", ".join(f"{one.rank} ({one.name})" for one in workers) or "none"
+            raise UsageError(f"--rank {rank}: no worker that is connected has this rank; there are: {known}")
+        return named
+
+    def _is_one(self, args: argparse.Namespace) -> bool:
+        return len(self._on(args) or ()) == 1
+
+    def _value(self, args: argparse.Namespace, found: Mapping[str, Any]) -> Any:
+        """The value itself where the line chose one worker, else values by worker."""
+        return next(iter(found.values())) if self._is_one(args) else dict(found)
+
+
+def _say_lines(worker: str, lines: Sequence[str]) -> None:
+    say("\n".join(f"{worker} | {line}" if worker else line for line in lines))
+
+
+def _by_worker(told: Mapping[str, str]) -> str:
+    return "\n".join(f"{worker}: {sentence}." for worker, sentence in told.items())
+
+
+def _are(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"

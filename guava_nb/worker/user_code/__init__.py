@@ -1,0 +1,1 @@
+"""The user's own code on this worker between runs: cells, packages, files."""

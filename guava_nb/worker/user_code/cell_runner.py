@@ -1,0 +1,167 @@
+"""Runs the user's cells at this worker, in one namespace that stays, and answers what was asked of it.
+
+Knows the records of `code_records` and Python; knows no run. The random state of runs is kept apart from that of cells.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import linecache
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from guava_nb.config.units import show_bytes
+from guava_nb.data.randomness import RandomState
+from guava_nb.errors import ConfigError
+from guava_nb.protocol.messages import CodeRan, CodeValues, InstallPackages, Message, PlaceFiles, RunCode
+from guava_nb.spec.cell_checks import file_name, source_lines
+from guava_nb.spec.plain_values import pack_values, unpack_values
+from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
+from guava_nb.worker.user_code.interruptible import Interruptible
+from guava_nb.worker.user_code.packages import install
+from guava_nb.worker.user_code.user_files import FileFolder
+
+__all__ = ["CellRunner"]
+
+_MODULE = "guava_px"
+#: A tensor's record says where its bytes lie; a structure is bounded by the codec.
+_MOST_TENSORS = 10_000
+
+Send = Callable[[Message, Sequence[memoryview]], None]
+
+
+class CellRunner:
+    """The namespace of the user's cells at this worker, and what runs them.
+
+    Args:
+        send: queues a message for the orchestrator; never blocks.
+        device: of this worker; cells find it as `device`.
+    """
+
+    def __init__(self, send: Send, device: torch.device) -> None:
+        """Nothing has run."""
+        self._send, self._device = send, device
+        self._names: dict[str, Any] = {}
+        self._code = Interruptible()
+        self._files = FileFolder()
+        self._request = 0  # in work
+        self._stopped = 0  # the last request that was to be interrupted
+        self._random: RandomState | None = None  # of cells, after the last one
+
+    def interrupt(self, request_id: int | None = None) -> None:
+        """Interrupt this request, or whatever is in work; from any thread, also before the request has come here."""
+        self._stopped = self._request if request_id is None else request_id
+        if self._request == self._stopped:
+            self._code.interrupt()
+
+    def close(self) -> None:
+        """Forget what cells defined, and take the user's files away."""
+        self._names = {}
+        self._files.close()
+
+    def answer(self, message: RunCode | InstallPackages | PlaceFiles, payload: memoryview, worker: str) -> str:
+        """Do what was asked and tell how it ended; returns what made this process lose its device, "" where it did not."""
+        lost = ""
+        try:
+            self._request = message.request_id
+            report = self._code.run(lambda: self._done(message, payload, worker))
+        except BaseException as error:  # whatever the user's code raises, SystemExit too
+            report, lost = self._failed(message.request_id, error)
+        finally:
+            self._request = 0
+        for stream in (sys.stdout, sys.stderr):  # a last line without its end
+            getattr(stream, "finish", stream.flush)()
+        self._send(report, ())
+        return lost
+
+    def _done(self, message: Message, payload: memoryview, worker: str) -> CodeRan:
+        assert isinstance(message, RunCode | InstallPackages | PlaceFiles)
+        if message.request_id == self._stopped:
+            raise KeyboardInterrupt
+        if isinstance(message, InstallPackages):
+            return CodeRan(request_id=message.request_id, text=install(message.packages))
+        if isinstance(message, PlaceFiles):
+            return CodeRan(request_id=message.request_id, text=self._files.place(message.files))
+        return self._ran(message, payload, worker)
+
+    def _ran(self, message: RunCode, payload: memoryview, worker: str) -> CodeRan:
+        names = self._namespace(message, worker)
+        names.update(unpack_values(message.values, payload))
+        with _RandomStateOfCells(self):
+            last = _run(message.cell, message.text, names) if message.text else None
+        for name in message.wanted:
+            if name not in names:
+                near = difflib.get_close_matches(name, [known for known in names if not known.startswith("_")], n=2)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise ConfigError(f"no cell and no %guava_push has defined {name!r} here{hint}")
+        wanted = {name: names[name] for name in message.wanted} | ({} if last is None else {"": last})
+        if not wanted:
+            return CodeRan(request_id=message.request_id)
+        tree, buffers = pack_values(wanted, strictly=False)
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        if nbytes > message.most_bytes or len(tree.tensors) > _MOST_TENSORS:
+            shown = " and ".join(filter(None, wanted)) or "the last value of the cell"
+            raise ConfigError(
+                f"{shown}: {show_bytes(nbytes)} in {len(tree.tensors)} tensors and arrays; at most "
+                f"{show_bytes(message.most_bytes)} in {_MOST_TENSORS} may come back at one "
+                "time: take a part, or end the cell's last line with a semicolon"
+            )
+        self._send(CodeValues(message.request_id, tree), buffers)
+        return CodeRan(request_id=message.request_id, nbytes=nbytes)
+
+    def _namespace(self, message: RunCode, worker: str) -> dict[str, Any]:
+        """One module for all cells, so that classes and functions defined there know where they live."""
+        if not self._names:
+            module = sys.modules[_MODULE] = types.ModuleType(_MODULE)
+            self._names = module.__dict__
+            self._names.update(device=self._device, worker=worker, rank=message.rank, display=_show)
+        return self._names
+
+    def _failed(self, request_id: int, error: BaseException) -> tuple[CodeRan, str]:
+        lost = str(error).splitlines()[0] if loses_device(error) else ""
+        text = f"{error_text(error)}. {NOTE}" if lost else error_text(error)
+        trace = "" if isinstance(error, ConfigError | KeyboardInterrupt) else trace_text(error)
+        return CodeRan(request_id=request_id, type_name=type(error).__name__, text=text, traceback=trace), lost
+
+
+class _RandomStateOfCells:
+    """In the block random numbers go on where the last cell left them; after it, where runs left them."""
+
+    def __init__(self, runner: CellRunner) -> None:
+        self._runner = runner
+        index = runner._device.index or 0
+        cuda = runner._device.type == "cuda"
+        self._generators = {"cuda": torch.cuda.default_generators[index]} if cuda else {}
+
+    def __enter__(self) -> None:
+        self._of_runs = RandomState.take(self._generators)
+        if self._runner._random is not None:
+            self._runner._random.put(self._generators)
+
+    def __exit__(self, *raised: object) -> None:
+        self._runner._random = RandomState.take(self._generators)
+        self._of_runs.put(self._generators)
+
+
+def _run(cell: str, text: str, names: dict[str, Any]) -> Any:
+    """Run a cell; returns the value of its last expression, None where it has none or ends with a semicolon."""
+    name, lines = file_name(cell), source_lines(text)
+    linecache.cache[name] = (len(text), None, lines, name)
+    body = ast.parse(text, name)
+    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+    exec(compile(body, name, "exec", dont_inherit=True), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)
+    return None if text.rstrip().endswith(";") else value
+
+
+def _show(*values: Any, **_options: Any) -> None:
+    """Stand-in for IPython's display."""
+    for value in values:
+        sys.stdout.write(f"{value!r}\n")

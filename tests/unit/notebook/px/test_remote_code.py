@@ -1,0 +1,78 @@
+"""The lines for code on the workers, through a real shell over a fake session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def opened(notebook: Any) -> Any:
+    notebook.run("%guava_up --workers 2")
+    notebook.orchestrator.here += ["local-1", "local-2"]
+    return notebook
+
+
+def test_a_cell_shows_lines_by_worker_and_gives_values(opened: Any) -> None:
+    opened.orchestrator.results = 5
+    shown = opened.run("%%guava_px\nx = 1\nx")
+    assert shown.ok and shown.value == {"local-1": 5, "local-2": 5}
+    assert "local-1 | printed there" in shown.lines and "local-2 | printed there" in shown.lines
+    (name, (text, on, cell)) = opened.orchestrator.calls[-1]
+    assert (name, text.strip(), on) == ("run_code", "x = 1\nx", None) and cell.startswith("px ")
+    assert opened.run("%%guava_px --on local-2\nx").value == 5
+    assert opened.run("%%guava_px --rank 0 -o mine\nx").value is None
+    assert opened.shell.user_ns["mine"] == 5 and opened.orchestrator.calls[-1][1][1] == ["local-1"]
+    opened.orchestrator.results = None
+    assert opened.run("%%guava_px\nx = 1").value is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("%guava_px", "two percent signs"),
+        ("%%guava_px --rank 5\nx", "there are: 0 (local-1), 1 (local-2)"),
+        ("%%guava_px --rank 0 --on local-1\nx", "give one of them"),
+        ("%%guava_px -o 3x\nx", "3x"),
+        ("%guava_push imagse", "no variable imagse; did you mean images?"),
+        ("%guava_pull 3x", "3x"),
+        ("%guava_push", "NAME"),
+        ("%guava_pip --upgrade torch", "no option --upgrade"),
+    ],
+)
+def test_mistakes_are_one_line(opened: Any, cell: str, words: str) -> None:
+    opened.shell.user_ns["images"] = [1]
+    before = len(opened.orchestrator.calls)
+    shown = opened.run(cell)
+    assert not shown.ok and len(shown.lines) == 1 and words in shown.text, shown.text
+    assert len(opened.orchestrator.calls) == before
+
+
+def test_without_a_session_each_says_what_to_do(notebook: Any) -> None:
+    notebook.shell.user_ns["x"] = 1
+    for cell in ("%%guava_px\n1", "%guava_push x", "%guava_pull x", "%guava_pip einops", "%guava_files a.py"):
+        shown = notebook.run(cell)
+        assert not shown.ok and "run %guava_up first" in shown.text and len(shown.lines) == 1
+
+
+def test_push_pull_pip_and_files_say_where_things_are(opened: Any) -> None:
+    opened.shell.user_ns["x"] = [1, 2]
+    shown = opened.run("%guava_push x")
+    assert "x is on local-1, local-2. A worker that joins later has to be given them too." in shown.text
+    assert opened.orchestrator.calls[-1] == ("push", ({"x": [1, 2]}, None))
+    assert "x, y are here, a dict by worker, from local-1, local-2." in opened.run("%guava_pull x y").text
+    assert opened.shell.user_ns["y"] == {"local-1": "y of local-1", "local-2": "y of local-2"}
+    opened.run("%guava_pull y --rank 1")
+    assert opened.shell.user_ns["y"] == "y of local-2"
+    assert opened.run("%guava_pip 'einops>=0.8'").text.count("installed einops 0.8.") == 2
+    assert opened.orchestrator.calls[-1] == ("install", (("einops>=0.8",), None))
+    assert "later gets them too" in opened.run("%guava_files a.py b").text
+    assert "later gets them too" not in opened.run("%guava_files a.py --on local-1").text
+
+
+def test_tab_knows_variables_and_workers(opened: Any) -> None:
+    opened.shell.user_ns["my_images"] = 1
+    assert "my_images" in opened.complete("%guava_push my_i")
+    assert opened.complete("%guava_pull x --on local-") == ["local-1", "local-2"]
+    assert "--rank" in opened.complete("%guava_px --r")

@@ -1,0 +1,116 @@
+"""What is pushed and pulled is the same on the other side, or is refused by name, or shows itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guava_nb.data.codec import pack
+from guava_nb.errors import ConfigError, RemoteProtocolError
+from guava_nb.spec.plain_values import RemoteObject, Table, pack_values, unpack_values
+
+KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner), st.tuples(inner, inner), st.dictionaries(KEYS, inner)),
+    max_leaves=20,
+)
+
+
+def there_and_back(value: Any, strictly: bool = True) -> Any:
+    tree, buffers = pack_values({"x": value}, strictly)
+    return unpack_values(tree, bytearray(b"".join(bytes(part) for part in buffers)))["x"]
+
+
+@settings(max_examples=50)
+@given(PLAIN)
+def test_plain_data_is_the_same_there(value: Any) -> None:
+    assert there_and_back(value) == value
+
+
+def test_tensors_and_arrays_keep_type_and_values() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t().requires_grad_()
+    back = there_and_back({"t": [tensor], "a": np.arange(3, dtype="<u2"), "n": np.float32(1.5)})
+    assert torch.equal(back["t"][0], tensor.detach()) and back["t"][0].dtype is torch.bfloat16
+    assert back["a"].dtype == np.uint16 and back["a"].tolist() == [0, 1, 2] and back["n"] == np.float32(1.5)
+    assert there_and_back(collections.Counter("aab")) == {"a": 2, "b": 1}
+    assert there_and_back(np.array([["x", None]], object)).tolist() == [["x", None]]
+
+
+@dataclasses.dataclass
+class Mine:
+    size: int = 3
+
+
+class Rude:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+def test_what_is_not_plain_is_refused_by_name_or_shows_itself() -> None:
+    for value in (Mine(), [Mine()], {"k": torch.nn.Linear(1, 1)}, torch.eye(2).to_sparse(), np.ma.array([1])):
+        with pytest.raises(ConfigError, match=r"^x is a .*, which cannot travel: numbers"):
+            there_and_back(value)
+    shown = there_and_back([Mine(), Rude()], strictly=False)
+    assert [repr(one) for one in shown] == ["Mine(size=3)", "(Rude: its __repr__ raised ValueError)"]
+    assert isinstance(shown[0], RemoteObject) and shown[0].kind == "Mine"
+    assert (
+        len(there_and_back(type("Long", (), {"__repr__": lambda self: "y" * 50_000})(), strictly=False).text) < 11_000
+    )
+
+
+def test_what_contains_itself_is_refused_or_shows_itself() -> None:
+    ring: list[Any] = []
+    ring.append(ring)
+    with pytest.raises(ConfigError, match="contains itself"):
+        there_and_back(ring)
+    assert repr(there_and_back(ring, strictly=False)) == "[[...]]"
+
+
+def test_no_class_of_the_peer_is_looked_up() -> None:
+    tree, _ = pack({"x": Mine()})
+    with pytest.raises(RemoteProtocolError, match="only plain ones are taken"):
+        unpack_values(tree, b"")
+    tree, _ = pack([1])
+    with pytest.raises(RemoteProtocolError, match="no names"):
+        unpack_values(tree, b"")
+
+
+def test_tables_are_the_same_there() -> None:
+    pandas = pytest.importorskip("pandas")
+    days = pandas.to_datetime(["2020-01-01", "2020-06-01", "2021-01-01"])
+    table = pandas.DataFrame(
+        {
+            "number": [1, 2, 3], "text": ["x", None, "z"], "day": days, "zone": days.tz_localize("Europe/Berlin"),
+            "kind": pandas.Categorical(["u", "v", "u"], categories=["w", "v", "u"], ordered=True),
+            "whole": pandas.array([1, None, 3], dtype="Int64"), "flag": [True, False, True],
+        },
+        index=pandas.Index(["p", "q", "r"], name="who"),
+    )  # fmt: skip
+    pandas.testing.assert_frame_equal(there_and_back([table])[0], table)
+    pandas.testing.assert_series_equal(there_and_back(table["number"]), table["number"])
+    empty = pandas.DataFrame({"a": pandas.Series([], dtype=float)})
+    pandas.testing.assert_frame_equal(there_and_back(empty), empty)
+    twice = pandas.DataFrame([[1, 2.5]], columns=["a", "a"])
+    pandas.testing.assert_frame_equal(there_and_back(twice), twice)
+    with pytest.raises(ConfigError, match="column 'o' of x is a .*Mine"):
+        there_and_back(pandas.DataFrame({"o": [Mine()]}))
+    with pytest.raises(ConfigError, match="several levels"):
+        there_and_back(table.set_index(["number", "text"]))
+
+
+def test_a_table_needs_pandas_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, _ = pack({"x": Table([["a", "int64", [1]]])})
+    damaged, _ = pack({"x": Table([["a"]])})
+    with pytest.raises(RemoteProtocolError, match="a table arrived damaged"):
+        unpack_values(damaged, b"")
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pandas is not installed"):
+        unpack_values(tree, b"")
