@@ -41,14 +41,18 @@ __all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_ru
 
 
 def job_for(
-    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
-) -> TrainingJob:
+    replica_set: ReplicaSet, plan: TrainingPlan, cluster: Cluster, model: Callable[[], torch.nn.Module],
+    last: TrainingJob | None = None,
+) -> TrainingJob:  # fmt: skip
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
         model: gives the trained model, for the handle.
+        last: job of the run before.
     """
     plan.save_name = f"{replica_set.run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if replica_set.goes_on and last is not None:
+        plan.logged = last.logs.logged()
     return TrainingJob(replica_set, plan, cluster, model)
 
 
