@@ -198,16 +198,16 @@ class ReplicaSets:
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
-        plan.note_place = self._note_place(replica_set)
+        plan.note_place = self._note_place(replica_set, plan)
         return replica_set
 
-    def _note_place(self, replica_set: ReplicaSet) -> NotePlace | None:
+    def _note_place(self, replica_set: ReplicaSet, plan: TrainingPlan) -> NotePlace | None:
         """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
         path, spec = self._run_path(), replica_set.spec
         if path is None:
             return None
         if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            return RunRecord(path, replica_set.run_id, spec).issued
+            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark).issued
         RunRecord.forget(path)
         return None
 
@@ -247,7 +247,7 @@ class ReplicaSets:
         self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
         content = {
             **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
-            "spec": last.spec,
+            "spec": last.spec, **({"log": last.log} if last.log else {}),
         }  # fmt: skip
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 
@@ -317,7 +317,8 @@ class ReplicaSets:
             made.master.load_state({"model": state})
             made.from_seed = False
             if added:
-                self._notices.add(f"not in {weights}, begins as the model is built: {', '.join(added)}", "run")
+                names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
+                self._notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
         return made
 
     def launched(self, replica_set: ReplicaSet) -> None:

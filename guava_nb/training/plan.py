@@ -281,6 +281,12 @@ class TrainingPlan:
             return "shared out by split_fn"
         return "" if self.feed.gives_ids else self.feed.reading.text
 
+    @property
+    def log_mark(self) -> tuple[str, int, int] | None:
+        """What a run that goes on from this one has to know of its log: see `Extras.log`; None where nothing is logged."""
+        before = self.logged or Logged("")
+        return (self.save_name, before.steps, before.epochs) if self.log else None
+
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""
         if self.shares is None or isinstance(self.shares, str):

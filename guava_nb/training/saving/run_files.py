@@ -18,7 +18,7 @@ from guava_nb.data.sizes import size_of
 from guava_nb.errors import CheckpointError
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.training import checkpoint
-from guava_nb.training.plan import Logged, Position, TrainingPlan
+from guava_nb.training.plan import Position, TrainingPlan
 
 __all__ = ["RunFiles"]
 
@@ -51,9 +51,7 @@ class RunFiles:
         self._job, self._replica_set, self._place = job, replica_set, place
         self._notice, self._folder, self._keep = job.cluster.notice, plan.save_folder, plan.keep
         self.name = plan.save_name or replica_set.run_id
-        before = plan.logged or Logged("")
-        log = (self.name, before.steps, before.epochs) if plan.log else None
-        self.extras = checkpoint.Extras(plan.base, log)
+        self.extras = checkpoint.Extras(plan.base, plan.log_mark)
         self._writer: threading.Thread | None = None
         self._is_writing = self._told_slow = False
         self._written: dict[str, list[Path]] = {}

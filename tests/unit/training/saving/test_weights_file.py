@@ -95,7 +95,7 @@ def test_a_file_of_the_frozen_part_is_enough_also_where_peft_renamed_it(tmp_path
     model.load_state_dict(weights)
     assert torch.equal(model.state_dict()["base_model.model.first.base_layer.weight"], base.weight)
     torch.save({"first.weight": base.weight.detach()}, path)
-    with pytest.raises(CheckpointError, match=r"not in a.pt: base_model.model.first.base_layer.bias, .* and 1 more"):
+    with pytest.raises(CheckpointError, match=r"not in a.pt: base_model.model.first.base_layer.bias, "):
         fitting_weights(path, model)
 
 
