@@ -123,9 +123,10 @@ def _damaged(content: Mapping[str, Any]) -> str:
         return "optimizer"
     if not isinstance(spec, dict):
         return "spec"
-    if not isinstance(content.get("base", {}), dict):
+    base, log = content.get("base", {}), content.get("log", ["", 0, 0])
+    if not isinstance(base, dict) or not all(isinstance(name, str) for name in base):
         return "base"
-    if [type(one) for one in content.get("log", ("", 0, 0))] != [str, int, int]:
+    if not isinstance(log, list | tuple) or [type(one) for one in log] != [str, int, int]:
         return "log"
     if type(step) is not int or not -1 <= step < _MOST_COUNTED:
         return "step"

@@ -21,6 +21,8 @@ from guava_nb.training.logs.rows import KINDS, Row
 
 __all__ = ["WRITERS", "LogPlace", "Writer"]
 
+#: What only CSV files have: each number costs those libraries more than a whole line of a file.
+_NO_CURVES = ("step", "samples", "seconds")
 #: Before a number's name where all kinds of rows stand in one place.
 _GROUPS = {"steps": "train", "validations": "val", "epochs": "epoch"}
 
@@ -285,7 +287,7 @@ class MlflowWriter:
 
 def _numbers(row: Row) -> dict[str, float]:
     """The numbers that are known, by the names that the libraries get."""
-    named = {f"{_GROUPS[row.kind]}/{name}": one for name, one in row.values.items() if name != "step"}
+    named = {f"{_GROUPS[row.kind]}/{name}": one for name, one in row.values.items() if name not in _NO_CURVES}
     return {name: float(one) for name, one in named.items() if one is not None}
 
 
