@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from guava_nb.protocol.joincode import JoinCode
     from guava_nb.split import ColabGPUTrainer, CPULoader, GPUTrainer
     from guava_nb.telemetry import EnergyMeter, energy_task
+    from guava_nb.training.plan import Callback
     from guava_nb.training.run import Run
     from guava_nb.worker.network_worker import NetworkWorker
 
@@ -52,6 +53,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "CPULoader",
+    "Callback",
     "ColabGPUTrainer",
     "DistributedConfig",
     "EnergyMeter",
@@ -65,6 +67,7 @@ __all__ += errors.__all__
 
 #: Public name to the module that holds it.
 _HOMES = {
+    "Callback": "guava_nb.training.plan",
     "CPULoader": "guava_nb.split",
     "ColabGPUTrainer": "guava_nb.split",
     "GPUTrainer": "guava_nb.split",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
-from guava_nb.config import MODES, SCHEDULES
+from guava_nb.config import MODES, SCHEDULES, DistributedConfig
 from guava_nb.notebook.line_options import (
     Command,
     Option,
@@ -242,16 +243,30 @@ _LINE_OF: Mapping[Kind, Callable[[str, str, OptionInfo], Option]] = {
     "weights": lambda flag_name, text, info: option(flag_name, metavar="A,B,...", type=shares, help=text),
     "period": lambda flag_name, text, info: option(flag_name, metavar="N|TIME", type=period, help=text),
     "text": lambda flag_name, text, info: option(flag_name, metavar="NAME", help=text),
+    "objects": lambda flag_name, text, info: option(flag_name, metavar="NAMES", help=text),
+    "several": lambda flag_name, text, info: option(
+        flag_name, metavar="|".join(info.choices), complete=info.choices, help=text
+    ),
     "switch": lambda flag_name, text, info: flag(flag_name, help=text),
     "file": lambda flag_name, text, info: _file(flag_name, text),
     "words": lambda flag_name, text, info: _words(flag_name, text),
 }
 
 
+def _with_default(info: OptionInfo) -> str:
+    """What an option says of itself, with what counts where it is left out."""
+    text, default = info.text.rstrip("."), info.default
+    if info.setting:
+        default = getattr(DistributedConfig(), info.setting)
+        return re.sub(r"(?<=by default the configuration's)(?=$|[;.])", f", {default}", text)
+    is_needed = info.flag in ("loss", "step")  # one of them is to be given
+    return text if default in (None, (), False) or is_needed else f"{text} (default: {default})"
+
+
 def run_options(options: type[TrainingOptions] = TrainingOptions) -> tuple[Option, ...]:
     """The options of a run that a line can say, as the fields of a class tell them."""
     return tuple(
-        _LINE_OF[info.kind](f"--{info.flag}", info.text.rstrip(".").replace("%", "%%"), info)
+        _LINE_OF[info.kind](f"--{info.flag}", _with_default(info).replace("%", "%%"), info)
         for info in option_infos(options)
         if info.flag
     )

@@ -87,7 +87,16 @@ def _value(info: OptionInfo, value: Any, namespace: Mapping[str, Any]) -> Any:
     """What a word of the line stands for."""
     if info.kind == "file":
         return Path(value).expanduser()
+    if info.kind == "objects":
+        return _objects(value, namespace, f"--{info.flag}")
     return metrics_argument(value, namespace) if info.kind == "metrics" else value
+
+
+def _objects(text: str, namespace: Mapping[str, Any], option: str) -> list[Any]:
+    """The notebook's own objects of an option: names with commas, each of an object or of a list of them; or an expression."""
+    parts = [part.strip() for part in text.split(",")] if _NAMES.fullmatch(text.strip()) else [text]
+    found = [resolve(part, namespace, option) for part in parts]
+    return [one for part in found for one in (part if isinstance(part, list | tuple) else [part])]
 
 
 def _optimizer_args(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.line_rate import measure_lines
@@ -41,15 +39,23 @@ __all__ = ["budget_for", "forecast_on", "job_for", "measured_lines", "planned_ru
 
 
 def job_for(
-    cluster: Cluster, replica_set: ReplicaSet, plan: TrainingPlan, model: Callable[[], torch.nn.Module]
+    cluster: Cluster,
+    replica_set: ReplicaSet,
+    plan: TrainingPlan,
+    sets: ReplicaSets,
+    newest: Callable[[], TrainingJob | None],
 ) -> TrainingJob:
     """Return the job of a plan, which has the run's handle; it is not started yet.
 
     Args:
-        model: gives the trained model, for the handle.
+        sets: give the trained model, for the handle.
+        newest: gives the newest job; now that is the one of the run before.
     """
     plan.save_name = f"{replica_set.run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return TrainingJob(replica_set, plan, cluster, model)
+    last = newest()
+    if replica_set.goes_on and last is not None:
+        plan.logged = last.logs.logged()
+    return TrainingJob(replica_set, plan, cluster, lambda: sets.model_of(replica_set, newest()))
 
 
 def record(job: TrainingJob, diary: Diary, cluster: Cluster, left: LeftState) -> None:

@@ -214,7 +214,7 @@ class Orchestrator(SessionHost):
                 plan.budget = budget_for(limit, cluster, replica_set, plan, composed)
             self._sync_advice.tell(choice, replica_set, plan, composed, cluster)
             interrupts.check()
-            job = job_for(cluster, replica_set, plan, lambda: self._replica_sets.model_of(replica_set, self._job))
+            job = job_for(cluster, replica_set, plan, self._replica_sets, lambda: self._job)
             record(job, self.diary, cluster, self._replica_sets.left)
             self.run, self._job = job.run, job
             self._replica_sets.launched(replica_set)

@@ -40,6 +40,8 @@ from guava_nb.training.initial_state import (
 )
 from guava_nb.training.job import TrainingJob
 from guava_nb.training.plan import NotePlace, Position, TrainingPlan
+from guava_nb.training.saving.frozen_base import digests_of
+from guava_nb.training.saving.weights_file import fitting_weights
 from guava_nb.training.schedule_check import check_schedule
 
 __all__ = ["ReplicaSets"]
@@ -163,7 +165,7 @@ class ReplicaSets:
             raise CheckpointError("there is nothing to save: no run was started in this session")
         if job.run.done:
             state = self.fetch(trained)
-            checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec)
+            checkpoint.write(path, state, trained.step, job.where(trained.step), trained.spec, job.files.extras)
             return
 
         try:
@@ -184,35 +186,44 @@ class ReplicaSets:
         """
         start = self._start(options, composed)
         self._notices.forget("run")  # what an earlier run had to say
-        replica_set = self._new(composed, options.fresh or start is not None, plan.check == "strict")
+        replica_set = self._new(composed, options, start is not None)
         if start is not None:
             for note in from_checkpoint(replica_set, plan, *start):
                 self._notices.add(note, "run")
         check_schedule(replica_set, plan, lambda sentence: self._notices.add(sentence, "run"))
         for note in notes_on(replica_set, plan, options.precision):
             self._notices.add(note, "run")
+        if options.save_only == "trainable":
+            plan.base = digests_of(replica_set.master.model)
         self._registry.keep(composed.spec.model)
         self.loaded = None  # not before: after a refusal load_checkpoint still holds
         replica_set.look_at(plan.feed)
-        plan.note_place = self._note_place(replica_set)
+        plan.note_place = self._note_place(replica_set, plan)
         return replica_set
 
-    def _note_place(self, replica_set: ReplicaSet) -> NotePlace | None:
+    def _note_place(self, replica_set: ReplicaSet, plan: TrainingPlan) -> NotePlace | None:
         """What keeps the run's place for a process that follows this one; None where workers do not keep the rest."""
         path, spec = self._run_path(), replica_set.spec
         if path is None:
             return None
         if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            return RunRecord(path, replica_set.run_id, spec).issued
+            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark).issued
         RunRecord.forget(path)
         return None
 
     def _start(self, options: TrainingOptions, composed: Composed) -> checkpoint.Loaded | None:
         if options.resume is None:
-            return None if options.fresh else self.loaded
-        if str(options.resume) == OF_SESSION:
-            return self._of_session(composed)
-        return checkpoint.Loaded(Path(options.resume), checkpoint.read(Path(options.resume)))
+            start = None if options.fresh else self.loaded
+        elif str(options.resume) == OF_SESSION:
+            start = self._of_session(composed)
+        else:
+            start = checkpoint.Loaded(Path(options.resume), checkpoint.read(Path(options.resume)))
+        if start is not None and options.weights is not None and "base" not in start.content:
+            raise ConfigError(
+                f"weights (--weights) would have no effect: {start.path}, from which the run goes on, holds the whole model. "
+                "Leave one of them out (a checkpoint that was loaded: fresh=True, --fresh)"
+            )
+        return start
 
     def _of_session(self, composed: Composed) -> checkpoint.Loaded:
         """Where the last run of this session stands: the state from a worker that holds it, the place from the run's record.
@@ -236,7 +247,7 @@ class ReplicaSets:
         self._notices.add(f"{last.run_id} goes on after step {made.step + 1}, which a worker kept")
         content = {
             **state, "step": made.step, "position": {name: getattr(place, name) for name in Position.__slots__},
-            "spec": last.spec,
+            "spec": last.spec, **({"log": last.log} if last.log else {}),
         }  # fmt: skip
         return checkpoint.Loaded(Path(f"what the workers hold of {last.run_id}"), content)
 
@@ -244,9 +255,15 @@ class ReplicaSets:
     def _run_id(self) -> str:
         return f"run-{self._runs + 1}"  # counted when it is launched: a refused one is none
 
-    def _new(self, composed: Composed, fresh: bool, strict: bool) -> ReplicaSet:
+    def _new(self, composed: Composed, options: TrainingOptions, resumes: bool) -> ReplicaSet:
         spec, last = composed.spec, self.trained
+        fresh = options.fresh or resumes or options.weights is not None
         if is_own(spec):  # the worker's model is where it is: it goes on from itself, whatever was last
+            if options.weights is not None or options.save_only != "all":
+                raise ConfigError(
+                    "the model lives in the worker's own process, and is trained as it is there: load weights into it there, and "
+                    "leave weights and save_only out"
+                )
             if spec.compile or spec.channels_last:
                 raise ConfigError(
                     "the model lives in the worker's own process, and is trained as it is there: call model.compile(), or "
@@ -265,10 +282,10 @@ class ReplicaSets:
         going_on = None if fresh else self._going_on(composed)
         if going_on is not None:
             return going_on
-        replica_set = self._build(composed)
+        replica_set = self._build(composed, options.weights)
         if not fresh and last is not None:
             self._notices.add(from_last_run(replica_set, last, self.fetch), "run")
-            if anew := begun_anew(replica_set, last, strict):
+            if anew := begun_anew(replica_set, last, options.check == "strict"):
                 self._notices.add(anew, "run")
         return replica_set
 
@@ -285,15 +302,23 @@ class ReplicaSets:
         is_here = last.master_step == last.step
         made = last.successor(self._run_id, _like(last) if is_here else last.master)
         made.code, made.registered, made.checks = composed.code, self._registry.instance_for(spec), last.checks
+        made.goes_on = True
         self._notices.add(GOES_ON.format("", ""), "run")
         return made
 
-    def _build(self, composed: Composed) -> ReplicaSet:
+    def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
         spec, instance = composed.spec, self._registry.instance_for(composed.spec)
         made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         if self.trained is not None:
             made.checks = self.trained.checks
+        if weights is not None:
+            state, added = fitting_weights(Path(weights).expanduser(), made.master.model)
+            made.master.load_state({"model": state})
+            made.from_seed = False
+            if added:
+                names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
+                self._notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
         return made
 
     def launched(self, replica_set: ReplicaSet) -> None:
@@ -315,10 +340,11 @@ class ReplicaSets:
                 "a model that lives in the worker's own process is not known here before a run asks for it, so there is no "
                 "forecast; a budget holds all the same"
             )
-        replica_set = self._build(composed)
+        replica_set = self._build(composed, options.weights)
         if start is not None:
             from_checkpoint(replica_set, plan, *start, rewind=False)
-        last = None if options.fresh or start is not None else self.trained
+        is_new = options.fresh or start is not None or options.weights is not None
+        last = None if is_new else self.trained
         trained = start is not None or (last is not None and goes_on(replica_set, last))
         if start is not None or not trained:  # where the last run's schedule stands, its workers know
             check_schedule(replica_set, plan, lambda sentence: None)

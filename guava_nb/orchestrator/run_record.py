@@ -32,11 +32,14 @@ class RunRecord:
     Args:
         path: of the file that is written with each epoch; the one with the steps lies beside it.
         run_id, spec: of the run.
+        log: gives the name and counts of its log, see `TrainingPlan.log_mark`.
     """
 
-    def __init__(self, path: Path, run_id: str, spec: RunSpec) -> None:
+    def __init__(
+        self, path: Path, run_id: str, spec: RunSpec, log: Callable[[], tuple[str, int, int] | None] = lambda: None
+    ) -> None:
         """Write nothing yet."""
-        self._path, self._run_id, self._spec = path, run_id, spec
+        self._path, self._run_id, self._spec, self._log = path, run_id, spec, log
         self._steps: IO[str] | None = None
         self._next, self._epoch, self._batches, self._samples = -1, -1, 0, 0
 
@@ -69,6 +72,7 @@ class RunRecord:
             "step": step - 1,
             "place": (place.epoch, place.batches, place.samples),
             "feed": feed,
+            "log": self._log(),
         }
         partial = self._path.with_suffix(".partial")
         torch.save(content, partial)
@@ -97,12 +101,14 @@ class LastRun:
         spec: its record, as plain data.
         places: epoch, batches and samples after each step that a worker may hold.
         feed: what the loader needs to go on from the first of them.
+        log: name and counts of its log; None where there was none.
     """
 
     run_id: str
     spec: dict[str, Any]
     places: dict[int, tuple[int, int, int]]
     feed: dict[str, Any]
+    log: tuple[str, int, int] | None = None
 
     @classmethod
     def read(cls, path: Path) -> LastRun | None:
@@ -118,7 +124,9 @@ class LastRun:
                     step, *place = map(int, line.split() if line.endswith("\n") else ())
                     if len(place) == 3 and place[0] == epoch:  # else of the epoch before: the run ended in between
                         places[step] = (place[0], place[1], place[2])
-            return cls(str(content["run_id"]), dict(content["spec"]), places, dict(content["feed"]))  # type: ignore[arg-type]
+            log = content.get("log")
+            mark = None if log is None else (str(log[0]), int(log[1]), int(log[2]))
+            return cls(str(content["run_id"]), dict(content["spec"]), places, dict(content["feed"]), mark)  # type: ignore[arg-type]
         except Exception:  # a damaged file may raise any error
             return None
 

@@ -7,6 +7,7 @@ that travels to the workers derive from the fields here. Knows no torch: a noteb
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import math
 import re
@@ -32,6 +33,7 @@ __all__ = [
     "OptionInfo",
     "Reference",
     "TrainingOptions",
+    "listed",
     "option",
     "option_infos",
     "same_named",
@@ -44,7 +46,7 @@ Reference = str | Callable[..., Any] | type
 #: What values an option takes. "name" stands for a `Reference`, "arguments" for its keyword arguments.
 Kind = Literal[
     "name", "arguments", "metrics", "choice", "whole", "count", "seed", "norm", "size", "weights", "switch", "file",
-    "words", "function", "objects", "policies", "text", "period",
+    "words", "function", "objects", "policies", "text", "period", "several",
 ]  # fmt: skip
 
 #: Value of `resume` for the last run of a session whose process ended.
@@ -149,7 +151,8 @@ class TrainingOptions:
             their sum back: "fp32" exactly (float64 too), "bf16" or "fp16" in half of the bytes, "int8" in a quarter, "int4"
             in an eighth. What a message leaves out goes with the next one (error feedback). In data mode only; the run is then
             near to plain PyTorch, not equal to it.
-        callbacks: objects with any of on_step, on_epoch, on_validation; see `guava_nb.training.plan.Callback`.
+        callbacks: objects of this process with any of on_step, on_epoch, on_validation (see help(guava_nb.Callback)); in a
+            line their names, with commas. With an on_step a lone worker waits for the commit of each step.
         batch: how batches are read, where it is not plain, in the words in which the status tells it, such as "cut: image,
             label; cut on axis 1: frames; one per sample: boxes; whole: anchors". What it does not name is read as usual.
         split_fn: splits a batch into row ranges where no words fit: function(batch, ranges) that returns one part per
@@ -181,8 +184,15 @@ class TrainingOptions:
         patience: end the run after so many validations in a row that were no better, by the figure of save_best or by the loss;
             by default it goes on.
         keep: how many of the checkpoints of save_every stay, the newest ones; by default all.
+        log: where steps, validations and epochs are logged while the run goes on, one or several of them, as in csv,tensorboard:
+            loss, metrics, learning rate, samples a second, joules. Files go to `checkpoint_dir` of the configuration, under
+            names with run and time; wandb and mlflow take the run that the notebook has begun, or begin one. By default none.
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
+        weights: start from the weights in a file: a state dict of torch.save, .safetensors, a folder of those, or a checkpoint,
+            of which only the weights are taken. By default as the model is built, or registered.
+        save_only: "trainable" leaves frozen parameters out of checkpoints, which have their digests instead: to go on from one,
+            build, register or give (weights) the same frozen part.
         resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with
             the last process of this session (a kernel that was started anew).
         fresh: start from new weights; else a run with the last run's model and cells goes on from its weights.
@@ -224,7 +234,7 @@ class TrainingOptions:
     wire: str = option("fp32", "choice", flag="wire", choices=("fp32", "bf16", "fp16", "int8", "int4"))
     buffers: str = option("auto", "policies", flag="buffers")
     batch: str | None = option(None, "words", flag="batch")
-    callbacks: Sequence[Any] = option((), "objects", unsayable="objects of this process")
+    callbacks: Sequence[Any] = option((), "objects", flag="callbacks")
     split_fn: Callable[[Any, Sequence[tuple[int, int]]], list[Any]] | None = option(
         None, "function", unsayable="a function of this process"
     )
@@ -245,7 +255,12 @@ class TrainingOptions:
     save_best: str | None = option(None, "text", flag="save-best", needs="val")
     patience: int | None = option(None, "count", flag="patience", needs="val")
     keep: int | None = option(None, "count", flag="keep")
+    log: str | Sequence[str] | None = option(
+        None, "several", flag="log", choices=("csv", "tensorboard", "wandb", "mlflow")
+    )
     check: str = option("warn", "choice", flag="check", choices=("warn", "strict", "off"))
+    weights: str | Path | None = option(None, "file", flag="weights")
+    save_only: str = option("all", "choice", flag="save-only", choices=("all", "trainable"))
     resume: str | Path | None = option(None, "file", flag="resume")
     fresh: bool = option(False, "switch", flag="fresh")
     progress: bool = option(True, "switch", unsayable="the magic draws a panel of its own")
@@ -381,17 +396,37 @@ _RULES: Mapping[Kind, tuple[Callable[[Any], bool], str]] = {
     "words": (lambda value: isinstance(value, str), "give it like 'cut: image, label; whole: anchors'"),
     "policies": (lambda value: _are_policies(value), "give auto, average, first or sum, or parts such as name=sum"),
     "function": (callable, "give a function of a batch and row ranges"),
-    "objects": (lambda value: isinstance(value, Sequence), "give a list of objects"),
+    "objects": (
+        lambda value: isinstance(value, Sequence) and not any(isinstance(one, type) for one in value),
+        "give a list of objects, not of classes: [Stop()]",
+    ),
     "text": (lambda value: isinstance(value, str), "give a name"),
     "period": (lambda value: _is_period(value), "give steps, such as 500, or a time, such as '10min'"),
 }  # fmt: skip
 
 
 def _broken_rule(one: OptionInfo, value: Any) -> str:
+    if one.kind == "several":
+        names = listed(value) if isinstance(value, str | Sequence) else ()
+        is_fine = names and all(name in one.choices for name in names)
+        return _lacking(names) if is_fine else f"give one or several of: {', '.join(one.choices)}"
     if one.choices:
         return "" if value in one.choices else f"it is one of: {', '.join(one.choices)}"
     holds, rule = _RULES.get(one.kind, (lambda value: True, ""))
     return "" if holds(value) else rule
+
+
+def listed(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of an option that takes several: with commas between them, or a list of them; each once."""
+    names = value.split(",") if isinstance(value, str) else (value or ())
+    return tuple(dict.fromkeys(str(name).strip() for name in names if str(name).strip()))
+
+
+def _lacking(packages: Sequence[str]) -> str:
+    """Which of these packages cannot be imported here; a folder that one left behind (`wandb/`) is none."""
+    specs = {name: importlib.util.find_spec(name) for name in packages if name != "csv"}
+    lacking = [name for name, found in specs.items() if found is None or found.origin is None]
+    return f"install what is not here: pip install {' '.join(lacking)}" if lacking else ""
 
 
 def _are_policies(buffers: Any) -> bool:

@@ -65,6 +65,7 @@ class ReplicaSet(StateAtWorkers):
         registered: the user's own instance, whose weights are where the run begins; None where there is none.
         code: the user's code as it is here; None where workers are not compared with it.
         after: the run that this one goes on from at the workers, and its last step; None where it begins from the master.
+        goes_on: it begins with the weights of the last run.
         from_seed: step 0 is what every machine builds from the record: workers that prove it by a digest are sent nothing.
         predecessor: the replicas of the run that this one goes on from, until they are taken over.
         gone_on_in: the run that took these over.
@@ -89,7 +90,7 @@ class ReplicaSet(StateAtWorkers):
         self.checks: dict[bytes, Any] = {}
         self.code: CodeHere | None = None
         self.after: tuple[str, int] | None = None
-        self.from_seed = False
+        self.from_seed = self.goes_on = False
         self.predecessor: ReplicaSet | None = None
         self.gone_on_in = ""
         self._digest: str | None = None  # of the weights of step 0

@@ -135,10 +135,11 @@ class RunEnergy:
         """Note who works in this run."""
         self._members.update(ranks)
 
-    def end_epoch(self, ranks: Iterable[int]) -> None:
-        """An epoch ended: ask for figures, and wait for nothing."""
+    def end_epoch(self, ranks: Iterable[int]) -> int:
+        """An epoch ended: ask for figures, and wait for nothing; returns the place of its figures among those of epochs."""
         mark, _ = self._book.ask(self._run_id, ranks, self._tell)
         self._epochs.append(mark)
+        return len(self._epochs) - 1
 
     def end(self, ranks: Iterable[int]) -> None:
         """The run ended: take everybody's last word, waiting a moment for it."""

@@ -1,7 +1,8 @@
 """Checkpoints: one file that plain PyTorch reads with `torch.load(path, weights_only=True)`.
 
 Keys: format, model, optimizer, scheduler, scaler (state dicts of the full model, whatever the mode and the number of
-workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data).
+workers), step, position (epoch, batches, samples, feed), spec (what was trained, as plain data); where it was asked for log
+(the name of the run's log), and base (digests of frozen parameters, which are then left out of model).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from guava_nb.replica.model.wrappers import plain_names
 from guava_nb.training.plan import Position
 from guava_nb.training.saving import archive
 from guava_nb.training.saving.durable_file import NotWritten, write_durably
+from guava_nb.training.saving.frozen_base import complete, without_base
 
-__all__ = ["Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
+__all__ = ["Extras", "Loaded", "check_model", "differences", "made_with", "model_text", "read", "write"]
 
 FORMAT = "guava_nb checkpoint 1"
 #: More steps, batches or samples than this no run has.
@@ -36,15 +38,34 @@ class Loaded(NamedTuple):
     content: dict[str, Any]
 
 
-def write(path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec) -> None:
+class Extras(NamedTuple):
+    """What a checkpoint has beside state and place: what the plan of its run adds.
+
+    Attributes:
+        base: digests of the frozen parameters that it leaves out.
+        log: name of the run's log, with the steps and epochs that this counts and the run does not.
+    """
+
+    base: Mapping[str, str] | None = None
+    log: tuple[str, int, int] | None = None
+
+
+def write(
+    path: Path, state: Mapping[str, Any], step: int, position: Position, spec: RunSpec, extras: Extras | None = None
+) -> None:
     """Write a checkpoint; a crash while writing, or a loss of power, leaves the old file as it was.
+
+    Args:
+        extras: what the run's plan adds.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
+    base, log = extras or Extras()
     content = {
         "format": FORMAT,
-        **state,
+        **(state if base is None else without_base(state, base)),
+        **({"log": list(log)} if log else {}),
         "step": step,
         "position": {name: getattr(position, name) for name in Position.__slots__},
         "spec": {f: msgspec.to_builtins(getattr(spec, f)) for f in spec.__struct_fields__},
@@ -86,8 +107,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({error}). Was it written to its end?") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} is not a checkpoint of guava_nb. To start from plain weights, load them into the model and use "
-            "register_model(model)"
+            f"{path} is not a checkpoint of guava_nb. To start from plain weights: weights=PATH (--weights PATH)"
         )
     if damaged := _damaged(content):
         raise CheckpointError(f"{path} is a damaged checkpoint: {damaged} is missing or is not what was written there")
@@ -103,6 +123,11 @@ def _damaged(content: Mapping[str, Any]) -> str:
         return "optimizer"
     if not isinstance(spec, dict):
         return "spec"
+    base, log = content.get("base", {}), content.get("log", ["", 0, 0])
+    if not isinstance(base, dict) or not all(isinstance(name, str) for name in base):
+        return "base"
+    if not isinstance(log, list | tuple) or [type(one) for one in log] != [str, int, int]:
+        return "log"
     if type(step) is not int or not -1 <= step < _MOST_COUNTED:
         return "step"
     if not isinstance(place, dict) or place.keys() != set(Position.__slots__):
@@ -136,9 +161,11 @@ def check_model(path: Path, content: dict[str, Any], current: Mapping[str, Any],
         model: which model that is; None where it was given as an object.
 
     Raises:
-        CheckpointError: names or shapes differ; the message lists the first few, and names both models.
+        CheckpointError: names or shapes differ, or frozen parameters that the file left out; the message lists the first few,
+            and names both models.
     """
     content["model"] = plain_names(content["model"], current)
+    complete(path, content, current)
     if problems := differences(content["model"], current):
         made = model_text(content)
         raise CheckpointError(

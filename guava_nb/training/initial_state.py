@@ -24,7 +24,7 @@ from guava_nb.sync.group_replica_set import GroupReplicaSet
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.whole_replica_set import WholeReplicaSet
 from guava_nb.training import checkpoint
-from guava_nb.training.plan import Position, TrainingPlan
+from guava_nb.training.plan import Logged, Position, TrainingPlan
 from guava_nb.training.saving.optimizer_state import unfit
 
 __all__ = ["GOES_ON", "build_ensemble", "from_checkpoint", "from_last_run", "goes_on", "unlike"]
@@ -105,7 +105,7 @@ def from_last_run(replica_set: ReplicaSet, last: ReplicaSet, fetch: Callable[[Re
         return f"begins with new weights: {changed} since the last run"
     state = fetch(last)
     same = _has_same_optimizer(replica_set, last)
-    replica_set.from_seed = False
+    replica_set.from_seed, replica_set.goes_on = False, True
     replica_set.master.load_state({"model": state["model"], "buffers": state.get("buffers")})
     if same:
         try:
@@ -218,6 +218,9 @@ def from_checkpoint(
         raise CheckpointError(f"{path} is a damaged checkpoint: of the optimizer's state {lacking}")
     replica_set.step = replica_set.master_step = int(content["step"])
     plan.start = Position(**content["position"])
+    if "log" in content:
+        name, steps, epochs = content["log"]
+        plan.logged = Logged(Path(name).name, steps, epochs, steps + int(content["step"]) + 1)
     if rewind:
         try:
             plan.start.rewind(plan.feed)

@@ -35,6 +35,7 @@ from guava_nb.training.budget_gate import BudgetGate
 from guava_nb.training.byte_budget import Budget, BudgetSpent
 from guava_nb.training.first_step_check import FirstStepCheck
 from guava_nb.training.handed_out import HandedOut
+from guava_nb.training.logs.run_log import RunLogs
 from guava_nb.training.membership import Membership
 from guava_nb.training.plan import Position, TrainingPlan
 from guava_nb.training.recovery import Handover, Recovery
@@ -66,6 +67,7 @@ class TrainingJob(Job):
         membership: who takes part.
         accounting: what is committed, and the snapshot to go back to.
         window: the steps in work.
+        logs: what writes down what is committed.
         budget_gate: asks the run's budget, if it has one.
         on_end: called when the run has ended.
     """
@@ -84,10 +86,10 @@ class TrainingJob(Job):
         self._energy = RunEnergy(
             cluster.energy, replica_set.run_id, cluster.send, cluster.name, cluster.device_name, cluster.worked
         )
-        self._handed_out = HandedOut(
-            cluster.notice, replica_set.registered if plan.callbacks else None, replica_set.code
-        )
+        registered = replica_set.registered if plan.callbacks else None
+        self._handed_out = HandedOut(cluster.notice, registered, replica_set.code)
         self.run = run = self._new_run(model)
+        self.logs = RunLogs(run, cluster.notice, plan.logged)
         self.membership = members = Membership(self, replica_set)
         self.accounting = accounting = StepAccounting(members, plan, run, self._energy, self._call)
         credit = SendCredit(plan.prefetch_bytes, plan.prefetch_steps, max(1, MOST_BATCHES // plan.batches_per_exchange))
@@ -129,14 +131,14 @@ class TrainingJob(Job):
             budget=plan.budget,
             is_local=replica_set.spec.rounds is not None,
         )
-        return Run(
-            replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, plan.steps_left(replica_set.step), sources
-        )
+        steps = plan.steps_left(replica_set.step)
+        return Run(replica_set.run_id, mode_of(replica_set.spec), plan.num_epochs, steps, sources)
 
     # ------------------------------------------------------------------------------------------------ from any thread
 
     def start(self) -> None:
         """Begin."""
+        self.logs.begin(self.plan.log, self.plan.save_folder, self.files.name, self.replica_set.spec)
         self._thread.start()
 
     def interrupt(self) -> None:
@@ -194,8 +196,8 @@ class TrainingJob(Job):
         Raises:
             CheckpointError: the file cannot be written.
         """
-        held = self.replica_set
-        checkpoint.write(path, held.master.state(), self.accounting.steps - 1, self.where(), held.spec)
+        held, step = self.replica_set, self.accounting.steps - 1
+        checkpoint.write(path, held.master.state(), step, self.where(), held.spec, self.files.extras)
 
     # --------------------------------------------------------------------------------------------------- the whole run
 
@@ -212,6 +214,7 @@ class TrainingJob(Job):
         self.files.finish()
         note_workers(self.run, self.cluster.members())
         self._energy.end(self.ready)
+        self.logs.end(state)
         self.run.end(state, error, message)
         self._refuse_calls()
         self.on_end()
@@ -328,7 +331,7 @@ class TrainingJob(Job):
         self._boundary.end_epoch()
         record, validations = self.accounting.end_epoch(epoch), self.run.validations
         self._boundary.tick("epoch", validations[-1] if validations else record)
-        self._energy.end_epoch(self.ready)
+        self.run.add_epoch({**record, "step": self.accounting.steps, "figure": self._energy.end_epoch(self.ready)})
         self._call("on_epoch", record)
         if epoch + 1 < self.plan.num_epochs and self.snapshots.fits_epoch():
             self._boundary.due.add("snapshot")

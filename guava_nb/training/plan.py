@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from guava_nb.config import DistributedConfig
 from guava_nb.config.units import parse_seconds
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.evaluation.validation import Validation
-from guava_nb.spec.training_options import TrainingOptions, same_named
+from guava_nb.spec.training_options import TrainingOptions, listed, same_named
 from guava_nb.sync.beginning import Beginning
 from guava_nb.training.byte_budget import Budget
 from guava_nb.training.saving.best import Best
@@ -19,11 +19,15 @@ from guava_nb.training.saving.best import Best
 if TYPE_CHECKING:
     from guava_nb.training.run import Run
 
-__all__ = ["Callback", "NotePlace", "Position", "Snapshot", "TrainingPlan"]
+__all__ = ["Callback", "Logged", "NotePlace", "Position", "Snapshot", "TrainingPlan"]
 
 
 class Callback:
     """Base of callbacks: override what you need; return True to stop the run after the current step.
+
+    `start_training(callbacks=[...])`, or `%guava_train --callbacks NAMES` with names of the notebook. `on_step` costs most: with
+    one a lone worker waits for each commit, so its steps take a round trip longer. `on_epoch` and `on_validation` cost their own
+    time only. To write figures down, `log="csv"` (`--log csv`) costs no step anything.
 
     Plain objects that have some of these methods serve as well. They run on the run's own thread, between steps: what
     `save_checkpoint` saves and `run.model()` returns in one of them is the state of the step, or the moment, it was called
@@ -89,6 +93,21 @@ class Snapshot:
         return self.kept.state()
 
 
+class Logged(NamedTuple):
+    """A log that a run goes on from, or that a checkpoint's run has.
+
+    Attributes:
+        name: how the names of its files begin.
+        steps, epochs: what the log counts and the run does not, because they were of the runs that it went on from.
+        up_to: the step, as the log counts, after which nothing of it holds.
+    """
+
+    name: str
+    steps: int = 0
+    epochs: int = 0
+    up_to: int = 0
+
+
 #: Takes a step's number, how far the data is committed, batches and samples of the step, and what gives the loader's place.
 NotePlace = Callable[[int, Position, int, int, Callable[[], dict[str, Any]]], None]
 
@@ -117,6 +136,9 @@ class TrainingPlan:
         save_best: a checkpoint after each validation that is the best so far; None saves none.
         patience: validations in a row without a better one, by that figure or the loss, that end the run; None: any number.
         keep: how many checkpoints of a period stay; None keeps all.
+        log: where steps, validations and epochs are logged: words of the option.
+        logged: the log that the run goes on from, if there is one.
+        base: digests of frozen parameters, which checkpoints then leave out; None saves the whole model.
         start: where the data begins; from a checkpoint.
         save_folder, save_name: where a checkpoint goes that the user gave no path for, and how its name begins, so that no
             run of any session overwrites another's; "" takes the run's.
@@ -151,6 +173,9 @@ class TrainingPlan:
     patience: int | None = None
     keep: int | None = None
     cache_static: bool = False
+    log: Sequence[str] = ()
+    logged: Logged | None = None
+    base: Mapping[str, str] | None = None
     start: Position = field(default_factory=Position)
     save_folder: Path = Path("checkpoints")
     save_name: str = ""
@@ -241,6 +266,7 @@ class TrainingPlan:
                 "feed": feeds[0],
                 "val_feed": feeds[1],
                 "validation": validation,
+                "log": listed(options.log),
                 "save_every_steps": steps,
                 "save_every_s": seconds,
                 "save_best": None if options.save_best is None else Best.of(options.save_best, *measured),
@@ -254,6 +280,12 @@ class TrainingPlan:
         if self.split_fn is not None:
             return "shared out by split_fn"
         return "" if self.feed.gives_ids else self.feed.reading.text
+
+    @property
+    def log_mark(self) -> tuple[str, int, int] | None:
+        """What a run that goes on from this one has to know of its log: see `Extras.log`; None where nothing is logged."""
+        before = self.logged or Logged("")
+        return (self.save_name, before.steps, before.epochs) if self.log else None
 
     def weights(self, team: Sequence[int]) -> list[float]:
         """Return what part of the work each of these ranks gets, relative to the others."""

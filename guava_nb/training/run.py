@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,7 @@ class Run:
         history: one dict per committed step: step, epoch, loss, count, samples, tokens (None: not counted), learning_rate,
             seconds. With local sync one per round: step is its last one, round its number, steps how many it had.
         validations: one dict per validation: step, loss, accuracy, samples.
+        epochs: one dict per epoch that was ended: step, epoch, loss, samples, seconds.
         wire: bytes by kind so far.
         budget: most bytes that it may take; None without.
         check: what came of the one-step check; None where no batch was cut so far, or it is off.
@@ -102,6 +103,7 @@ class Run:
         self.total_steps = total_steps
         self.history: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
+        self.epochs: list[dict[str, Any]] = []
         self.generations = 1
         self.lost_samples = 0
         self.duplicated_samples = 0
@@ -216,7 +218,7 @@ class Run:
     def status(self) -> RunStatus:
         """Return a snapshot for display."""
         with self._lock:
-            history, elapsed = self.history, self._elapsed_s()
+            history, elapsed = self.history, self.elapsed_s()
             samples = sum(record["samples"] for record in history)
             recent = history[-20:]
             span = recent[-1]["seconds"] - recent[0]["seconds"] if len(recent) > 1 else 0.0
@@ -275,7 +277,7 @@ class Run:
             "tokens": _tokens(self.history),
             "train_loss": [record["loss"] for record in self.history],
             "val": {k: v for k, v in self.validations[-1].items() if k != "step"} if self.validations else None,
-            "wall_s": self._elapsed_s(),
+            "wall_s": self.elapsed_s(),
             "step_s": step_s,
             "wire": {name: getattr(wire, name) for name in WireBytes.__slots__},
             "budget": None if self.budget is None else self.budget.record(),
@@ -295,12 +297,13 @@ class Run:
         loss = f", loss {self.history[-1]['loss']:.4g}" if self.history else ""
         why = f" ({self._message})" if self._message else ""
         return (
-            f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self._elapsed_s():.0f} s{loss}, "
+            f"{self.run_id} ended: {self._state}{why}, {steps} steps in {self.elapsed_s():.0f} s{loss}, "
             f"{show_bytes(wire.out_bytes)} sent, {show_bytes(wire.in_bytes)} received, {self.lost_samples} samples lost, "
             f"{self.duplicated_samples} doubled"
         )
 
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Return the seconds that it takes so far, or took."""
         return self._wall_s if self._wall_s is not None else time.monotonic() - self._started
 
     def __repr__(self) -> str:
@@ -341,6 +344,31 @@ class Run:
         with self._lock:
             self.validations.append(record)
 
+    def add_epoch(self, record: dict[str, Any]) -> None:
+        """Append an epoch that was ended; it takes the place of its own record, where the run went back into it."""
+        with self._lock:
+            others = [one for one in self.epochs if one["epoch"] < record["epoch"]]
+            self.epochs = [*others, {**record, "seconds": time.monotonic() - self._started}]
+
+    def follow(
+        self, seen: Sequence[list[dict[str, Any]]]
+    ) -> tuple[tuple[list[dict[str, Any]], ...], list[dict[str, Any]]]:
+        """Bring a reader up to date, from any thread.
+
+        Args:
+            seen: what it has of history, validations and epochs; what the run went back over is taken off their ends.
+
+        Returns:
+            What is new of each; and what was taken off.
+        """
+        taken: list[dict[str, Any]] = []
+        with self._lock:
+            here = (self.history, self.validations, self.epochs)
+            for old, now in zip(seen, here, strict=True):
+                while old and (len(old) > len(now) or now[len(old) - 1] is not old[-1]):
+                    taken.append(old.pop())
+            return tuple(now[len(old) :] for old, now in zip(seen, here, strict=True)), taken
+
     def since(self, kept: int) -> tuple[int, float]:
         """Return steps and seconds from an entry of the history, the first of which is 1, to the last."""
         with self._lock:
@@ -356,6 +384,7 @@ class Run:
             del self.history[steps:]
             last = self.history[-1]["step"] if self.history else -1
             self.validations = [v for v in self.validations if v["step"] <= last]
+            self.epochs = [one for one in self.epochs if one["step"] <= last]
 
     def end(self, state: str, error: BaseException | None = None, message: str = "") -> None:
         """End the run and wake all threads that wait for it."""

@@ -43,6 +43,7 @@ class RunFiles:
 
     Attributes:
         name: how the names of the run's files begin.
+        extras: what each of its checkpoints has beside state and place.
     """
 
     def __init__(self, job: Job, replica_set: ReplicaSet, plan: TrainingPlan, place: Place) -> None:
@@ -50,6 +51,7 @@ class RunFiles:
         self._job, self._replica_set, self._place = job, replica_set, place
         self._notice, self._folder, self._keep = job.cluster.notice, plan.save_folder, plan.keep
         self.name = plan.save_name or replica_set.run_id
+        self.extras = checkpoint.Extras(plan.base, plan.log_mark)
         self._writer: threading.Thread | None = None
         self._is_writing = self._told_slow = False
         self._written: dict[str, list[Path]] = {}
@@ -72,7 +74,7 @@ class RunFiles:
             )
             return
         state, place = master.state(), self._place.where()
-        write = partial(checkpoint.write, path, state, step - 1, place, self._replica_set.spec)
+        write = partial(checkpoint.write, path, state, step - 1, place, self._replica_set.spec, self.extras)
         self._is_writing = True
         self._writer = threading.Thread(target=self._write, args=(path, kind, write), name="guava-saving", daemon=True)
         self._writer.start()

@@ -57,6 +57,16 @@ def test_steps_that_are_issued_again_count_from_what_is_committed(tmp_path: Path
     assert last is not None and last.places == {1: (0, 4, 32), 2: (0, 6, 48)}
 
 
+def test_the_log_of_the_run_is_known_to_the_process_that_follows(tmp_path: Path) -> None:
+    path = tmp_path / "one.run"
+    RunRecord(path, "run-3", SPEC, lambda: ("run-3-now", 40, 2)).issued(0, BEGINNING, 2, 16, lambda: feed(0, 0))
+    last = LastRun.read(path)
+    assert last is not None and last.log == ("run-3-now", 40, 2)
+    recorded(path, 1)
+    last = LastRun.read(path)
+    assert last is not None and last.log is None
+
+
 def test_a_new_epoch_begins_a_new_record(tmp_path: Path) -> None:
     path = tmp_path / "one.run"
     record = recorded(path, 5)

@@ -38,14 +38,16 @@ WORDS: dict[str, tuple[str, Any]] = {
     "weights": ("2,1", (2.0, 1.0)),
     "file": ("~/a.pt", Path("~/a.pt").expanduser()),
     "words": ("'cut: x; whole: y'", "cut: x; whole: y"),
+    "several": ("csv", "csv"),
+    "objects": ("loader", [1]),
 }
 #: Of the kinds that no line says.
-VALUES = {"function": len, "objects": [1], "whole": 3, "switch": True}
+VALUES = {"function": len, "whole": 3, "switch": True}
 
 
 def value_of(info: OptionInfo) -> Any:
     """A value that is not the default."""
-    if info.choices:
+    if info.choices and info.kind != "several":
         return info.choices[-1]
     if info.kind == "switch":
         return not info.default
@@ -92,6 +94,32 @@ def test_help_shows_every_option_with_its_meaning_and_its_default(call: str, of:
     assert "{options}" not in text
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"log": "csv,tensorbord"}, "log is 'csv,tensorbord'; give one or several of: csv, tensorboard, wandb, mlflow"),
+        ({"log": []}, "give one or several of"),
+        ({"log": ("csv", "mlflow", "mlflow")}, r"install what is not here: pip install mlflow$"),
+        ({"callbacks": [int]}, r"give a list of objects, not of classes"),
+    ],
+)
+def test_a_wrong_log_or_callback_is_refused_before_any_work(
+    given: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mlflow").mkdir()  # what a library of that name left behind is no library
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    with pytest.raises(ConfigError, match=told):
+        TrainingOptions(**given)
+
+
+def test_the_help_of_the_line_says_what_counts_where_an_option_is_left_out() -> None:
+    text = " ".join(TRAIN.help().split())
+    for told in ("(default: AdamW)", "(default: step)", "(default: warn)", "(default: fp32)", "(default: all)"):
+        assert told in text
+    assert "by default the configuration's, fp32" in text and "by default the configuration's, workers" in text
+
+
 def test_a_step_takes_the_place_of_the_criterion(stop_at_the_record: None) -> None:
     with pytest.raises(Reached) as reached:
         Orchestrator().start_training([1], step="one")
@@ -134,7 +162,7 @@ def test_a_line_says_every_option_or_the_reason_is_known(info: OptionInfo) -> No
     if not info.flag:
         return
     flag, value = f"--{info.flag}", value_of(info)
-    word = "" if info.kind == "switch" else value if info.choices else WORDS[info.kind][0]
+    word = "" if info.kind == "switch" else WORDS[info.kind][0] if info.kind in WORDS else value
     assert flag in TRAIN.flags() and flag in TRAIN.help()
     assert flag in TRAIN.completions([], flag, {})
     companions = {"val": "--val loader", "scheduler": "--scheduler S", "budget": "--budget 1MB",
@@ -218,6 +246,7 @@ def test_a_new_field_is_picked_up_everywhere() -> None:
 USED_AT_ONCE = {
     "detach": "returns before the end", "progress": "shows a bar", "resume": "names a file", "fresh": "drops a state",
     "budget_bytes": "makes a budget", "save_path": "goes into it", "save_every": "becomes steps or seconds",
+    "weights": "names a file", "save_only": "becomes digests of a base",
     "criterion_args": "goes into the criterion's factory",
     "sync": "goes into the record of rounds", "outer": "goes there", "outer_lr": "goes there", "outer_momentum": "goes there",
     "outer_args": "goes there",

@@ -62,6 +62,10 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         ("position", None),
         ("position", {"epoch": -5, "batches": 0, "samples": 0, "feed": None}),
         ("position", {"epoch": 0, "batches": 0, "samples": 0, "feed": []}),
+        ("base", [1]),
+        ("base", {1: "a"}),
+        ("log", None),
+        ("log", ["run-1", "3", 0]),
     ],
 )
 def test_a_checkpoint_with_a_damaged_part_is_refused_when_it_is_read(tmp_path: Path, key: str, value: object) -> None:

@@ -1,0 +1,1 @@
+"""What a run commits, written to CSV files, TensorBoard, Weights & Biases or MLflow; slows no step, ends no run."""
