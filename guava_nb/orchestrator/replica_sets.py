@@ -203,7 +203,7 @@ class ReplicaSets:
         if path is None:
             return None
         if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            return RunRecord(path, replica_set.run_id, spec).issued
+            return RunRecord(path, replica_set.run_id, spec, lambda text: self._notices.add(text, "run")).issued
         RunRecord.forget(path)
         return None
 

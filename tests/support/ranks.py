@@ -68,7 +68,9 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    groups: dict[tuple[int, ...], Any] = {}  # a group of gloo keeps its threads after its end: one for each set of ranks
+    groups: dict[
+        tuple[int, ...], Any
+    ] = {}  # a group of gloo keeps its threads after its end: one for each set of ranks
     while True:
         try:
             ranks, name, args = pipe.recv()
