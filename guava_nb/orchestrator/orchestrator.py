@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.host import SessionHost
 from guava_nb.cluster.path_probe import cuda_reach
-from guava_nb.cluster.session_status import StatusWriter
 from guava_nb.config import MODE_DEFAULTS, DistributedConfig, check_plan, mode_settings
 from guava_nb.data.loader_feed import LoaderFeed
 from guava_nb.errors import ClusterError, ConfigError
@@ -85,7 +83,6 @@ class Orchestrator(SessionHost):
         )
         self._sync_advice = SyncAdvice(self._replica_sets, self._notices, self._planned)
         self._job: TrainingJob | None = None
-        self._shown: StatusWriter | None = None
         self._warming: threading.Thread | None = None
 
     def _have_cluster(self) -> Cluster:
@@ -93,18 +90,6 @@ class Orchestrator(SessionHost):
             self._warming = threading.Thread(target=warm_up, name="guava-warm-up", daemon=True)
             self._warming.start()
         return super()._have_cluster()
-
-    def _listen(self, host: str) -> None:
-        super()._listen(host)
-        if self._file is not None:
-            me = weakref.ref(self)  # a session that is dropped must not live on for this
-            self._shown = StatusWriter(self._file.path, lambda: None if (found := me()) is None else found.status())
-
-    def _let_file_go(self, forget: bool) -> None:
-        if self._shown is not None:
-            self._shown.close()
-            self._shown = None
-        super()._let_file_go(forget)
 
     def _new_cluster(self) -> Cluster:
         cluster = super()._new_cluster()
