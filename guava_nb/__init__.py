@@ -105,7 +105,10 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(ipython: Any) -> None:
     """Called by `%load_ext guava_nb`."""
-    from guava_nb.notebook import load
+    from guava_nb.spec.loading import loading_without_collections
+
+    with loading_without_collections():
+        from guava_nb.notebook import load
 
     load(ipython)
 

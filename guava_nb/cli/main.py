@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from guava_nb.cli import demo, doctor, run, worker
+from guava_nb.cli import demo, doctor, run, status, worker
 from guava_nb.config.version import installed_version
 from guava_nb.errors import ConfigError, GuavaError
 from guava_nb.render.errors import error_text
@@ -45,6 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"guava-nb {installed_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (demo, worker, run, doctor):
+    for module in (demo, worker, run, status, doctor):
         module.add_command(commands)
     return parser

@@ -21,6 +21,7 @@ from guava_nb.cluster.payload_bounds import PayloadBounds
 from guava_nb.cluster.program_ranks import Programs
 from guava_nb.cluster.report_checks import first_invalid_energy
 from guava_nb.cluster.roster import MOST_CHARS, Member, Roster, shortened, version_notes
+from guava_nb.cluster.vitals import VitalsBook
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, GuavaError, LinkClosed, LinkError, RendezvousTimeout
@@ -45,6 +46,7 @@ from guava_nb.protocol.messages import (
     Leave,
     Log,
     Message,
+    Vitals,
     channel_of,
 )
 from guava_nb.row_cache.policy import WorkerCaches
@@ -103,6 +105,7 @@ class Cluster:
         self.caches = WorkerCaches()
         self.energy = EnergyBook()
         self.bounds = PayloadBounds()
+        self.vitals = VitalsBook()
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record
@@ -242,9 +245,14 @@ class Cluster:
 
     def _on_visit(self, event: VisitArrived) -> None:
         report, rank = event.message, self._ranks.get(event.session_id)
-        if not isinstance(report, CrashReport) or rank is None:
+        if rank is None:
             return
         member = self.roster.members[rank]
+        if isinstance(report, Vitals) and member.alive and (news := self.vitals.take(rank, report, time.monotonic())):
+            member.detail = self.vitals.text(rank, time.monotonic()) if report.quiet_s else ""
+            self.tell(f"{member.name} {news}")
+        if not isinstance(report, CrashReport):
+            return
         self.output.add_tail(member.name, report.tail)
         cause = f"its process ended with {ending_text(report.exit_status, report.tail)}"
         if member.alive:
@@ -269,6 +277,7 @@ class Cluster:
         if not move(rank, detail):
             return
         session = self._sessions.pop(rank, None)
+        self.vitals.forget(rank)
         member, (out_bytes, in_bytes) = self.roster.members[rank], self.total_bytes(rank)
         self._announce(Lost(rank), f"{member.name} {sentence}")
         self._record(

@@ -20,6 +20,7 @@ from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.session_file import SavedSession, SessionFile
+from guava_nb.cluster.session_status import StatusWriter
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError, ConfigError
@@ -30,6 +31,7 @@ from guava_nb.processes.interrupts import interrupts_wait
 from guava_nb.processes.launcher import WorkerHandle, close_all, expect_workers, launch
 from guava_nb.processes.placement import allowed_cores, describe, place, visible_gpus
 from guava_nb.protocol.joincode import JoinCode
+from guava_nb.status import Status
 from guava_nb.tunnels import LOOPBACK, Tunnel, make_tunnel
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class SessionHost(CodeOnWorkers):
         self._dialled = DialledWorkers()
         self._listener: Listener | None = None
         self._file: SessionFile | None = None
+        self._shown: StatusWriter | None = None
         self._at_exit: Callable[[], None] = lambda: None
         self.goes_on = False
         self._cluster: Cluster | None = None
@@ -161,6 +164,8 @@ class SessionHost(CodeOnWorkers):
             )
             session_id = self._have_cluster().session_id
             self._file.save(SavedSession(listener.secret, pem, key, listener.port, session_id))
+            me = weakref.ref(self)  # a session that is dropped must not live on for this
+            self._shown = StatusWriter(self._file.path, lambda: None if (host := me()) is None else host.status())
         else:
             self._at_exit = _close_at_exit(self)
 
@@ -291,7 +296,14 @@ class SessionHost(CodeOnWorkers):
         # receive buffers. Those of earlier sessions would stay for long.
         gc.collect()
 
+    def status(self) -> Status | None:
+        """Return what `guava status` shows of it; None: nothing."""
+        return None
+
     def _let_file_go(self, forget: bool) -> None:
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
         if self._file is not None:
             self._file.release(forget)
             self._file = None

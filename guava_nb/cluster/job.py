@@ -166,9 +166,11 @@ class Job:
         news, late = waits.look((answer for owed in self._owed for answer in owed() if answer.rank in self.ready), now)
         for answer in news:
             limit_s, spared = waits.limit_s(answer), self.spares(answer.rank)
+            seen = self.cluster.vitals.text(answer.rank, now)
+            seen = f" ({seen})" if seen else ""
             then = f"; after {limit_s:.0f} s the others go on without it" if spared else ""
             waited_s = waits.waited_s(answer, now)
-            self.cluster.notice(f"waits for {name(answer.rank)} since {waited_s:.0f} s: {answer.what}{then}")
+            self.cluster.notice(f"waits for {name(answer.rank)} since {waited_s:.0f} s: {answer.what}{seen}{then}")
         for answer in late:
             if answer.rank in self.ready and self.spares(answer.rank):
                 self._spare(answer, now)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LocalProtocolError
+from guava_nb.errors import GuavaError, JoinRefused, LinkBroken, LinkClosed, LinkTimeout, LocalProtocolError
 from guava_nb.link.adaptive_compression import Frame
 from guava_nb.link.lane import Lane
 from guava_nb.link.options import LinkOptions
@@ -333,7 +333,7 @@ class Connection:
         for arrived in self._early:
             self._take(arrived)
         while self.goodbye is None:
-            count = self._stream.recv_into(self._decoder.get_buffer())
+            count = self._receive()
             if not count:
                 self._end_of_stream()
                 return
@@ -341,6 +341,15 @@ class Connection:
                 self._take(arrived)
             if self._decoder.error is not None:
                 raise self._decoder.error
+
+    def _receive(self) -> int:
+        """Wait for bytes, for longer than `silence_s` only while the peer's process is known to be there."""
+        while True:
+            try:
+                return self._stream.recv_into(self._decoder.get_buffer())
+            except LinkTimeout:
+                if time.monotonic() > self._lane.vouched_until:
+                    raise
 
     def _end_of_stream(self) -> None:
         with self._lane.lock:

@@ -83,6 +83,7 @@ class Lane(Generic[C]):
         incarnation: number of its newest connection, from 0; -1 before the first.
         goodbye: the peer's last word on it.
         round_trip_s: smoothed, from Ping to Pong; None before the first.
+        vouched_until: until then a silent peer is not taken for gone, because another process sees that it is there.
         acks_due_at: when acknowledgements held back must go; None when there are none.
         delivery: how fast bytes arrive there; arrivals: and here.
         squeezer: decides what goes out compressed, where the peer of the present connection `reads_compressed`.
@@ -99,6 +100,7 @@ class Lane(Generic[C]):
         self.incarnation = -1
         self.goodbye: Goodbye | None = None
         self.round_trip_s: float | None = None
+        self.vouched_until = float("-inf")
         self.acks_due_at: float | None = None
         self.delivery, self.arrivals = Delivery(), RateMeter()
         self.squeezer, self.reads_compressed = AdaptiveCompression(compression), False

@@ -39,7 +39,7 @@ from guava_nb.link.unauthenticated import Unauthenticated
 from guava_nb.protocol.framing import Decoder, Limits
 from guava_nb.protocol.handshake_proof import ListenerProof
 from guava_nb.protocol.joincode import JoinCode
-from guava_nb.protocol.messages import Attach, Attached, Goodbye
+from guava_nb.protocol.messages import Attach, Attached, Goodbye, Vitals
 from guava_nb.protocol.state import Event as StateEvent
 from guava_nb.protocol.state import Role, State, advance, received
 from guava_nb.transport.certificate import Certificate, self_signed_certificate
@@ -114,10 +114,10 @@ class ListenedSession(Session):
     def in_outage(self) -> bool:
         """As of any session; the listener knows of outages."""
         lost_at = self.lost_at
-        return lost_at is not None and self._kept_until(lost_at) > lost_at + self._options.grace_s
+        return lost_at is not None and self._patience.kept_until(lost_at) > lost_at + self._options.grace_s
 
     def _kept_until(self, lost_at: float) -> float:
-        return self._patience.kept_until(lost_at)
+        return max(self._patience.kept_until(lost_at), *(lane.vouched_until for lane in self._lanes.values()))
 
 
 class Listener:
@@ -378,6 +378,9 @@ class Listener:
         decoder.limits = _REPORT_LIMITS
         arrived, _ = receive_record(stream, decoder, deadline)
         session_id = self._registry.session_id_of(attach.identity)
+        session = self._registry.session(session_id)
+        if session is not None and isinstance(arrived.message, Vitals):
+            session.vouch()
         self._on_event(VisitArrived(session_id, arrived.message))
         send_record(stream, Goodbye("thank you"))
         stream.close()

@@ -21,7 +21,8 @@ class LinkOptions:
 
     Attributes:
         heartbeat_s: a connection that sent nothing for so long sends a Ping.
-        silence_s: a connection on which nothing came for so long counts as broken. Any byte is life.
+        silence_s: a connection on which nothing came for so long counts as broken. Any byte is life; so is
+            what another process says of the peer (`Vitals`).
         grace_s: how long a broken connection may stay away before the session is closed.
         connect_timeout_s: for one attempt to connect, from the name to `Attached`.
         window_bytes: most bytes per channel that may be on their way and not yet consumed.

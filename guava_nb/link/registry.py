@@ -113,6 +113,11 @@ class Registry(Generic[_S]):
             self._live.pop(session.session_id, None)
             _remember(self._closed, session.session_id, str(session.close_cause))
 
+    def session(self, session_id: bytes) -> _S | None:
+        """Return the session of this id; None when it is over, or there was none."""
+        with self._lock:
+            return self._live.get(session_id)
+
     def session_id_of(self, identity: bytes) -> bytes:
         """Id of the newest session of an identity, b"" when there was none."""
         with self._lock:

@@ -277,6 +277,13 @@ class Session:
         """Whether both lanes have a connection."""
         return len(self._standing()) == len(self._lanes)
 
+    def vouch(self) -> None:
+        """Another process sees that the peer's is there, so its silence says nothing for `silence_s` from now on."""
+        until = time.monotonic() + self._options.silence_s
+        for lane in self._lanes.values():
+            lane.vouched_until = until
+        self._wake()
+
     def patience_s(self, now: float) -> float | None:
         """Seconds until a lane has been away too long, 0 when it has; None when nothing is awaited."""
         with self._events:

@@ -326,8 +326,15 @@ PREDICT = Command(
 )
 STATUS = Command(
     "guava_status",
-    "Who is there, what runs, how far it is; also in a page that was loaded anew.",
-    example="%guava_status",
+    "Who is there, what runs, how far it is; also in a page that was loaded anew. In a terminal: guava status --follow.",
+    (
+        flag(
+            "-f",
+            "--follow",
+            help="show the run until it ends, or until the cell is interrupted, which leaves the run alone",
+        ),
+    ),
+    "%guava_status --follow",
 )
 ENERGY = Command(
     "guava_energy",

@@ -176,7 +176,9 @@ class GuavaMagics(Magics):
     @line_magic
     @_command(commands.STATUS)
     def guava_status(self, args: argparse.Namespace) -> None:
-        """Show everything there is."""
+        """Show everything there is, or follow the run that goes on."""
+        if args.follow and self.session.follow_run(self._panel()):
+            return
         views = self.session.views()
         if not views:
             say("Nothing here yet: %guava_up opens a session, %guava_worker CODE joins one.")

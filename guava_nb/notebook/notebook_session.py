@@ -6,6 +6,7 @@ Holds no network and no training of its own; every method is a few calls into `O
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -407,6 +408,29 @@ class NotebookSession:
                 hand_over(now, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
 
         return show
+
+    def follow_run(self, panel: Panel) -> bool:
+        """Watch the run that goes on, until it ends or the cell is interrupted, which leaves the run alone.
+
+        Returns:
+            False where none goes on here.
+        """
+        run = self._orchestrator.run if self.is_open else None
+        if run is None or run.done:
+            return False
+        orchestrator, interrupted = self._orchestrator, threading.Event()
+
+        def frame() -> Frame:
+            view = summary_view if run.done else run_view
+            status = orchestrator.status()
+            return view(run.status(), status.workers, status.notes), ()
+
+        def let_go(count: int) -> str:
+            interrupted.set()
+            return f"{run.run_id} goes on; %guava_stop ends it."
+
+        watch(lambda wait_s: interrupted.is_set() or run.wait(wait_s), frame, frame, panel, let_go)
+        return True
 
     def _follow(
         self, run: Any, tail: WorkerLines, notices: Notices, panel: Panel, new_code: Callable[[], None]

@@ -207,7 +207,8 @@ class ReplicaSets:
         if path is None:
             return None
         if spec.parallel is None and spec.optimizer_site == "workers" and not is_own(spec):
-            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark).issued
+            note = lambda text: self._notices.add(text, "run")  # noqa: E731
+            return RunRecord(path, replica_set.run_id, spec, lambda: plan.log_mark, note).issued
         RunRecord.forget(path)
         return None
 

@@ -2,13 +2,14 @@
 
 The weights are not here: workers hold them. A process that opens the session anew asks a worker at which step it stands, finds
 the place in the data here, and goes on. Two files: one is written anew when an epoch begins (what the loader needs), the other
-gets a line for each step. Lines survive a kill of the process, not a loss of power.
+gets a line for each step, and names the first one, so that the lines of an earlier run are never taken for its own. Lines survive
+a kill of the process, not a loss of power.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ import torch
 from guava_nb.errors import CheckpointError
 from guava_nb.protocol.messages import RunSpec
 from guava_nb.training.plan import Position
+from guava_nb.training.saving.durable_file import NotWritten, write_durably
 
 __all__ = ["LastRun", "RunRecord"]
 
 FORMAT = "guava_nb run 1"
+_ABOUT_BYTES = 64 << 10
 
 
 class RunRecord:
@@ -33,13 +36,20 @@ class RunRecord:
         path: of the file that is written with each epoch; the one with the steps lies beside it.
         run_id, spec: of the run.
         log: gives the name and counts of its log, see `TrainingPlan.log_mark`.
+        tell: takes a sentence when it cannot be written, as on a full disk; the run goes on without it.
     """
 
     def __init__(
-        self, path: Path, run_id: str, spec: RunSpec, log: Callable[[], tuple[str, int, int] | None] = lambda: None
+        self,
+        path: Path,
+        run_id: str,
+        spec: RunSpec,
+        log: Callable[[], tuple[str, int, int] | None] = lambda: None,
+        tell: Callable[[str], object] = lambda text: None,
     ) -> None:
         """Write nothing yet."""
-        self._path, self._run_id, self._spec, self._log = path, run_id, spec, log
+        self._path, self._run_id, self._spec, self._log, self._tell = path, run_id, spec, log, tell
+        self._has_failed = False
         self._steps: IO[str] | None = None
         self._next, self._epoch, self._batches, self._samples = -1, -1, 0, 0
 
@@ -54,13 +64,30 @@ class RunRecord:
             batches, samples: of this step.
             feed: gives what the loader needs to go on from there.
         """
-        if step != self._next or committed.epoch != self._epoch or self._steps is None:
-            self._begin(step, committed, feed())
-        assert self._steps is not None
-        self._batches += batches
-        self._samples += samples
-        self._next = step + 1
-        self._steps.write(f"{step} {self._epoch} {self._batches} {self._samples}\n")
+        if self._has_failed:
+            return
+        try:
+            if step != self._next or committed.epoch != self._epoch or self._steps is None:
+                self._begin(step, committed, feed())
+            assert self._steps is not None
+            self._batches += batches
+            self._samples += samples
+            self._next = step + 1
+            self._steps.write(f"{step} {self._epoch} {self._batches} {self._samples}\n")
+        except (NotWritten, OSError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: NotWritten | OSError) -> None:
+        """Leave nothing that would be out of date, and say so."""
+        self._has_failed = True
+        with contextlib.suppress(OSError):
+            self.close()
+        with contextlib.suppress(OSError):
+            self.forget(self._path)
+        self._tell(
+            f"where this run stands cannot be noted in {self._path} ({error}); the run goes on, but a kernel that follows "
+            'this one cannot go on with resume="session": save checkpoints (save_interval)'
+        )
 
     def _begin(self, step: int, place: Position, feed: dict[str, Any]) -> None:
         self.close()
@@ -73,11 +100,11 @@ class RunRecord:
             "place": (place.epoch, place.batches, place.samples),
             "feed": feed,
             "log": self._log(),
+            "steps": (name := secrets.token_hex(8)),
         }
-        partial = self._path.with_suffix(".partial")
-        torch.save(content, partial)
-        os.replace(partial, self._path)
+        write_durably(self._path, lambda sink: torch.save(content, sink), _ABOUT_BYTES)  # type: ignore[arg-type]
         self._steps = _steps_of(self._path).open("w", encoding="ascii", buffering=1)
+        self._steps.write(f"{name}\n")
 
     def close(self) -> None:
         """Write no more; what is written stays."""
@@ -119,7 +146,10 @@ class LastRun:
                 return None
             epoch = int(content["place"][0])
             places = {int(content["step"]): tuple(map(int, content["place"]))}
-            for line in _steps_of(path).read_text(encoding="ascii").splitlines(keepends=True):
+            lines = _steps_of(path).read_text(encoding="ascii").splitlines(keepends=True)
+            if content.get("steps", "") not in ("", *(line.strip() for line in lines[:1])):
+                lines = []  # of another record: the process ended before it wrote one of this
+            for line in lines:
                 with contextlib.suppress(ValueError):  # the last one may have been cut off
                     step, *place = map(int, line.split() if line.endswith("\n") else ())
                     if len(place) == 3 and place[0] == epoch:  # else of the epoch before: the run ended in between

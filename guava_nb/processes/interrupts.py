@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["Interrupts", "interrupts_call", "interrupts_counted", "interrupts_remembered", "interrupts_wait"]
+
+
+#: A second press so soon after the first means the same: it must not hit what comes after the block that the first one ended.
+SAME_PRESS_S = 0.5
 
 
 class Interrupts:
@@ -29,13 +34,24 @@ class Interrupts:
 
 @contextmanager
 def interrupts_call(on_interrupt: Callable[[], None], *also: int) -> Iterator[None]:
-    """Have SIGINT, and these signals, call `on_interrupt` while the block runs; on a thread that gets none nothing changes."""
-    previous = {}
+    """Have SIGINT, and these signals, call `on_interrupt` while the block runs; on a thread that gets none nothing changes.
+
+    A block that ends less than `SAME_PRESS_S` after such a signal goes on until then, for those that follow at once.
+    """
+    previous, last_at = {}, float("-inf")
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal last_at
+        last_at = time.monotonic()
+        on_interrupt()
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, *also):
-            previous[number] = signal.signal(number, lambda number, frame: on_interrupt())
+            previous[number] = signal.signal(number, handle)
     try:
         yield
+        while (left_s := last_at + SAME_PRESS_S - time.monotonic()) > 0:
+            time.sleep(left_s)
     finally:
         for number, handler in previous.items():
             # A handler that was not set from Python comes back as None and cannot be set again from here.

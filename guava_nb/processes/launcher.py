@@ -27,7 +27,7 @@ import msgspec
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import GuavaError, JoinCodeError
 from guava_nb.link.dialler import visit
-from guava_nb.link.options import LinkOptions
+from guava_nb.link.options import LinkOptions, link_options
 from guava_nb.processes.nursery import ForkedProcess, begin_nursery, find_nursery
 from guava_nb.processes.pipe import (
     EXIT_AGAIN,
@@ -39,6 +39,7 @@ from guava_nb.processes.pipe import (
     NURSERY,
     ending_text,
 )
+from guava_nb.processes.pulse import PulseWatch
 from guava_nb.protocol.joincode import JoinCode, check_same_session
 from guava_nb.protocol.messages import CrashReport
 from guava_nb.status import OwnFigures
@@ -117,6 +118,7 @@ class WorkerHandle:
         self._killed = self._leaves = False
         self._threads, self._replaced = threads, 0
         self._process = self._spawn(threads)
+        self._vitals = PulseWatch(link_options(self._config), self._identity, self._watched, self._ended)
         threading.Thread(target=self._watch, name="guava-watch", daemon=True).start()
 
     def _spawn(self, threads: int | None) -> subprocess.Popen[str] | ForkedProcess:
@@ -184,6 +186,13 @@ class WorkerHandle:
             self._lines.append(f"what this worker prints is not kept on disk: {error}")
             return None
 
+    def _watched(self) -> tuple[JoinCode, str, int, int] | None:
+        """What is told of it to the orchestrator while it is silent; None: it has not joined, or is dialled from there."""
+        code, last = self._code, self._last
+        if code is None or self._listens is not None or not self._joined or last["state"] in ("starting", "joining"):
+            return None
+        return code, str(last["state"]), int(last["step"]), self._process.pid
+
     def _on_line(self, line: str, log: IO[str] | None) -> None:
         text, mark, record = line.partition(MARK)
         line, self._partial = self._partial + text, ""
@@ -191,6 +200,7 @@ class WorkerHandle:
             self._partial = line[
                 -_BLOCK_BYTES:
             ]  # the user's code had not ended its line when the state came in between
+            self._vitals.heard()
             self._on_state(record)
             return
         self._lines.append(line[:MAX_LINE_CHARS])

@@ -64,8 +64,12 @@ _FUNCTION_ARGUMENTS = ("lr_lambda", "scale_fn")
 
 
 def warm_up() -> None:
-    """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run."""
-    importlib.import_module("torch._dynamo")
+    """Load what torch's optimizers load when the first of them is made: that takes up to two seconds of a first run.
+
+    An interrupt waits for its end: modules of torch that were left half loaded fail in every later run of the process.
+    """
+    with loading_without_collections():
+        importlib.import_module("torch._dynamo")
 
 
 def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]], resolve: Resolve) -> Optimizer:
@@ -89,8 +93,8 @@ def build_optimizer(factory: Factory, named: Iterable[tuple[str, nn.Parameter]],
         raise ConfigError("the model has no parameters: there is nothing to train")
     fuses = name in _OPTIMIZERS and _may_be_fused(found, factory.args, [parameter for _, parameter in pairs])
     args = {**factory.args, "fused": True} if fuses else factory.args
-    with loading_without_collections():  # the first optimizer of a process loads torch._dynamo
-        made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
+    warm_up()
+    made = build("optimizer", name, found, given, from_torch=name in _OPTIMIZERS, args=args)
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer {name!r} returned a {type(made).__name__}; it must return a torch.optim.Optimizer"

@@ -139,16 +139,15 @@ def _be_dialled(
 
 @contextlib.contextmanager
 def _figures_told(figures: Callable[[], OwnFigures], tell: Tell) -> Iterator[None]:
-    """Tell the figures inside the block whenever they changed, from a thread of its own; at its end once more."""
-    told: list[OwnFigures] = []
+    """Tell the figures inside the block again and again, from a thread of its own; at its end once more.
+
+    Unchanged ones too: that they come shows that Python code runs here (`processes/pulse.py`).
+    """
     ended = threading.Event()
 
     def look() -> None:
         with contextlib.suppress(Exception):  # a figure that cannot be had must not end the work
-            now = figures()
-            if told != [now]:
-                told[:] = [now]
-                tell({"figures": dataclasses.asdict(now)})
+            tell({"figures": dataclasses.asdict(figures())})
 
     def main() -> None:
         while not ended.wait(FIGURES_S):

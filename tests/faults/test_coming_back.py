@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from guava_nb import DistributedConfig
+from guava_nb.processes.launcher import launch
 from guava_nb.worker.network_worker import start_worker
 from tests.support.processes import ROOT, PlainTraining, Session, Worker, difference, eventually, loader
 
@@ -91,6 +95,42 @@ def test_the_steps_that_a_lone_worker_took_while_it_was_given_up_count(session: 
     assert len(run.history) == len(plain.losses) and difference(run.model(), plain.model) <= 1e-9
     assert (run.lost_samples, run.duplicated_samples) == (0, 0)
     assert "not known here before" in "\n".join(session.orch.status().notes)
+
+
+def test_a_silent_worker_that_is_there_keeps_its_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than silence and grace: one call holds Python's lock, or the process is stopped. No other is there to help."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr("guava_nb.cluster.vitals.TELL_S", 3.0)
+    made = Session(tmp_path, num_workers=1, heartbeat_s=0.5, silence_s=4.0, grace_s=0.5)
+    config = DistributedConfig(silence_s=3.0, heartbeat_s=0.5)
+    made.launch = lambda code, name: launch(code, "cpu", name, 1, made.orch.log_folder, config)  # type: ignore[method-assign]
+
+    def notes() -> str:
+        return "\n".join(made.orch.status().notes)
+
+    try:
+        [only] = made.ensure(1)
+        for do, words in (
+            ("hold the lock", "in one call that holds Python's lock"),
+            ("hold", "its process is stopped"),
+        ):
+            only.trap("forward", 4, do=do, seconds=6)
+            run = made.train(loader(), epochs=2, detach=True)
+            only.wait_trapped()
+            if do == "hold":
+                os.kill(only.pid, signal.SIGSTOP)
+            eventually(lambda words=words: words in notes(), 20, "its silence is told")
+            if do == "hold":
+                threading.Event().wait(3)  # the length of the fault itself
+                only.release()
+                os.kill(only.pid, signal.SIGCONT)
+            made.assert_undisturbed(run, PlainTraining(tmp_path, loader()).epochs(2))
+            assert run.generations == 1
+            eventually(lambda: "runs again, after" in notes(), 10, "its return is told")
+            assert not any(word in notes() for word in ("connection broke", "lost", "joined again"))
+            only.release()
+    finally:
+        made.close()
 
 
 SCRIPT = """

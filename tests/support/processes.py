@@ -58,6 +58,8 @@ def trap(where):
     elif plan["do"] == "exit":
         print("about to leave without a word")
         os._exit(7)
+    elif plan["do"] == "hold the lock":
+        ctypes.PyDLL(None).usleep(int(plan["seconds"] * 1e6))  # a PyDLL keeps Python's lock while it is called
     elif plan["do"] == "segfault":
         print("about to touch what is not mine")
         ctypes.string_at(0)

@@ -19,6 +19,7 @@ __all__ = [
     "Log",
     "PhaseReport",
     "TaskEnergy",
+    "Vitals",
 ]
 
 
@@ -69,6 +70,26 @@ class CrashReport(Message, frozen=True):
 
     exit_status: int
     tail: tuple[str, ...]
+
+
+class Vitals(Message, frozen=True):
+    """From the process that watches a worker: its process is there, whether or not it can say so itself.
+
+    Attributes:
+        pid: its number on its machine.
+        quiet_s: for so long none of its Python code ran; 0: it runs.
+        stuck_s: for so long neither its state nor its step changed.
+        is_stopped: it gets no processor, by a signal, a debugger or a frozen container.
+        busy_cores: processor seconds that it took per second, lately; None: not measured.
+    """
+
+    NUMBER: ClassVar[int] = 52
+
+    pid: int
+    quiet_s: float
+    stuck_s: float
+    is_stopped: bool
+    busy_cores: float | None = None
 
 
 class BoardEnergy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -176,7 +176,10 @@ _COVERING = {
         "optimizer: SIGTERM, exception", "commit: exit", "validation: SIGKILL", "prediction: SIGKILL",
         "checkpoint: full disk, SIGKILL", "leave: exit",
     ),
-    "lone": ("optimizer: SIGKILL, exception", "prediction: SIGKILL", "commit: reset at a random byte", "checkpoint: silence", "join: cut in mid-frame"),
+    "lone": (
+        "optimizer: SIGKILL, exception", "prediction: SIGKILL", "commit: reset at a random byte", "checkpoint: silence",
+        "join: cut in mid-frame",
+    ),
     "site": ("bucket half sent: SIGKILL", "optimizer: cut in mid-frame", "commit: SIGTERM"),
     "direct": ("backward: SIGKILL", "optimizer: exception", "forward: nan in buffer"),
     "zero 1": ("optimizer: SIGKILL, full disk", "bucket half sent: cut in mid-frame"),

@@ -422,6 +422,9 @@ def test_detach_returns_at_once_and_stop_ends_it(notebook: Any) -> None:
     assert shown.value.waits == 0
     assert "a run is going on" in notebook.run(TRAIN).text
     assert "training, epoch 1/1" in notebook.run("%guava_status").text
+    shown.value.num_steps, shown.value.interrupt_at = 50, (1,)
+    followed = notebook.run("%guava_status --follow")
+    assert "goes on; %guava_stop ends it" in followed.text and not shown.value.done and not shown.value.interrupts
     assert "Stopping after this step" in notebook.run("%guava_stop").text
     assert "Aborting" in notebook.run("%guava_stop").text
     shown.value.wait()

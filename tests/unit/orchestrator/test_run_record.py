@@ -100,3 +100,24 @@ def test_what_is_forgotten_is_gone(tmp_path: Path) -> None:
     recorded(path, 2).close()
     RunRecord.forget(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_steps_of_another_record_are_not_its_own(tmp_path: Path) -> None:
+    """As when the process is killed after the one file was replaced and before the other was begun."""
+    recorded(tmp_path / "one.run", 5)
+    recorded(tmp_path / "new.run", 0).issued(0, BEGINNING, 1, 4, lambda: feed(0, 0))
+    (tmp_path / "new.run").replace(tmp_path / "one.run")
+    last = LastRun.read(tmp_path / "one.run")
+    assert last is not None and last.places == {-1: (0, 0, 0)}
+
+
+def test_a_disk_that_takes_nothing_ends_no_run_and_leaves_no_old_record(tmp_path: Path) -> None:
+    path, told = tmp_path / "one.run", []
+    recorded(path, 5)
+    (tmp_path / "one.steps").unlink()
+    (tmp_path / "one.steps").mkdir()  # cannot be opened for writing, whoever runs this
+    record = RunRecord(path, "run-4", SPEC, tell=told.append)
+    for step in range(3):
+        record.issued(step, BEGINNING, 1, 4, lambda: feed(0, 0))
+    assert len(told) == 1 and "cannot be noted" in told[0] and not path.exists()
+    assert not list(tmp_path.glob("*.partial"))

@@ -4,9 +4,11 @@ import contextlib
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from guava_nb.processes import interrupts
 from guava_nb.processes.interrupts import interrupts_call, interrupts_remembered, interrupts_wait
 
 
@@ -62,3 +64,25 @@ def test_threads_that_get_no_signals_change_nothing() -> None:
     thread.start()
     thread.join(10)
     assert seen == [True]
+
+
+def test_a_second_press_at_once_does_not_hit_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that waits ends with the first press within milliseconds; the second one is for it too, and not for the script."""
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def sleep(seconds: float) -> None:
+        assert 0 < seconds <= interrupts.SAME_PRESS_S
+        clock[0] += seconds / 2
+        if clock[0] < 0.3:
+            interrupt()
+
+    clock = [0.0]
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with interrupts_call(lambda: seen.append(clock[0])):
+        interrupt()
+    assert seen == [0.0, 0.25] and clock[0] >= 0.25 + interrupts.SAME_PRESS_S - 0.01
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts_call(lambda: seen.append(clock[0])):
+        interrupt()
+        clock[0] += 1.0  # the block went on: nothing is waited for
+    assert len(seen) == 3

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ def test_a_state_that_is_none_does_not_end_the_watch(record: str) -> None:
     handle = WorkerHandle.__new__(WorkerHandle)
     handle._last, handle._name, handle._partial = {"state": "working", "step": 3, "detail": "w1"}, "w1", ""
     handle._figures = OwnFigures(samples=3)
+    handle._vitals = SimpleNamespace(heard=lambda: None)
     handle._listens = object()  # of whose first lines the code is read
     handle._on_line(MARK + record, None)
     assert handle._last == {"state": "working", "step": 3, "detail": "w1"} and handle._name == "w1"

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,3 +25,58 @@ def test_collections_are_off_in_the_block_and_then_as_before() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a package that is interrupted while it loads, like torch when somebody presses Ctrl-C."""
+    package = tmp_path / "loads_long"
+    package.mkdir()
+    (package / "__init__.py").write_text("from loads_long import inner\nwhole = True\n")
+    (package / "inner.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "loads_long"
+    for name in ("loads_long", "loads_long.inner"):
+        sys.modules.pop(name, None)
+
+
+def test_an_interrupt_leaves_no_module_half_loaded(interrupted: str) -> None:
+    with pytest.raises(KeyboardInterrupt), loading_without_collections():
+        importlib.import_module(interrupted)
+    assert sys.modules[interrupted].whole and sys.modules[f"{interrupted}.inner"].whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and gc.isenabled()
+
+
+def test_an_interrupt_goes_to_whoever_takes_interrupts(interrupted: str) -> None:
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with loading_without_collections():
+            importlib.import_module(interrupted)
+        assert seen == [signal.SIGINT]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with loading_without_collections():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_public_names_and_optimizers_load_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from guava_nb.replica import optimizer
+
+    loaded: list[str] = []
+
+    def load(name: str) -> object:
+        signal.raise_signal(signal.SIGINT)
+        loaded.append(name)
+        return sys
+
+    package = sys.modules["guava_nb"]
+    for module in (package, optimizer):
+        monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=load))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.warm_up()
+    monkeypatch.setattr(package, "_HOMES", {"path": "somewhere"})
+    with pytest.raises(KeyboardInterrupt):
+        package.path  # noqa: B018
+    assert loaded == ["torch._dynamo", "somewhere"]

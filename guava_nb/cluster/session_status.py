@@ -1,0 +1,108 @@
+"""What a session shows, in a file that other processes of this user read while it lives, and once after its end.
+
+A thread writes it beside the session's file about once a second. It names the process, so a reader can tell one that lives and
+stands still (a call that holds Python's lock) from one that has ended. Never the join code; readable by this user alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from guava_nb.cluster.session_file import state_folder
+from guava_nb.status import Status
+
+__all__ = ["ShownStatus", "StatusWriter", "newest_status"]
+
+_EVERY_S = 1.0
+_SUFFIX = ".status"
+
+
+class ShownStatus(msgspec.Struct, frozen=True):
+    """A status as it was written.
+
+    Attributes:
+        pid, began: number and start of the process that wrote it, by the system's clock.
+        at: when, in seconds since 1970.
+    """
+
+    pid: int
+    began: float
+    at: float
+    status: Status
+
+    @classmethod
+    def read(cls, path: Path) -> ShownStatus | None:
+        """Return what a file holds; None where there is none, or none that can be read."""
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.msgpack.decode(path.read_bytes(), type=cls)
+        return None
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process that wrote it is still there; another one may have its number."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return abs(process.create_time() - self.began) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+class StatusWriter:
+    """Writes what `status` gives, from a thread, until `close` or until it gives None."""
+
+    def __init__(self, session: Path, status: Callable[[], Status | None]) -> None:
+        """Begin to write beside a session's file."""
+        self._path, self._status = session.with_suffix(_SUFFIX), status
+        self._began = psutil.Process().create_time()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="guava-status", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a full disk, or a status that changed while it was made
+                status = self._status()
+                if status is None:
+                    return
+                self._write(status)
+            if self._ended.wait(_EVERY_S):
+                return
+
+    def _write(self, status: Status) -> None:
+        content = msgspec.msgpack.encode(ShownStatus(os.getpid(), self._began, time.time(), status))
+        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.stem}-")  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(name, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def close(self) -> None:
+        """Write no more; the session is over, and nothing is left to show. May be called again."""
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def newest_status(session: Path | None = None) -> tuple[Path, ShownStatus] | None:
+    """Return what the newest session of this user on this machine shows, one that lives before those that ended; None: none.
+
+    Args:
+        session: its file, where it is not among those of notebooks.
+    """
+    named = None if session is None else session.expanduser().with_suffix(_SUFFIX)
+    paths = state_folder().glob(f"*{_SUFFIX}") if named is None else [named]
+    found = [(path, shown) for path in paths if (shown := ShownStatus.read(path)) is not None]
+    return max(found, key=lambda one: (one[1].lives, one[1].at), default=None)
