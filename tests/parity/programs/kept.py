@@ -259,6 +259,42 @@ def switched_step(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+class StepCounting(nn.Sequential):
+    """An MLP with a count of its steps."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+
+def frozen_after_step(model, batch):
+    """Switched between forward and backward, and only in steps that have one sample."""
+    model.steps += 1
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    model[0].requires_grad_(bool(model.steps % 4))
+    return loss
+
+
+class FrozenByHook(StepCounting):
+    """Switched while backward runs."""
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        outputs = super().forward(x)
+        if outputs.requires_grad and self.training:
+            outputs.register_hook(self.switch)
+        return outputs
+
+    def switch(self, _):
+        self[0].requires_grad_(bool(self.steps % 4))
+
+
+def frozen_by_samples_step(model, batch):
+    model[0].requires_grad_(bool(batch[0].mean() > 0))
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -350,6 +386,13 @@ PROGRAMS = [
     Program(name="frozen for some steps by the forward, zero 2", model=switching, data=lambda: classified(25), epochs=3,
             criterion="CrossEntropyLoss", settings={"zero_stage": 2}, modes=("zero 1",)),
     Program(name="frozen in every other step", model=switching, data=classified, step=switched_step),
+    Program(name="frozen after the forward of a step with one sample", model=StepCounting, data=lambda: classified(25),
+            step=frozen_after_step, epochs=3, optimizer_args={"lr": 0.1, "momentum": 0.9}),
+    Program(name="frozen by a hook in a step with one sample", model=FrozenByHook, data=lambda: classified(25), epochs=3,
+            criterion="CrossEntropyLoss", optimizer_args={"lr": 0.1, "momentum": 0.9}, modes=("data", "site", "zero 1", "zero 3"),
+            refused={"zero 3": "a hook switches requires_grad"}),
+    Program(name="frozen by the samples, unchecked", model=StepCounting, data=classified, step=frozen_by_samples_step,
+            options={"check": "off"}, refused={"*": "without gradients on w"}, modes=("data", "site", "zero 1", "zero 3")),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
