@@ -50,7 +50,7 @@ class StarExchange(StepExchange[Replicas]):
         self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
         if not self._wire.is_exact:
             job.cluster.notice(_how_it_travels(replicas.spec))
-        self._counted: set[str] = set()
+        self._counted: dict[str, bool] = {}
         job.on(GradientBucket, self._on_bucket)
 
     def _plan(

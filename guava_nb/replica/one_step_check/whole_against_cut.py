@@ -261,7 +261,7 @@ class _Trial(Replica):
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
-        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, set())
+        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, {})
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
