@@ -89,6 +89,11 @@ class _Unit:
     takes: list[bool]
 
 
+_REENTRANT = (
+    "{} is computed again in backward, and its first forward recorded no gradient, as in torch.utils.checkpoint with "
+    "use_reentrant=True; the sums of ZeRO 2 and 3 are not complete then. Give use_reentrant=False, which computes the same, or "
+    "use data mode or zero_stage=1 (--zero 1)"
+)
 _IN_BACKWARD = (
     "a hook switches requires_grad of parameter {!r} while backward runs. ZeRO 2 and 3 have gathered it then and give it back "
     "before the next step: switch it in the forward or in the step function, or use data mode or zero_stage=1 (--zero 1)"
@@ -118,6 +123,7 @@ class SharedUnits:
         self._order = self._order_of("training")
         self._open: list[Tensor | None] = []  # entries of the calls that run, outer ones first
         self._exits: list[Tensor] = []
+        self._followed: set[int] = set()  # numbers of the units whose forward in this pass has a backward
         self._over = ""  # why this group cannot go on
         self.used: set[str] = set()
         self.counting = True
@@ -155,6 +161,8 @@ class SharedUnits:
 
     def _on_enter(self, unit: _Unit, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _in_backward():  # a checkpoint computes activations again: the call had its turn in forward
+            if torch.is_grad_enabled() and number not in self._followed:
+                raise TrainingError(_REENTRANT.format(unit.name or "the model"))
             return unit.enter(module, args, kwargs)
         # Where nothing could need a gradient FSDP2 gathers for forward only: that is another kind of turn. What user code freezes
         # for a while keeps its kind.
@@ -164,6 +172,8 @@ class SharedUnits:
         self._take_turns(2 * number + (not backward), unit.name)
         args, kwargs, token = self._enter(unit, args, kwargs, backward)
         self._open.append(token)
+        if backward:
+            self._followed.add(number)
         return args, kwargs
 
     def _on_leave(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
@@ -242,6 +252,7 @@ class SharedUnits:
         self._order.begin()
         self._open.clear()
         self._exits.clear()
+        self._followed.clear()
 
     def _order_of(self, kind: str) -> CallOrder:
         return self._orders.setdefault(kind, CallOrder(self._habit, self._smallest))
