@@ -43,7 +43,7 @@ from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
-from guava_nb.replica.state_dict import copied, parameter_hash, weights_digest
+from guava_nb.replica.state_dict import copied, extra_states, give_extra_states, parameter_hash, weights_digest
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["GroupReplica"]
@@ -302,7 +302,7 @@ class GroupReplica(BaseReplica):
 
     def _model_state(self) -> dict[str, Any]:
         with self._buffers.as_committed():  # a later step may be in work, or one that was aborted not taken back yet
-            return {"model": self._standing.model_pieces()}
+            return {"model": self._standing.model_pieces(), "extra": extra_states(self._module)}
 
     def _optimizer_state(self) -> Any:
         return self._standing.optimizer_pieces()
@@ -310,6 +310,7 @@ class GroupReplica(BaseReplica):
     def _load(self, state: Mapping[str, Any]) -> None:
         if "model" in state:
             self._standing.load(state["model"], copied(state.get("optimizer")))
+            give_extra_states(self._module, state["model"])
         self._buffers.save_all()
 
     def parameter_hash(self) -> str:

@@ -38,7 +38,7 @@ from guava_nb.replica.objective import NO_GRADIENT, Loss, counts_none
 from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
-from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
+from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain, refuse_extra_state
 from guava_nb.replica.timer import StepTimer
 from guava_nb.spec.factories import Resolve
 
@@ -445,6 +445,7 @@ class Replica(BaseReplica):
             plain(self.scheduler.state_dict() if self.scheduler else None, "scheduler")
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+        refuse_extra_state(self.model, self._spec)
         own = self.model.state_dict()
         if hasattr(own, "_metadata"):
             return

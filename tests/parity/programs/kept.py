@@ -267,6 +267,24 @@ class StepCounting(nn.Sequential):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
 
+class ExtraState(nn.Module):
+    """A count of steps that only `get_extra_state` carries."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.steps = mlp(), 0
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+
+    def forward(self, x):
+        self.steps += self.training
+        return self.net(x) / (1 + self.steps)
+
+
 def frozen_after_step(model, batch):
     """Switched between forward and backward, and only in steps that have one sample."""
     model.steps += 1
@@ -393,6 +411,8 @@ PROGRAMS = [
             refused={"zero 3": "a hook switches requires_grad"}),
     Program(name="frozen by the samples, unchecked", model=StepCounting, data=classified, step=frozen_by_samples_step,
             options={"check": "off"}, refused={"*": "without gradients on w"}, modes=("data", "site", "zero 1", "zero 3")),
+    Program(name="extra state", model=ExtraState, data=lambda: classified(24), criterion="CrossEntropyLoss",
+            refused={"site": "use optimizer_site='workers'", "pipeline": "stages of a pipeline have tensors only"}),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
