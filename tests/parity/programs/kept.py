@@ -313,6 +313,13 @@ def frozen_by_samples_step(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def mixed_step(model, batch):
+    """Mixup's weight, from a distribution."""
+    weight = torch.distributions.Beta(0.4, 0.4).sample()
+    outputs = model(batch[0])
+    return weight * F.cross_entropy(outputs, batch[1]) + (1 - weight) * outputs.square().mean()
+
+
 def forced_step(model, batch):
     """Teacher forcing: a coin of Python's decides for the whole batch."""
     outputs = model(batch[0])
@@ -413,6 +420,8 @@ PROGRAMS = [
             options={"check": "off"}, refused={"*": "without gradients on w"}, modes=("data", "site", "zero 1", "zero 3")),
     Program(name="extra state", model=ExtraState, data=lambda: classified(24), criterion="CrossEntropyLoss",
             refused={"site": "use optimizer_site='workers'", "pipeline": "stages of a pipeline have tensors only"}),
+    Program(name="a weight drawn from a Beta distribution", model=mlp, data=classified, step=mixed_step, told={"*": NOISY},
+            modes=("data", "site", "zero 1", "zero 3")),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),
