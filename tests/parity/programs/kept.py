@@ -223,6 +223,25 @@ def objects_only(model, batch):
     return F.cross_entropy(model(batch[0][has]), batch[1][has], reduction="sum"), int(has.sum())
 
 
+def objects_only_advised(model, batch):
+    """The same as ZeRO asks for it: a part without an object goes backward too."""
+    has, outputs = batch[0][:, 0] > 0, model(batch[0])
+    if not has.any():
+        return (outputs * 0).sum(), 0
+    return F.cross_entropy(outputs[has], batch[1][has], reduction="sum"), int(has.sum())
+
+
+class DrawnScale(nn.Module):
+    """Draws a plain attribute as it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = mlp(), float(torch.rand(()))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
 def masked_rows():
     x = draw(16, 5)
     x[:, 0] = -x[:, 0].abs()
@@ -404,6 +423,12 @@ PROGRAMS = [
     Program(name="parts without an object", model=mlp, data=masked_rows, step=objects_only, modes=("data", "relay", "site")),
     Program(name="parts without an object, zero 1", model=mlp, data=masked_rows, step=objects_only, modes=("zero 1",),
             refused={"*": "nothing that counts"}),
+    Program(name="parts without an object, as advised", model=mlp, data=masked_rows, step=objects_only_advised,
+            modes=("data", "zero 1", "zero 3", "tensor")),
+    Program(name="an instance drawn under the run's seed", model=DrawnScale, data=classified, criterion="CrossEntropyLoss",
+            instance=True, modes=("data", "site", "zero 1", "zero 3")),
+    Program(name="an instance drawn under another seed", model=DrawnScale, data=classified, criterion="CrossEntropyLoss",
+            instance=True, options={"seed": 5}, modes=("data", "zero 1"), refused={"*": "torch.manual_seed(N) just before"}),
     Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
     Program(name="frozen for some steps by the forward", model=switching, data=classified, criterion="CrossEntropyLoss",
