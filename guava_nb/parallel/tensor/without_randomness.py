@@ -31,11 +31,6 @@ _DRAWS = {
 _WHOLE_DRAWS = {torch.randint, torch.randint_like}
 _COUNTS = {Tensor.random_, Tensor.geometric_, torch.poisson, torch.binomial}
 _PLACES = {torch.multinomial, Tensor.multinomial}
-#: Written in Python, and what they draw inside is not seen: without noise they are these.
-_QUIET = {
-    functional.gumbel_softmax: lambda logits, tau=1.0, hard=False, eps=1e-10, dim=-1: _softmax(logits / tau, hard, dim),
-    functional.rrelu: lambda input, lower=1 / 8, upper=1 / 3, *_, **__: functional.rrelu(input, lower, upper),
-}
 
 
 class WithoutRandomness(TorchFunctionMode):
@@ -68,9 +63,14 @@ class WithoutRandomness(TorchFunctionMode):
             return args[0] if args else words["input"]
         if func in _WITH_DROPOUT:
             return self._without_dropout(func, args, words)
-        if func in _QUIET and not (func is functional.rrelu and not _trains(*args, **words)):
-            self.drawn.add(func.__name__)
-            return _QUIET[func](*args, **words)
+        if func is functional.gumbel_softmax:  # written in Python: what it draws inside is not seen
+            self.drawn.add("gumbel_softmax")
+            return _softmax(*args, **words)
+        if func is functional.rrelu and _rrelu_trains(*args, **words):
+            self.drawn.add("rrelu")
+            return functional.rrelu(
+                *args[:3], **{key: words[key] for key in ("lower", "upper", "input") if key in words}
+            )
         result = func(*args, **words)
         if func in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             self._fill(func, result, 0.5)
@@ -103,12 +103,15 @@ class WithoutRandomness(TorchFunctionMode):
         return func(*args, **words)
 
 
-def _trains(input: Tensor, lower: float = 0, upper: float = 0, training: bool = False, inplace: bool = False) -> bool:
+def _rrelu_trains(
+    input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: bool = False
+) -> bool:
     return training
 
 
-def _softmax(logits: Tensor, hard: bool, dim: int) -> Tensor:
-    soft = logits.softmax(dim)
+def _softmax(logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    """What `gumbel_softmax` is without noise."""
+    soft = (logits / tau).softmax(dim)
     if not hard:
         return soft
     chosen = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
