@@ -78,8 +78,7 @@ class Replica(BaseReplica):
 
         Raises:
             ConfigError: a name, an argument or a setting is wrong.
-            PreparationError: the user's own factory raised.
-            ImportError: a module that the user's code imports is missing here.
+            PreparationError, ImportError: the user's own factory raised, or a module that it imports is missing here.
         """
         super().__init__(spec, resolve, device)
         built = build_model(spec, resolve) if model is None else unwrapped(model)
@@ -369,10 +368,7 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         self._forward_writes.forget()
         self.wire.commit()
-        if sums is None:
-            self._buffers.commit()
-        else:
-            self._buffers.follow()
+        (self._buffers.commit if sums is None else self._buffers.follow)()
 
     def _adopt_buffers(self, sums: Buckets) -> None:
         if self.layout.buffers is not None:
