@@ -26,8 +26,8 @@ __all__ = ["BatchReading"]
 _INDEX_NAME = re.compile(r"(^|_)(batch|idxs?|index|indices|ptr|segment_ids?|cu_seqlens?)(_|$)")
 _BY_HAND = 'say how it is read with batch="{}" (--batch)'
 _OTHERWISE = (
-    "give split_fn, let the collate function return a list with one entry per sample, or let one worker do every batch: "
-    "shares=[1, 0] (--shares 1,0)"
+    "give split_fn, let the collate function return a list with one entry per sample, or let one worker do every batch, in "
+    "data mode: shares=[1, 0] (--shares 1,0)"
 )
 
 
@@ -336,7 +336,7 @@ class BatchReading:
             f"{self._told(path)} has not one entry per sample, so it would travel whole to every worker, and {how}: what "
             "belongs to single samples, or names positions in the batch, would be wrong in a part of the batch. Join it on the "
             f"worker (in step) from a list with one entry per sample, or give split_fn; if every worker needs all of it, "
-            f"{_BY_HAND.format(self.text)}; or let one worker do every batch: shares=[1, 0] (--shares 1,0).{where}"
+            f"{_BY_HAND.format(self.text)}; or let one worker do every batch, in data mode: shares=[1, 0] (--shares 1,0).{where}"
         )
 
     def _look_for_positions(self, value: Any, path: Path, rows: int) -> None:

@@ -249,6 +249,12 @@ def _label(optimizer: Optimizer) -> str:
 def _difference(first: Mapping[str, Tensor], whole: _Played, found: _Played, part: _Part) -> str:
     """Return why an optimizer cannot be used on a part, "" where it can."""
     if found.problem is not None:
+        if "empty parameter list" in str(found.problem):
+            return (
+                f"the optimizer steps on none of the parameters of some worker when it gets {part.what} ({found.problem}), and "
+                "torch makes no optimizer without parameters. Use data mode, or give the optimizer by its name "
+                "(optimizer='AdamW'), which gets all parameters and leaves frozen ones as they are"
+            )
         lines = str(found.problem).splitlines() or [type(found.problem).__name__]
         why = textwrap.shorten(lines[0], 160, placeholder=" ...")
         return f"{whole.name} cannot step on {part.what} ({why}); use {part.way}"

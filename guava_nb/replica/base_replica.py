@@ -24,6 +24,7 @@ from guava_nb.replica.buckets import BucketLayout, BucketWire
 from guava_nb.replica.buffers import BufferBook
 from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import autocast_dtype, check_spec
+from guava_nb.replica.model.parameter_watch import GradientSwitches
 from guava_nb.replica.objective import build_objective
 from guava_nb.replica.optimizer import ApplyFailed, LossScale, Schedule, StepUndo, build_scheduler, is_of_the_user
 from guava_nb.replica.preprocess import Preprocessing
@@ -56,6 +57,7 @@ class BaseReplica(ABC):
     wire: BucketWire
     optimizer: Optimizer | None
     _buffers: BufferBook
+    _switches: GradientSwitches
 
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device) -> None:
         """Find what the run's record names; the subclass builds the model.
@@ -197,6 +199,7 @@ class BaseReplica(ABC):
             ApplyFailed: the user's optimizer or schedule raised, and what is held is a whole state. Any other error of theirs
                 leaves it torn.
         """
+        self._switches.end_step(commit.frozen)
         if commit.skip:
             self.restore()
         else:

@@ -40,14 +40,14 @@ class BufferMerge:
         unlike: after `result`, names of buffers that the shards changed differently, with no rule or choice for it.
     """
 
-    def __init__(self, bucket: Bucket, rows: Sequence[int], policies: str, counted: set[str]) -> None:
+    def __init__(self, bucket: Bucket, rows: Sequence[int], policies: str, counted: dict[str, bool]) -> None:
         """Expect one contribution from each shard.
 
         Args:
             bucket: the buffers.
             rows: samples of each shard.
             policies: the run's option.
-            counted: names of buffers that have counted samples in the run; added to.
+            counted: which buffers count samples, as `way_of` found so far; added to.
         """
         self._bucket, self._rows, self._policies, self._counted = bucket, rows, policies, counted
         self._changes: dict[int, dict[int, Tensor]] = {}

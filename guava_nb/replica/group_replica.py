@@ -36,14 +36,14 @@ from guava_nb.replica.gradient_buckets import OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
-from guava_nb.replica.model.parameter_watch import refuse_late_gradients
+from guava_nb.replica.model.parameter_watch import GradientSwitches
 from guava_nb.replica.objective import build_criterion, scoring
 from guava_nb.replica.optimizer import build_optimizer
 from guava_nb.replica.outputs import inputs_of
 from guava_nb.replica.preprocess import pair_of
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork
-from guava_nb.replica.state_dict import copied, parameter_hash, weights_digest
+from guava_nb.replica.state_dict import copied, extra_states, give_extra_states, parameter_hash, weights_digest
 from guava_nb.spec.factories import Resolve
 
 __all__ = ["GroupReplica"]
@@ -125,7 +125,7 @@ class GroupReplica(BaseReplica):
         if self.is_staged:
             for stage in self.part.model.children():
                 stage.register_forward_hook(lambda stage, *_: writes.piece(stage))
-        self._took_gradients = {name: (p, p.requires_grad) for name, p in self.part.named.items()}
+        self._switches = GradientSwitches(self.part.named)
         self._use_optimizer(self.part.optimizer)
         self._buffers = BufferBook(self.part.model, build_layout(self.part.model, self._spec.bucket_bytes).buffers)
 
@@ -201,13 +201,15 @@ class GroupReplica(BaseReplica):
                 self._read(batch, rows, work.axes[number - 1] if work.axes else b"")
                 taken = _taken(part, batch)
                 sums.append(self._train_part(part, taken, rows, factor, last=number == len(parts)))
-        refuse_late_gradients(self._took_gradients)
+        frozen = self._switches.frozen() if any(rows for _, rows in parts) else None
         self._buffers.refuse_resized(shared=True)
         self._buffers.put_in_place()
         unlike = tuple(sorted(part.finish_gradients()))
         changed = self._forward_writes.end()
         return LaunchedShard(
-            lambda: replace(self._result(part, work, sums, counts, started), unlike=unlike, changed=changed)
+            lambda: replace(
+                self._result(part, work, sums, counts, started), unlike=unlike, changed=changed, frozen=frozen
+            )
         )
 
     def _train_part(self, part: ModelPart, batch: Any, rows: int, factor: float, last: bool) -> Measured:
@@ -282,6 +284,7 @@ class GroupReplica(BaseReplica):
             self.part.drop_gradients()
             self._buffers.restore()
             self._forward_writes.forget()
+            self._switches.forget()
 
     # --------------------------------------------------------------------------------------------- evaluation and state
 
@@ -299,7 +302,7 @@ class GroupReplica(BaseReplica):
 
     def _model_state(self) -> dict[str, Any]:
         with self._buffers.as_committed():  # a later step may be in work, or one that was aborted not taken back yet
-            return {"model": self._standing.model_pieces()}
+            return {"model": self._standing.model_pieces(), "extra": extra_states(self._module)}
 
     def _optimizer_state(self) -> Any:
         return self._standing.optimizer_pieces()
@@ -307,6 +310,7 @@ class GroupReplica(BaseReplica):
     def _load(self, state: Mapping[str, Any]) -> None:
         if "model" in state:
             self._standing.load(state["model"], copied(state.get("optimizer")))
+            give_extra_states(self._module, state["model"])
         self._buffers.save_all()
 
     def parameter_hash(self) -> str:

@@ -32,13 +32,13 @@ from guava_nb.replica.gradient_buckets import GradientBuckets, OnBucket
 from guava_nb.replica.model.build import begin_training, build_model, compile_modules, place_model
 from guava_nb.replica.model.forward_writes import ForwardWrites
 from guava_nb.replica.model.gradient_hooks import GradientHooks
-from guava_nb.replica.model.parameter_watch import ParameterWatch, forward_changes
+from guava_nb.replica.model.parameter_watch import GradientSwitches, ParameterWatch, forward_changes
 from guava_nb.replica.model.wrappers import unwrapped
 from guava_nb.replica.objective import NO_GRADIENT, Loss, counts_none
 from guava_nb.replica.optimizer import build_optimizer, is_gated
 from guava_nb.replica.rng import seeded, shard_seed
 from guava_nb.replica.shard import LaunchedShard, ShardResult, ShardWork, rows_of_batch, rows_of_parts
-from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain
+from guava_nb.replica.state_dict import copied, load_model, parameter_hash, plain, refuse_extra_state
 from guava_nb.replica.timer import StepTimer
 from guava_nb.spec.factories import Resolve
 
@@ -78,8 +78,7 @@ class Replica(BaseReplica):
 
         Raises:
             ConfigError: a name, an argument or a setting is wrong.
-            PreparationError: the user's own factory raised.
-            ImportError: a module that the user's code imports is missing here.
+            PreparationError, ImportError: the user's own factory raised, or a module that it imports is missing here.
         """
         super().__init__(spec, resolve, device)
         built = build_model(spec, resolve) if model is None else unwrapped(model)
@@ -94,7 +93,7 @@ class Replica(BaseReplica):
         self._parameters = [[self._named[name] for name in bucket.names] for bucket in self.layout.buckets]
         self._exchange = GradientBuckets(self.layout, self._named, device)
         self._buffers = BufferBook(self.model, self.layout.buffers)
-        self._watch = ParameterWatch(self.model)
+        self._watch, self._switches = ParameterWatch(self.model), GradientSwitches(self._named)
         self._forward_writes = ForwardWrites(self.model, always=spec.optimizer_site == "orchestrator")
         self._last_part: tuple[Any, int] | None = None  # a batch for `stand_in`
         self._drop_gradients()
@@ -137,14 +136,15 @@ class Replica(BaseReplica):
             ):
                 losses = self._run_parts(work, on_bucket, clock, counts, gates)
             changed = self._changed(work) if losses and is_watched else None
-            self._watch.check(exchanged=on_bucket is not None)
+            self._watch.check()
+            frozen = self._switches.frozen() if losses and on_bucket is not None else None
             self._buffers.refuse_resized(shared=on_bucket is not None)
             if on_bucket is not None:
                 self._buffers.refuse_unfollowed()
             if on_bucket is not None and self.layout.buffers is not None:
                 on_bucket(BUFFERS, *(self._buffers.flatten() if losses else self._buffers.nothing()))
             launched = self._launched(work, losses, clock, counts, on_bucket is None, gates)
-            return launched if changed is None else launched.with_change(changed)
+            return launched.telling(changed, frozen) if changed or frozen is not None else launched
         except BaseException:
             # What was handed over stays valid: the hub may already have added it. Only local state is dropped.
             self._exchange.cancel()
@@ -321,12 +321,13 @@ class Replica(BaseReplica):
             self._advance_schedule()
         return result
 
-    def take_parameters(self, buckets: Buckets) -> None:
+    def take_parameters(self, buckets: Buckets, frozen: tuple[str, ...] | None = None) -> None:
         """Commit a step that was applied elsewhere (optimizer_site="orchestrator").
 
         Args:
             buckets: new values of all parameters, as `parameter_buckets` gives them, and with number -1 what became of the
                 buffers if the model has any. They are copied and not kept.
+            frozen: as in the commit.
 
         Raises:
             LocalProtocolError: a bucket is missing or has another size.
@@ -337,6 +338,7 @@ class Replica(BaseReplica):
                 _, flat = pick(buckets, bucket.index)
                 for parameter, view in zip(parameters, bucket.views(flat), strict=True):
                     parameter.copy_(view)
+        self._switches.end_step(frozen)
         self._finish_step(buckets)
         if self._scaler:
             self._scaler.update(skipped=False)
@@ -358,6 +360,7 @@ class Replica(BaseReplica):
         self._drop_gradients()
         self._buffers.restore()
         self._forward_writes.forget()
+        self._switches.forget()
         self.wire.discard()
 
     def _finish_step(self, sums: Buckets | None) -> None:
@@ -365,10 +368,7 @@ class Replica(BaseReplica):
         self._exchange.recycle()
         self._forward_writes.forget()
         self.wire.commit()
-        if sums is None:
-            self._buffers.commit()
-        else:
-            self._buffers.follow()
+        (self._buffers.commit if sums is None else self._buffers.follow)()
 
     def _adopt_buffers(self, sums: Buckets) -> None:
         if self.layout.buffers is not None:
@@ -441,6 +441,7 @@ class Replica(BaseReplica):
             plain(self.scheduler.state_dict() if self.scheduler else None, "scheduler")
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+        refuse_extra_state(self.model, self._spec)
         own = self.model.state_dict()
         if hasattr(own, "_metadata"):
             return

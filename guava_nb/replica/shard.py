@@ -66,6 +66,7 @@ class ShardResult:
         unlike: for a group, buffers that its replicas changed differently so far, with no rule or choice for it.
         changed: what the step's forwards changed of the trained parameters; None also for a lone worker.
         owed: of a round: norm of all that messages left out so far, over that of its pseudo-gradient; None: nothing.
+        frozen: parameters that took a gradient when the run began and take none now; None for a lone worker, and without samples.
     """
 
     loss_sum: float
@@ -80,6 +81,7 @@ class ShardResult:
     unlike: tuple[str, ...] = ()
     changed: ParameterChange | None = None
     owed: float | None = None
+    frozen: tuple[str, ...] | None = None
 
     def report(self, shard: Shard, wait_s: float) -> Ready:
         """Return what the orchestrator is told of it; `wait_s`: seconds that this worker waited for the shard."""
@@ -88,6 +90,7 @@ class ShardResult:
             loss_sum=self.loss_sum, count=self.count, finite=self.finite, nonfinite=self.nonfinite,
             forward_s=self.forward_s, backward_s=self.backward_s, wait_s=wait_s, tokens=self.tokens,
             gradient_square=self.gradient_square, unlike=self.unlike, changed=self.changed, owed=self.owed,
+            frozen=self.frozen,
         )  # fmt: skip
 
 
@@ -105,9 +108,9 @@ class LaunchedShard:
     factor: Tensor | float = 1.0
     bad: Tensor | None = None
 
-    def with_change(self, changed: ParameterChange) -> LaunchedShard:
-        """Return the same, whose result tells what the forward changed of the parameters."""
-        return replace(self, read=lambda: replace(self.read(), changed=changed))
+    def telling(self, changed: ParameterChange | None, frozen: tuple[str, ...] | None) -> LaunchedShard:
+        """Return the same, whose result tells what user code changed of the parameters, and which take no gradient any more."""
+        return replace(self, read=lambda: replace(self.read(), changed=changed, frozen=frozen))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from guava_nb.errors import CheckpointError
+from guava_nb.errors import CheckpointError, ConfigError
+from guava_nb.protocol.messages import RunSpec
 
-__all__ = ["copied", "like", "load_model", "parameter_hash", "plain", "weights_digest"]
+__all__ = [
+    "copied",
+    "extra_states",
+    "give_extra_states",
+    "like",
+    "load_model",
+    "parameter_hash",
+    "plain",
+    "refuse_extra_state",
+    "weights_digest",
+]
 
 _HASH_COLUMNS = 4096
 _Memo = dict[tuple[Any, ...], Tensor]
@@ -102,6 +113,53 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     # Versions of the layers' formats: both sides run the same code, and plain data does not carry them.
     given._metadata = own._metadata  # type: ignore[attr-defined]
     model.load_state_dict(given)
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return what modules keep beside tensors (`get_extra_state`), as plain data under its keys in the state dict.
+
+    Raises:
+        CheckpointError: some of it is no plain data.
+    """
+    return {key: plain(module.get_extra_state(), key) for key, module in _with_extra_state(model)}
+
+
+def give_extra_states(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give modules what `extra_states` found in another model, as far as the state has it."""
+    for key, module in _with_extra_state(model):
+        if key in state:
+            module.set_extra_state(copied(state[key]))
+
+
+def refuse_extra_state(model: nn.Module, spec: RunSpec) -> None:
+    """Check that a run keeps what modules have beside tensors.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    shape, found = spec.parallel, _with_extra_state(model)
+    if not found:
+        return
+    kept = f"{type(found[0][1]).__name__} keeps more than tensors (get_extra_state)"
+    if spec.optimizer_site == "orchestrator":
+        raise ConfigError(
+            f"{kept}, and with optimizer_site='orchestrator' no forward runs where the state is, so what forwards change of it "
+            "would be lost: use optimizer_site='workers' (--optimizer-site workers)"
+        )
+    if shape is not None and (shape.pp > 1 or shape.mode == "pipeline"):
+        raise ConfigError(
+            f"{kept}, and the stages of a pipeline have tensors only: use data, tensor or ZeRO mode, or keep it in buffers "
+            "(register_buffer)"
+        )
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    named = model.named_modules(remove_duplicate=False)
+    return [
+        (f"{name}._extra_state".lstrip("."), module)
+        for name, module in named
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
 
 
 def parameter_hash(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -192,6 +192,7 @@ class RowWriter:
         self._run_id = ""
         self._told: set[str] = set()
         self._seen: dict[int, tuple[bytes, int]] = {}
+        self._contents: set[bytes] = set()  # of all that was seen
         self._form: _Form | None = None
         self._forms_differ = False
         self._static = False
@@ -320,9 +321,10 @@ class RowWriter:
             before = self._seen.get(sample)
             if before is not None:
                 self._again += 1
-                self._changed += before[0] != key
+                self._changed += key not in self._contents  # those of an iterable come under other numbers
             if before is not None or len(self._seen) < MAX_ROWS:
                 self._seen[sample] = (key, size)
+                self._contents.add(key)
         if self._again >= _JUDGED and 2 * self._changed > self._again:
             self._tell(
                 "the samples change between epochs (is there augmentation in the data set?): those that changed are sent anew, "

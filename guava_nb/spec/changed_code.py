@@ -15,7 +15,7 @@ import msgspec
 
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
-from guava_nb.spec.own_facts import Facts, facts_of, is_alike, loads, moved, shown, unlike
+from guava_nb.spec.own_facts import HASH, Facts, facts_of, is_alike, loads, moved, shown, unlike
 
 __all__ = ["CodeHere", "main"]
 
@@ -71,6 +71,12 @@ class CodeHere:
             own = unlike(self._facts, theirs)[:_MOST_TOLD]
             if not own:
                 return ""
+            if own == [HASH]:
+                return (
+                    "the run's code calls Python's hash(), which gives texts another number in each process, so workers go by "
+                    "other numbers than this one and each other: take a hash that is alike everywhere, such as "
+                    "zlib.crc32(text.encode()), or start this process and all workers with PYTHONHASHSEED=0 in their environment"
+                )
             return (
                 f"{'; '.join(_told(place, self._facts[place], theirs[place]) for place in own)}. Nothing here changed it after "
                 "its module was imported, so it is drawn at random then, or read from the machine, or that machine has another "

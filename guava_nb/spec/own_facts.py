@@ -28,6 +28,7 @@ from guava_nb.protocol.messages import RunSpec
 from guava_nb.spec.own_code import is_own, users_function
 
 __all__ = [
+    "HASH",
     "Facts",
     "facts_of",
     "is_alike",
@@ -54,6 +55,8 @@ _MUTATORS = frozenset(
 )
 _DEVICES = ("cuda", "cpu", "mps", "xpu")
 _CODE = "#"  # before the version of Python and the hash of a function's code
+#: The place of what Python's hash() gives for a text.
+HASH = "hash('text')"
 _SET = "~"  # before the place of a global that reachable code sets itself
 #: Numbers of a tensor that are compared, and shown.
 _MOST_NUMBERS, _MOST_SHOWN = 1 << 16, 6
@@ -249,7 +252,7 @@ class _Walk:
     def _of_globals(self, function: types.FunctionType) -> Iterator[tuple[str, str]]:
         called = _reads(function.__code__).called
         if "hash" in called and "hash" not in function.__globals__:  # of texts it differs from process to process
-            yield "hash('text')", repr(hash("text"))
+            yield HASH, repr(hash("text"))
         for name in sorted(called):
             if name in function.__globals__:
                 place = f"{_module(function.__globals__['__name__'])}{name}"

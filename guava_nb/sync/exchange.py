@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from guava_nb.cluster.job import Job
 from guava_nb.cluster.owed_answers import OwedAnswer
 from guava_nb.cluster.report_checks import is_valid, without_invalid
@@ -27,7 +29,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
-from guava_nb.sync.parameter_hashes import missed_change, unlike_change
+from guava_nb.sync.parameter_hashes import missed_change, unlike_change, unlike_switches
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
 from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine, has_finite_loss
@@ -208,6 +210,8 @@ class StepExchange(ABC, Generic[_Replicas]):
         if message.unlike:
             self._tell_unlike(message.step, message.unlike)
         self._compare_changes(in_flight, rank, message.changed)
+        if message.frozen is not None:
+            self._compare_switches(in_flight, rank, frozenset(message.frozen))
         self._credit.worked(message.step, message.shard)
         instructions = in_flight.machine.on_ready(rank, message)
         for instruction in instructions:
@@ -251,6 +255,18 @@ class StepExchange(ABC, Generic[_Replicas]):
         if change is not None and idle:
             raise TrainingError(missed_change(self._parameter(change), machine.step, name(min(idle))))
 
+    def _compare_switches(self, in_flight: StepInFlight, rank: int, frozen: frozenset[str]) -> None:
+        """Compare which parameters take no gradient any more at workers that have samples of a step.
+
+        Raises:
+            TrainingError: one takes some at one worker of a stage and none at another.
+        """
+        stage = self._replicas.kind_of(rank).partition(", stage ")[2].partition(",")[0]
+        other, theirs = in_flight.frozen.setdefault(stage, (rank, frozen))
+        if differing := sorted(frozen ^ theirs):
+            name, one, two = self._job.cluster.name, *((rank, other) if differing[0] in frozen else (other, rank))
+            raise TrainingError(unlike_switches(differing[0], in_flight.machine.step, name(one), name(two)))
+
     def _parameter(self, change: ParameterChange | None) -> str:
         known = {name for bucket in self._replicas.master.layout.buckets for name in bucket.names}
         return f"parameter {change.name!r}" if change is not None and change.name in known else "a parameter"
@@ -264,6 +280,9 @@ class StepExchange(ABC, Generic[_Replicas]):
         if not is_valid(message.gradient_square) and message.finite:
             raise RemoteProtocolError(f"gradient_square is {message.gradient_square:g}")
         message, odd = without_invalid(message)
+        if message.frozen:  # a worker's words go to the others, and to a person
+            known = {name for bucket in self._replicas.master.layout.buckets for name in bucket.names}
+            message = replace(message, frozen=tuple(name for name in message.frozen if name in known))
         if odd:
             self._job.cluster.tell_invalid(rank, "step", odd)
         return message

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from guava_nb.errors import TrainingError
 from guava_nb.protocol.messages import ParameterChange, StateLoaded
 
-__all__ = ["OwnChange", "OwnChanges", "ParameterHashes", "check_equal", "missed_change", "unlike_change"]
+__all__ = [
+    "OwnChange",
+    "OwnChanges",
+    "ParameterHashes",
+    "check_equal",
+    "missed_change",
+    "unlike_change",
+    "unlike_switches",
+]
 
 #: Steps that reports may come late.
 _LATE_STEPS = 4
@@ -98,6 +106,16 @@ def unlike_change(parameter: str, step: int, one: str, other: str) -> str:
         "each sees its own samples (max_norm of an embedding goes by them), or draws its own random numbers. The step counts "
         "nowhere. Make the change go by the parameter alone, as `with torch.no_grad(): self.embedding.weight.renorm_(2, 0, 1.0)` "
         "in the forward instead of max_norm=1.0; or train with one worker"
+    )
+
+
+def unlike_switches(name: str, step: int, frozen_at: str, trained_at: str) -> str:
+    """Return the sentence on a parameter that takes gradients on one worker and none on another."""
+    return (
+        f"in step {step + 1} user code leaves parameter {name!r} without gradients on {frozen_at} (requires_grad=False) and "
+        f"with them on {trained_at}. It goes by the samples that a worker has, by a count of its own forwards, or "
+        f"{trained_at} built the model after the switch. The step counts nowhere. Switch by what is alike on all workers, such "
+        "as a buffer that counts steps (register_buffer), or between two runs; or train with one worker"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from guava_nb.cluster.job import Job
 from guava_nb.data.codec import dtype_name, tensor_bytes
@@ -49,7 +50,7 @@ class StarExchange(StepExchange[Replicas]):
         self._wire = BucketWire(replicas.master.layout, message_format(replicas.spec)[0])  # of the sums
         if not self._wire.is_exact:
             job.cluster.notice(_how_it_travels(replicas.spec))
-        self._counted: set[str] = set()
+        self._counted: dict[str, bool] = {}
         job.on(GradientBucket, self._on_bucket)
 
     def _plan(
@@ -180,7 +181,7 @@ class StarExchange(StepExchange[Replicas]):
         changes = [(BUFFERS, sums[BUFFERS][0], sums[BUFFERS][1].clone())] if BUFFERS in sums else []
         try:
             self._replicas.note_rate(in_flight.machine.step, master.learning_rate)
-            master.apply(sums, commit, in_flight.machine.step)
+            master.apply(sums, replace(commit, frozen=None), in_flight.machine.step)
         except ApplyFailed as failed:
             failure = failed.__cause__
             if not failed.applied and failure is not None:

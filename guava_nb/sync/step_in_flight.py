@@ -52,6 +52,7 @@ class StepInFlight:
         batches: loader batches in this step.
         messages: of buckets whose messages go on to the others as they came: the sender and the message, by shard.
         changes: what the workers' own code changed of the parameters.
+        frozen: by stage, the first worker that told which parameters take no gradient any more, and these.
     """
 
     machine: StepMachine
@@ -62,6 +63,7 @@ class StepInFlight:
     sums: dict[int, BucketSum | BufferMerge] = field(default_factory=dict)
     messages: dict[int, dict[int, tuple[int, memoryview]]] = field(default_factory=dict)
     changes: OwnChanges = field(default_factory=OwnChanges)
+    frozen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
 
     def add(self, bucket: int, shard: int, tensor: torch.Tensor, present: bytes) -> None:
         """Add a contribution to its bucket."""

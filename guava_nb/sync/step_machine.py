@@ -252,6 +252,8 @@ class StepMachine:
         loss_sum = sum(self._ready[task.index].loss_sum for task in self.tasks)
         count = sum(self._ready[task.index].count for task in self.tasks)
         scale = self.rows / count if count else 0.0
-        commit = Commit(scale=scale, skip=self._skip, clip=self._clip(scale), steps=self.num_steps)
+        told = [ready.frozen for ready in self._ready.values() if ready.frozen is not None]
+        frozen = tuple(sorted(set().union(*told))) if told else None
+        commit = Commit(scale, self._skip, self._clip(scale), self.num_steps, frozen)
         out: list[Instruction] = [] if self._held is None else [SendBucket(self._held, commit)]
         return [*out, Decided(commit, loss_sum, count)]

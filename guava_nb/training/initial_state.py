@@ -75,7 +75,8 @@ def _check_instance(spec: RunSpec, instance: torch.nn.Module, built: torch.nn.Mo
             f"the registered model is not what its class builds at the workers ({problem}). Only its weights and requires_grad "
             f"travel, all else is built there by {name}(...): give register_model the arguments that it was built with "
             f"(--model-args), and make other changes in {name}.__init__ or in a subclass of it, in a %%guava_share cell. What "
-            "__init__ draws at random belongs into a buffer (register_buffer), or is drawn with the run's own seed (seed=)"
+            "__init__ draws at random belongs into a buffer (register_buffer), or is alike after torch.manual_seed(N) just "
+            "before the instance is built, with N the run's seed (seed=, --seed; 0 where none is given)"
         )
 
 

@@ -403,7 +403,7 @@ class StepRunner:
         started = time.monotonic()
         self._phases.add(EXCHANGE, self._idle_since, started)
         if isinstance(replica, Replica) and step.has_parameters and not commit.skip:
-            replica.take_parameters(step.buckets)
+            replica.take_parameters(step.buckets, commit.frozen)
         else:
             try:
                 if isinstance(replica, Replica) and not step.done and not commit.skip:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.data.loader_feed import LoaderFeed
@@ -166,6 +166,21 @@ def test_that_a_cache_saves_nothing_is_told_once(cluster: Cluster) -> None:
     _, sent = train(cluster, [Watched(cluster, "w0")], DataLoader(Noise(), batch_size=16), epochs=4)
     assert len({*sent}) == 1
     assert len([line for line in told if "change between epochs" in line]) == 1
+
+
+class Shuffled(IterableDataset[Any]):
+    """The same samples in another order each time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset()
+        return (data[int(i)] for i in torch.randperm(len(data)))  # type: ignore[arg-type]
+
+
+def test_an_iterable_in_another_order_is_known_by_its_content(cluster: Cluster) -> None:
+    told: list[str] = []
+    cluster.notice = told.append
+    _, sent = train(cluster, [Watched(cluster, "w0")], DataLoader(Shuffled(), 16))
+    assert sent[1:] == [0, 0] and not [line for line in told if "change between epochs" in line]
 
 
 def test_batches_that_cannot_be_taken_apart_are_sent_whole_and_that_is_told(cluster: Cluster) -> None:

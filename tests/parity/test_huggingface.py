@@ -8,6 +8,7 @@ so SGD trains here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.support.kernels import Kernel
 from tests.support.processes import ROOT, Session
 
 transformers = pytest.importorskip("transformers")
@@ -110,3 +112,33 @@ def test_three_cells(
     ours, theirs = run.model().state_dict(), plain(step, loader(lengths, container)).state_dict()
     assert ours.keys() == theirs.keys()
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= 1e-9
+
+
+#: The second cell of the notebook.
+DATA = """
+import torch
+from tokenizers import Tokenizer, models
+from torch.utils.data import DataLoader
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+words = {f"w{number}": number for number in range(31)} | {"[PAD]": 31}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="[PAD]")
+texts = [{"input_ids": [(start + step) % 31 for step in range(7)]} for start in range(22)]
+train = DataLoader(texts, 8, collate_fn=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+"""
+
+
+@pytest.mark.timeout(400)  # transformers is imported in three processes
+def test_three_cells_of_a_real_notebook_train_and_show_the_loss() -> None:
+    kernel = Kernel(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    try:
+        kernel.run("%load_ext guava_nb\n%guava_up --local 2", 120)
+        kernel.run("%%guava_share --name gpt" + CELL)
+        kernel.run(DATA)
+        words = "--optimizer AdamW --lr 0.01 --epochs 8"
+        shown = kernel.run(f"%guava_train --model Gpt --step step --data train --val train {words} --out own", 120)
+        assert "validation" in shown and "0 lost" not in shown, shown
+        losses = [float(text) for text in kernel.run("[r['loss'] for r in own.history]").strip(" []\n").split(",")]
+        assert len(losses) == 24 and losses[-1] < losses[0] / 1.2, losses
+    finally:
+        kernel.close()

@@ -194,7 +194,7 @@ def way_of(
     alike: bool,
     facts: list[ChangeFacts],
     rows: list[int],
-    counted: set[str],
+    counted: dict[str, bool],
 ) -> tuple[Way, bool]:
     """Return what becomes of a tensor, and whether a person must be told that it may be wrong.
 
@@ -203,17 +203,21 @@ def way_of(
         whole_numbers: integers or truth values.
         alike: all replicas changed it by the same.
         facts, rows: of each replica that had samples.
-        counted: names of tensors that have counted samples; added to.
+        counted: by name, whether a tensor counted samples where that could be told from a count of steps; added to.
     """
     if is_statistic(name):
         return ("most" if whole_numbers else "average"), False
     if policy != "auto":
         return policy, False  # type: ignore[return-value]
-    if all(one.counts for one in facts) and max(rows) > 1 and not all(one.is_one for one in facts):
-        counted.update([name] if len(rows) > 1 else [])
+    counts, is_one, known = all(one.counts for one in facts), all(one.is_one for one in facts), counted.get(name)
+    # One sample each says nothing, and a count of steps may happen to fit the samples of a smaller batch.
+    if counts and known is not False and (known or (max(rows) > 1 and not is_one)):
+        counted.update({name: True} if len(rows) > 1 else {})
         return "sum", False
     if alike:
-        return "same", whole_numbers and name in counted and not all(one.is_one for one in facts)
+        if not counts and len(rows) > 1:
+            counted.setdefault(name, False)
+        return "same", whole_numbers and bool(known) and not is_one
     return ("sum" if whole_numbers else "average"), True
 
 

@@ -66,7 +66,7 @@ class BufferSync:
         self._facts = [(name, policy_of(policies, name), _is_whole(found[i][1])) for i, name in enumerate(names)]
         self._uncertain = [i for i, name in enumerate(names) if not is_statistic(name)]
         self.unlike: set[str] = set()
-        self._counted: set[str] = set()
+        self._counted: dict[str, bool] = {}
         self._before: list[Tensor] = []
         self.mark()
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from guava_nb.errors import GroupBroken
+from guava_nb.errors import GroupBroken, TrainingError
 from guava_nb.nested import leaves, map_leaves
 from guava_nb.parallel.module_state import late_gradient
 from guava_nb.parallel.replicas.call_order import EXIT, CallOrder, Habit, Unplanned
@@ -75,6 +75,7 @@ class _Unit:
         enter, leave: FSDP2's hooks.
         nested: other units lie inside.
         took: full names of the parameters that took gradients when it was sharded.
+        takes: of each parameter, whether it takes a gradient since the last forward.
     """
 
     module: nn.Module
@@ -85,6 +86,18 @@ class _Unit:
     leave: Callable[..., Any]
     nested: bool
     took: frozenset[str]
+    takes: list[bool]
+
+
+_REENTRANT = (
+    "{} is computed again in backward, and its first forward recorded no gradient, as in torch.utils.checkpoint with "
+    "use_reentrant=True; the sums of ZeRO 2 and 3 are not complete then. Give use_reentrant=False, which computes the same, or "
+    "use data mode or zero_stage=1 (--zero 1)"
+)
+_IN_BACKWARD = (
+    "a hook switches requires_grad of parameter {!r} while backward runs. ZeRO 2 and 3 have gathered it then and give it back "
+    "before the next step: switch it in the forward or in the step function, or use data mode or zero_stage=1 (--zero 1)"
+)
 
 
 class SharedUnits:
@@ -110,6 +123,7 @@ class SharedUnits:
         self._order = self._order_of("training")
         self._open: list[Tensor | None] = []  # entries of the calls that run, outer ones first
         self._exits: list[Tensor] = []
+        self._followed: set[int] = set()  # numbers of the units whose forward in this pass has a backward
         self._over = ""  # why this group cannot go on
         self.used: set[str] = set()
         self.counting = True
@@ -139,7 +153,7 @@ class SharedUnits:
         unit = _Unit(
             module, name, places, [getattr(owner, own) for owner, own, _ in places],
             module._forward_pre_hooks[before], module._forward_hooks[after],
-            any(id(other.module) in inner for other in self._units), took,
+            any(id(other.module) in inner for other in self._units), took, [full in took for _, _, full in places],
         )  # fmt: skip
         module._forward_pre_hooks[before] = partial(self._on_enter, unit, len(self._units))
         module._forward_hooks[after] = partial(self._on_leave, unit)
@@ -147,6 +161,8 @@ class SharedUnits:
 
     def _on_enter(self, unit: _Unit, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _in_backward():  # a checkpoint computes activations again: the call had its turn in forward
+            if torch.is_grad_enabled() and number not in self._followed:
+                raise TrainingError(_REENTRANT.format(unit.name or "the model"))
             return unit.enter(module, args, kwargs)
         # Where nothing could need a gradient FSDP2 gathers for forward only: that is another kind of turn. What user code freezes
         # for a while keeps its kind.
@@ -156,6 +172,8 @@ class SharedUnits:
         self._take_turns(2 * number + (not backward), unit.name)
         args, kwargs, token = self._enter(unit, args, kwargs, backward)
         self._open.append(token)
+        if backward:
+            self._followed.add(number)
         return args, kwargs
 
     def _on_leave(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> Any:
@@ -195,9 +213,11 @@ class SharedUnits:
 
     def _complete(self, unit: _Unit) -> None:
         """A call's backward is through, and FSDP2 is about to reduce: whole gradients must be there."""
-        for owner, own, full in unit.places:
+        for (owner, own, full), takes in zip(unit.places, unit.takes, strict=True):
             parameter = owner._parameters[own]
             assert parameter is not None
+            if parameter.requires_grad != takes:
+                raise TrainingError(_IN_BACKWARD.format(full))
             if full not in unit.took:  # one that is frozen here for a while may not be so on other replicas
                 continue
             if parameter.grad is None:
@@ -232,6 +252,7 @@ class SharedUnits:
         self._order.begin()
         self._open.clear()
         self._exits.clear()
+        self._followed.clear()
 
     def _order_of(self, kind: str) -> CallOrder:
         return self._orders.setdefault(kind, CallOrder(self._habit, self._smallest))
@@ -277,8 +298,8 @@ def _keep_switches(unit: _Unit) -> None:
     Raises:
         TrainingError: one takes a gradient that took none when it was sharded.
     """
-    for (owner, own, full), part in zip(unit.places, unit.parts, strict=True):
-        takes = getattr(owner, own).requires_grad
+    unit.takes = [getattr(owner, own).requires_grad for owner, own, _ in unit.places]
+    for (_, _, full), part, takes in zip(unit.places, unit.parts, unit.takes, strict=True):
         if takes and full not in unit.took:
             raise late_gradient(full)
         if takes != part.requires_grad:

@@ -26,9 +26,11 @@ _WITH_DROPOUT = {functional.scaled_dot_product_attention, functional.multi_head_
 _DRAWS = {
     torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli, Tensor.bernoulli,
     Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
+    torch._standard_gamma, torch._sample_dirichlet,  # of torch.distributions: Beta, Gamma, Dirichlet
 }  # fmt: skip
 _WHOLE_DRAWS = {torch.randint, torch.randint_like}
-_COUNTS = {Tensor.random_, Tensor.geometric_, torch.poisson}
+_COUNTS = {Tensor.random_, Tensor.geometric_, torch.poisson, torch.binomial}
+_PLACES = {torch.multinomial, Tensor.multinomial}
 
 
 class WithoutRandomness(TorchFunctionMode):
@@ -61,6 +63,14 @@ class WithoutRandomness(TorchFunctionMode):
             return args[0] if args else words["input"]
         if func in _WITH_DROPOUT:
             return self._without_dropout(func, args, words)
+        if func is functional.gumbel_softmax:  # written in Python: what it draws inside is not seen
+            self.drawn.add("gumbel_softmax")
+            return _softmax(*args, **words)
+        if func is functional.rrelu and _rrelu_trains(*args, **words):
+            self.drawn.add("rrelu")
+            return functional.rrelu(
+                *args[:3], **{key: words[key] for key in ("lower", "upper", "input") if key in words}
+            )
         result = func(*args, **words)
         if func in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             self._fill(func, result, 0.5)
@@ -68,13 +78,15 @@ class WithoutRandomness(TorchFunctionMode):
             self._fill(func, result, _lowest(args[1:] if func is torch.randint_like else args, words))
         elif func in _COUNTS:
             self._fill(func, result, 1)
+        elif func in _PLACES:
+            self._fill(func, result, 0)
         elif func is torch.randperm:
             self.drawn.add("randperm")
             return torch.arange(len(result), dtype=result.dtype, device=result.device)
         return result
 
     def _fill(self, func: Callable[..., Any], result: Tensor, constant: float) -> None:
-        self.drawn.add(func.__name__.rstrip("_"))
+        self.drawn.add(func.__name__.strip("_"))
         with torch.no_grad():
             result.fill_(constant)
 
@@ -89,6 +101,21 @@ class WithoutRandomness(TorchFunctionMode):
             rate, words = words.get("dropout_p", 0.0), {**words, "dropout_p": 0.0}
         self.drawn.update(["dropout"] if rate else [])
         return func(*args, **words)
+
+
+def _rrelu_trains(
+    input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: bool = False
+) -> bool:
+    return training
+
+
+def _softmax(logits: Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    """What `gumbel_softmax` is without noise."""
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return chosen - soft.detach() + soft
 
 
 def _lowest(bounds: Sequence[Any], words: Mapping[str, Any]) -> int:

@@ -193,19 +193,22 @@ class Ready(Message, frozen=True, kw_only=True):
     owed: float | None = (
         None  # of a round: norm of all that messages left out so far, over that of the round's own gradient
     )
+    frozen: tuple[str, ...] | None = None  # parameters that take no gradient any more; None without samples
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
     """Apply the step: every sum is multiplied by `scale`; with `skip` only the scaler learns of it.
 
     `clip` is the factor that clipping asks for where the hub knows the norm (`group`); elsewhere workers clip alike. `steps`
-    are the optimizer steps of a round of local steps, else 1.
+    are the optimizer steps of a round of local steps, else 1. `frozen` are parameters that take no gradient any more at workers
+    with samples; None where no worker told.
     """
 
     scale: float
     skip: bool
     clip: float = 1.0
     steps: int = 1
+    frozen: tuple[str, ...] | None = None
 
 
 class SumBucket(Message, frozen=True, kw_only=True):

@@ -5,14 +5,14 @@ What is exchanged, optimized and saved was laid out when the run began. Knows mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
 from guava_nb.errors import TrainingError
 from guava_nb.parallel.module_state import late_gradient
 
-__all__ = ["ParameterWatch", "forward_changes", "refuse_late_gradients"]
+__all__ = ["GradientSwitches", "ParameterWatch", "forward_changes"]
 
 
 class ParameterWatch:
@@ -21,27 +21,22 @@ class ParameterWatch:
     def __init__(self, model: nn.Module) -> None:
         """Take the present parameters as the right ones."""
         self._model = model
-        self._named = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+        self._named = dict(model.named_parameters())
         self._modules = [(module, dict(module._parameters), dict(module._modules)) for module in model.modules()]
 
-    def check(self, exchanged: bool) -> None:
+    def check(self) -> None:
         """A backward is over.
 
-        Args:
-            exchanged: gradients go to other workers; else parameters may begin to take gradients, as in a plain loop.
-
         Raises:
-            TrainingError: a parameter came, went, was replaced or began to take a gradient.
+            TrainingError: a parameter came, went or was replaced.
         """
         if any(not (_same(m._parameters, own) and _same(m._modules, children)) for m, own, children in self._modules):
             self._compare()
-        if exchanged:
-            refuse_late_gradients(self._named)
 
     def _compare(self) -> None:
         now = dict(self._model.named_parameters())
         for name in dict.fromkeys([*self._named, *now]):
-            known = self._named.get(name, (None, False))[0]
+            known = self._named.get(name)
             if now.get(name) is not known:
                 what = "was added" if known is None else "was replaced" if name in now else "was removed"
                 raise TrainingError(
@@ -59,18 +54,44 @@ def forward_changes(name: str) -> str:
     )
 
 
-def refuse_late_gradients(named: dict[str, tuple[nn.Parameter, bool]]) -> None:
-    """Check that no parameter takes a gradient that took none when the run began.
+class GradientSwitches:
+    """Which of the parameters that took a gradient when a run began take none now: user code may switch that in any step."""
 
-    Args:
-        named: parameters by name, and whether each took a gradient.
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Take the present switches as those of the beginning."""
+        self._named = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
+        self._is_own = False
 
-    Raises:
-        TrainingError: one does.
-    """
-    for name, (parameter, was_trained) in named.items():
-        if parameter.requires_grad and not was_trained:
-            raise late_gradient(name)
+    def frozen(self) -> tuple[str, ...]:
+        """Return those that take none, after a shard with samples.
+
+        Raises:
+            TrainingError: one takes a gradient that took none when the run began.
+        """
+        self._is_own = True
+        found = []
+        for name, (parameter, was_trained) in self._named.items():
+            if parameter.requires_grad and not was_trained:
+                raise late_gradient(name)
+            if was_trained and not parameter.requires_grad:
+                found.append(name)
+        return tuple(found)
+
+    def forget(self) -> None:
+        """What was done of the step does not count: another worker may do it again."""
+        self._is_own = False
+
+    def end_step(self, frozen: Collection[str] | None) -> None:
+        """A step is over, with these frozen at the workers that had samples of it: be alike where this one had none.
+
+        Args:
+            frozen: None where no worker told.
+        """
+        if frozen is not None and not self._is_own:
+            for name, (parameter, was_trained) in self._named.items():
+                if was_trained:
+                    parameter.requires_grad_(name not in frozen)
+        self.forget()
 
 
 def _same(now: Mapping[str, object], before: Mapping[str, object]) -> bool:

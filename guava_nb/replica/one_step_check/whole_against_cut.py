@@ -206,6 +206,7 @@ class _Trial(Replica):
     def __init__(self, spec: RunSpec, resolve: Resolve, device: torch.device, model: nn.Module | None) -> None:
         super().__init__(spec, resolve, device, model)
         self.drawn, self.unruly, self.compared, self.has_backward = set[str](), set[str](), set[int](), False
+        self._draws = False
         # Frozen ones that a forward moves are treated as buffers.
         self._writes = ParameterWrites({name: p for name, p in self._named.items() if p.requires_grad})
         self._writes.watch(self.model)
@@ -222,8 +223,10 @@ class _Trial(Replica):
             model: nn.Module, batch: Any, rows: int, want_scores: bool = False, observer: Observer | None = None
         ) -> Loss:
             before, places = [p.grad is None for p in self._named.values()], _places()
+            torchs = _state_of_torch(self.device)
             loss = objective(model, batch, rows, want_scores, observer)
             self.unruly.update(name for name, place in _places().items() if place != places[name])
+            self._draws |= _state_of_torch(self.device) != torchs
             self.has_backward |= any(
                 was and p.grad is not None for was, p in zip(before, self._named.values(), strict=True)
             )
@@ -261,7 +264,7 @@ class _Trial(Replica):
         rows = sum(count for _, count in pieces)
         loss_sum = count = 0.0
         bucket = self.layout.buffers
-        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, set())
+        merge = None if bucket is None else BufferMerge(bucket, [part for _, part in pieces], self._spec.buffers, {})
         left, written = [], []
         gradients: dict[str, Tensor] = {}
         try:
@@ -284,6 +287,8 @@ class _Trial(Replica):
                 self._gathered.finish()
             self._move_gradients(gradients)
             self.drawn |= still.drawn
+            if self._draws and not self.drawn:  # by a function that is not known here
+                self.unruly.add("torch's random numbers")
             if merge is not None and bucket is not None:
                 self._buffers.adopt(*merge.result(bucket.present_bytes))
             buffers = {name: value.clone() for name, value in self._buffers.committed().items()}
@@ -441,6 +446,11 @@ def _copied(model: nn.Module | None) -> nn.Module | None:
 def _places() -> dict[str, Any]:
     """Where the streams of Python and NumPy are that user code draws from without torch."""
     return {"Python's random": random.getstate(), "NumPy's random": repr(np.random.get_state())}
+
+
+def _state_of_torch(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]
 
 
 @contextlib.contextmanager

@@ -123,7 +123,8 @@ class LocalReplica(Replica):
     ) -> dict[int, tuple[bytes, Tensor]]:
         """Return the pseudo-gradient times this shard's `part` of the samples, and what became of the buffers, by bucket."""
         if shared:
-            self._watch.check(exchanged=True)
+            self._watch.check()
+            self._switches.frozen()
             self._buffers.refuse_resized(shared=True)
             self._buffers.refuse_unfollowed()
         changes = {}

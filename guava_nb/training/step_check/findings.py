@@ -191,7 +191,8 @@ def _why_not(name: str, rows: int, answer: Finding | None) -> str:
     streams = [one for one in answer.drawn if not one.isidentifier()]
     which = f" ({', '.join(streams)})" if streams else ""
     return (
-        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, so they cannot be held still, "
+        f"the loss depends on random numbers that are not drawn by torch's own functions{which}, or by some that are not known "
+        "here, so they cannot be held still, "
         "and each worker draws its own: draw them with torch (torch.rand), or before the batch is made"
     )
 

@@ -223,6 +223,25 @@ def objects_only(model, batch):
     return F.cross_entropy(model(batch[0][has]), batch[1][has], reduction="sum"), int(has.sum())
 
 
+def objects_only_advised(model, batch):
+    """The same as ZeRO asks for it: a part without an object goes backward too."""
+    has, outputs = batch[0][:, 0] > 0, model(batch[0])
+    if not has.any():
+        return (outputs * 0).sum(), 0
+    return F.cross_entropy(outputs[has], batch[1][has], reduction="sum"), int(has.sum())
+
+
+class DrawnScale(nn.Module):
+    """Draws a plain attribute as it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = mlp(), float(torch.rand(()))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
 def masked_rows():
     x = draw(16, 5)
     x[:, 0] = -x[:, 0].abs()
@@ -257,6 +276,67 @@ def switched_step(model, batch):
     model[1].steps += 1
     model[0].requires_grad_(bool(model[1].steps % 2))
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class StepCounting(nn.Sequential):
+    """An MLP with a count of its steps."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+
+class ExtraState(nn.Module):
+    """A count of steps that only `get_extra_state` carries."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.steps = mlp(), 0
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+
+    def forward(self, x):
+        self.steps += self.training
+        return self.net(x) / (1 + self.steps)
+
+
+def frozen_after_step(model, batch):
+    """Switched between forward and backward, and only in steps that have one sample."""
+    model.steps += 1
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    model[0].requires_grad_(bool(model.steps % 4))
+    return loss
+
+
+class FrozenByHook(StepCounting):
+    """Switched while backward runs."""
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        outputs = super().forward(x)
+        if outputs.requires_grad and self.training:
+            outputs.register_hook(self.switch)
+        return outputs
+
+    def switch(self, _):
+        self[0].requires_grad_(bool(self.steps % 4))
+
+
+def frozen_by_samples_step(model, batch):
+    model[0].requires_grad_(bool(batch[0].mean() > 0))
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mixed_step(model, batch):
+    """Mixup's weight, from a distribution."""
+    weight = torch.distributions.Beta(0.4, 0.4).sample()
+    outputs = model(batch[0])
+    return weight * F.cross_entropy(outputs, batch[1]) + (1 - weight) * outputs.square().mean()
 
 
 def forced_step(model, batch):
@@ -343,6 +423,12 @@ PROGRAMS = [
     Program(name="parts without an object", model=mlp, data=masked_rows, step=objects_only, modes=("data", "relay", "site")),
     Program(name="parts without an object, zero 1", model=mlp, data=masked_rows, step=objects_only, modes=("zero 1",),
             refused={"*": "nothing that counts"}),
+    Program(name="parts without an object, as advised", model=mlp, data=masked_rows, step=objects_only_advised,
+            modes=("data", "zero 1", "zero 3", "tensor")),
+    Program(name="an instance drawn under the run's seed", model=DrawnScale, data=classified, criterion="CrossEntropyLoss",
+            instance=True, modes=("data", "site", "zero 1", "zero 3")),
+    Program(name="an instance drawn under another seed", model=DrawnScale, data=classified, criterion="CrossEntropyLoss",
+            instance=True, options={"seed": 5}, modes=("data", "zero 1"), refused={"*": "torch.manual_seed(N) just before"}),
     Program(name="synced norm of rows that a part has none of", model=MaskedNorm, data=masked_rows, epochs=1,
             criterion="CrossEntropyLoss", settings={"sync_batchnorm": True}, modes=("data", "zero 1", "zero 3")),
     Program(name="frozen for some steps by the forward", model=switching, data=classified, criterion="CrossEntropyLoss",
@@ -350,6 +436,17 @@ PROGRAMS = [
     Program(name="frozen for some steps by the forward, zero 2", model=switching, data=lambda: classified(25), epochs=3,
             criterion="CrossEntropyLoss", settings={"zero_stage": 2}, modes=("zero 1",)),
     Program(name="frozen in every other step", model=switching, data=classified, step=switched_step),
+    Program(name="frozen after the forward of a step with one sample", model=StepCounting, data=lambda: classified(25),
+            step=frozen_after_step, epochs=3, optimizer_args={"lr": 0.1, "momentum": 0.9}),
+    Program(name="frozen by a hook in a step with one sample", model=FrozenByHook, data=lambda: classified(25), epochs=3,
+            criterion="CrossEntropyLoss", optimizer_args={"lr": 0.1, "momentum": 0.9}, modes=("data", "site", "zero 1", "zero 3"),
+            refused={"zero 3": "a hook switches requires_grad"}),
+    Program(name="frozen by the samples, unchecked", model=StepCounting, data=classified, step=frozen_by_samples_step,
+            options={"check": "off"}, refused={"*": "without gradients on w"}, modes=("data", "site", "zero 1", "zero 3")),
+    Program(name="extra state", model=ExtraState, data=lambda: classified(24), criterion="CrossEntropyLoss",
+            refused={"site": "use optimizer_site='workers'", "pipeline": "stages of a pipeline have tensors only"}),
+    Program(name="a weight drawn from a Beta distribution", model=mlp, data=classified, step=mixed_step, told={"*": NOISY},
+            modes=("data", "site", "zero 1", "zero 3")),
     Program(name="teacher forcing", model=mlp, data=classified, step=forced_step, told={"*": NOISY}),
     Program(name="noise of numpy's own stream", model=OwnNoise, data=classified, criterion="CrossEntropyLoss",
             told={"*": "not drawn by torch's own functions (model.rng)"}),

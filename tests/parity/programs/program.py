@@ -105,7 +105,7 @@ def batches(*parts: Any, size: int = 8, **words: Any) -> DataLoader[Any]:
 class Plain:
     """What one process came to: final state and losses of the steps."""
 
-    state: dict[str, torch.Tensor]
+    state: dict[str, Any]
     losses: list[float]
 
 
@@ -152,7 +152,10 @@ def plain(program: Program) -> Plain:
         if scheduler is not None and options.get("scheduler_interval") == "epoch":
             scheduler.step()
     assert all(map(math.isfinite, losses)), f"{program.name} is no good program: {losses}"
-    return Plain({name: value.detach().clone() for name, value in model.state_dict().items()}, losses)
+    kept = {
+        key: one.detach().clone() if isinstance(one, torch.Tensor) else one for key, one in model.state_dict().items()
+    }
+    return Plain(kept, losses)
 
 
 def _loss_of(program: Program) -> Callable[[nn.Module, Any], tuple[torch.Tensor, float]]:

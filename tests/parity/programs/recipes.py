@@ -48,6 +48,23 @@ class Checkpointed(Mlp):
         return self.net[4](checkpoint(self.net[:4], x, use_reentrant=False))
 
 
+class CheckpointedBlocks(nn.Module):
+    """Residual blocks under the checkpoint of older code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -571,6 +588,10 @@ PROGRAMS = [
     mlp("adam, amsgrad", optimizer="Adam", optimizer_args={"lr": 0.01, "amsgrad": True}),
     mlp("sgd, nesterov and decay", optimizer_args={"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     mlp("checkpointed module", model=Checkpointed),
+    mlp("checkpointed blocks, reentrant", model=CheckpointedBlocks, modes=("data", "zero 1", "zero 3"),
+        refused={"zero 3": "Give use_reentrant=False"}),
+    mlp("checkpointed blocks, reentrant, zero 2", model=CheckpointedBlocks, settings={"zero_stage": 2}, modes=("zero 1",),
+        refused={"zero 1": "Give use_reentrant=False"}),
     mlp("own autograd function", model=Binary),
     mlp("spectral norm", model=Spectral, told={"pipeline": "micro-batch"}),
     mlp("gradients clamped by hooks", model=Clamped,

@@ -228,7 +228,9 @@ def _compared(
     return ("told", f"{difference}: {said[0]}") if said else ("silent", " / ".join([difference, *notices]))
 
 
-def _gap(mine: torch.Tensor, other: torch.Tensor) -> float:
+def _gap(mine: Any, other: Any) -> float:
+    if not isinstance(other, torch.Tensor):  # of get_extra_state()
+        return 0.0 if mine == other else float("inf")
     if mine.shape != other.shape or mine.is_complex() != other.is_complex():
         return float("inf")
     if not mine.numel():

@@ -164,7 +164,7 @@ class CountingReplica(Replica):
         (self.value, self.step), self.before, self.pending = self.before, None, None
         return True
 
-    def take_parameters(self, buckets: Mapping[int, tuple[bytes, torch.Tensor]]) -> None:
+    def take_parameters(self, buckets: Mapping[int, tuple[bytes, torch.Tensor]], frozen: object = None) -> None:
         values = {int(buckets[bucket][1][0]) for bucket in self.layout.numbers}
         self.value, self.pending = (values.pop() if len(values) == 1 else -1), None
         self.step += 1

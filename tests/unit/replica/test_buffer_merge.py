@@ -13,7 +13,7 @@ BUCKET = Bucket(BUFFERS, ("a", "steps", "b"), ((2,), (), (2,)), torch.float64, f
 def merged(
     parts: list[dict[int, list[float]]], rows: list[int], policies: str = "auto"
 ) -> tuple[dict[int, list[float]], tuple[str, ...]]:
-    merge = BufferMerge(BUCKET, rows, policies, set())
+    merge = BufferMerge(BUCKET, rows, policies, {})
     for shard, part in reversed(list(enumerate(parts))):
         assert not merge.complete
         flat = torch.tensor([value for _, values in sorted(part.items()) for value in values], dtype=torch.float64)
@@ -43,4 +43,4 @@ def test_the_option_decides_by_name() -> None:
 
 def test_what_is_not_as_large_as_it_says_is_refused() -> None:
     with pytest.raises(TrainingError, match="sent 3 elements for the buffers a, which have 2"):
-        BufferMerge(BUCKET, [1], "auto", set()).add(0, torch.zeros(3), pack_present([True, False, False]))
+        BufferMerge(BUCKET, [1], "auto", {}).add(0, torch.zeros(3), pack_present([True, False, False]))

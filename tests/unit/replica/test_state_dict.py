@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from guava_nb.replica.state_dict import parameter_hash
+from guava_nb.replica.state_dict import extra_states, give_extra_states, parameter_hash
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,28 @@ def test_signs_and_nan_are_seen_and_strides_are_not() -> None:
     assert len({parameter_hash([("w", one)]) for one in (zero, -zero, nan, zero + 1e-45)}) == 4
     table = torch.arange(12.0).reshape(3, 4)
     assert parameter_hash([("w", table)]) == parameter_hash([("w", table.t().contiguous().t())])
+
+
+class Counted(nn.Linear):
+    """Keeps a count beside its tensors."""
+
+    steps = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def test_extra_states_go_from_model_to_model_under_their_keys() -> None:
+    one, other = (nn.Sequential(Counted(2, 2), nn.ReLU(), Counted(2, 2)) for _ in range(2))
+    one[2].steps = 3  # type: ignore[assignment]
+    found = extra_states(one)
+    assert (
+        found == {"0._extra_state": {"steps": 0}, "2._extra_state": {"steps": 3}}
+        and found.keys() <= one.state_dict().keys()
+    )
+    give_extra_states(other, {"0.weight": torch.zeros(2), **found})
+    assert other[2].steps == 3 and extra_states(Counted(1, 1)) == {"_extra_state": {"steps": 0}}
+    assert extra_states(nn.Linear(1, 1)) == {}

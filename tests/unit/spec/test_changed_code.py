@@ -7,7 +7,7 @@ import torch
 from guava_nb.protocol.messages import Cell
 from guava_nb.spec.cells import build_module, resolve
 from guava_nb.spec.changed_code import CodeHere
-from guava_nb.spec.own_facts import facts_of
+from guava_nb.spec.own_facts import HASH, facts_of
 
 CONFIG = """
 import os, time, torch
@@ -69,6 +69,14 @@ def test_what_is_drawn_at_import_is_told(names, tmp_path):
     told = here.begins_otherwise(theirs)
     assert "own_config.rate is Tensor" in told and "own_config.teacher is Linear with digest" in told
     assert "drawn at random then, or read from the machine" in told
+
+
+def test_hashes_of_texts_are_told_with_a_hash_that_is_alike_everywhere(names, tmp_path):
+    (tmp_path / "own_program.py").write_text("def step(m, b): return m(b) * (hash('w') % 50)")
+    here = CodeHere(roots(names), names, ())
+    assert here.begins_otherwise(facts(names)) == ""
+    told = here.begins_otherwise(facts(names) | {HASH: "1"})  # as another process has it
+    assert "zlib.crc32(text.encode())" in told and "PYTHONHASHSEED=0" in told and "drawn at random" not in told
 
 
 def test_equal_code_asks_no_process(names, monkeypatch):

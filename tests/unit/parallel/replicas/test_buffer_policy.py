@@ -21,7 +21,7 @@ from guava_nb.parallel.replicas.buffer_policy import (
 
 
 def merged(
-    changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x", counted: set[str] | None = None
+    changes: list[Any], rows: list[int], policy: str = "auto", name: str = "x", counted: dict[str, bool] | None = None
 ) -> tuple[list[float], bool]:
     """What becomes of changes, and whether a person is told."""
     tensors = [torch.tensor(change) for change in changes]
@@ -30,7 +30,7 @@ def merged(
     ]
     alike = all(torch.equal(tensors[0], one) for one in tensors)
     way, is_told = way_of(
-        name, policy, not tensors[0].is_floating_point(), alike, facts, rows, set() if counted is None else counted
+        name, policy, not tensors[0].is_floating_point(), alike, facts, rows, {} if counted is None else counted
     )
     wide = [change.double() for change in tensors]
     return combined(way, wide, rows).tolist(), is_told
@@ -62,10 +62,19 @@ def test_what_becomes_of_changes(changes: list[Any], rows: list[int], becomes: l
 @pytest.mark.parametrize(("before", "is_told"), [([[4], [4]], True), ([[1], [1]], False), ([[-12], [-12]], False)])
 def test_a_count_of_samples_that_goes_back_is_told(before: list[Any], is_told: bool) -> None:
     """As `ptr = (ptr + n) % 16` does on two workers at once; a counter of steps may go round, since each has it right."""
-    counted = set[str]()
+    counted: dict[str, bool] = {}
     merged(before, [4, 4], counted=counted)
     assert merged([[-12], [-12]], [4, 4], counted=counted) == ([-12.0], is_told)
     assert merged([[1], [1]], [4, 4], counted=counted) == ([1.0], False)
+
+
+def test_what_steps_told_of_a_count_decides_where_a_smaller_batch_fits_both() -> None:
+    steps: dict[str, bool] = {}
+    assert merged([[2], [2], [2]], [3, 3, 2], counted=steps) == ([2.0], False)
+    assert merged([[2], [2], [2]], [2, 2, 2], counted=steps) == ([2.0], False)  # two a step, not the samples
+    samples: dict[str, bool] = {}
+    assert merged([[4], [4]], [4, 4], counted=samples) == ([8.0], False)
+    assert merged([[1], [1]], [1, 1], counted=samples) == ([2.0], False)  # the samples, not a step
 
 
 def test_statistics_of_norms_are_averaged_and_their_batches_counted_once() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guava_nb.errors import TrainingError
-from guava_nb.replica.model.parameter_watch import ParameterWatch
+from guava_nb.replica.model.parameter_watch import GradientSwitches, ParameterWatch
 
 
 def net() -> Any:
@@ -30,14 +30,13 @@ def _remove(model: Any) -> None:
     ("change", "says"),
     [(_add, r"'3\.weight' was added"), (_replace, r"'0\.weight' was replaced"), (_remove, r"'0\.bias' was removed")],
 )
-@pytest.mark.parametrize("exchanged", [False, True])
-def test_other_parameters_are_refused_whoever_trains(change: Any, says: str, exchanged: bool) -> None:
+def test_other_parameters_are_refused_whoever_trains(change: Any, says: str) -> None:
     model = net()
     watch = ParameterWatch(model)
-    watch.check(exchanged)
+    watch.check()
     change(model)
     with pytest.raises(TrainingError, match=says):
-        watch.check(exchanged)
+        watch.check()
 
 
 def test_parts_without_parameters_may_be_swapped_and_values_changed() -> None:
@@ -45,17 +44,41 @@ def test_parts_without_parameters_may_be_swapped_and_values_changed() -> None:
     watch = ParameterWatch(model)
     model[1] = nn.Tanh()
     model[0].weight.data = torch.ones(2, 2)
-    watch.check(True)
+    watch.check()
     model.append(nn.Tanh())
-    watch.check(True)
+    watch.check()
+    switches = GradientSwitches(dict(model.named_parameters()))
     model[0].requires_grad_(False)  # has no gradient from now on, as in a plain loop
-    watch.check(True)
+    assert switches.frozen() == ("0.weight", "0.bias")
 
 
 def test_gradients_that_begin_later_are_refused_where_they_are_exchanged() -> None:
     model = net()
-    watch = ParameterWatch(model)
+    switches = GradientSwitches(dict(model.named_parameters()))
     model[2].bias.requires_grad_(True)
-    watch.check(False)
     with pytest.raises(TrainingError, match=r"'2\.bias' began to take a gradient during the run"):
-        watch.check(True)
+        switches.frozen()
+
+
+@pytest.mark.parametrize("had_samples", [False, True])
+def test_switches_of_others_are_taken_over_where_the_step_had_no_samples(had_samples: bool) -> None:
+    model = net()
+    switches = GradientSwitches(dict(model.named_parameters()))
+    if had_samples:
+        switches.frozen()
+    switches.end_step(("0.weight",))
+    assert model[0].weight.requires_grad is had_samples and model[0].bias.requires_grad
+    assert not model[2].weight.requires_grad  # took none from the beginning
+    switches.end_step(None)  # nobody told
+    assert model[0].weight.requires_grad is had_samples
+    switches.end_step(())
+    assert model[0].weight.requires_grad
+
+
+def test_a_shard_that_does_not_count_is_no_own_one() -> None:
+    model = net()
+    switches = GradientSwitches(dict(model.named_parameters()))
+    switches.frozen()
+    switches.forget()
+    switches.end_step(("0.weight",))
+    assert not model[0].weight.requires_grad
