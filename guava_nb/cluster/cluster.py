@@ -102,10 +102,7 @@ class Cluster:
         self.roster = Roster()
         self.relay = Relay()
         self.findings = Findings()
-        self.caches = WorkerCaches()
-        self.energy = EnergyBook()
-        self.bounds = PayloadBounds()
-        self.vitals = VitalsBook()
+        self.caches, self.energy, self.bounds, self.vitals = WorkerCaches(), EnergyBook(), PayloadBounds(), VitalsBook()
         self.output = output
         self.notice = on_run_notice or on_notice
         self.tell, self._record = on_notice, record

@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.code_on_workers import CodeOnWorkers
 from guava_nb.cluster.dialled_workers import DialledWorkers
 from guava_nb.cluster.diary import Diary
 from guava_nb.cluster.notices import Notices
 from guava_nb.cluster.session_file import SavedSession, SessionFile
 from guava_nb.cluster.session_status import StatusWriter
+from guava_nb.cluster.user_code.code_on_workers import CodeOnWorkers
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError, ConfigError

@@ -108,7 +108,7 @@ class TrainingJob(Job):
         self._stop_after, self._stop_deadline = 0, 0.0  # the step and the time after which an interrupt ends the run
         self.on_end: Callable[[], None] = lambda: None
         self.on_slow = lambda rank: window.adopt()
-        self._lost_in_callback: NobodyLeft | GroupLost | Handover | None = None
+        self._lost_in_callback: list[Exception] = []
         self._in_epoch = False  # only there a hand-over unwinds: elsewhere the state is on its way here anyway
         self._thread = threading.Thread(target=self._main, name="guava-training", daemon=True)
 
@@ -173,15 +173,14 @@ class TrainingJob(Job):
     def with_state(self, call: Callable[[], None]) -> None:
         """Call something when the master has the state of the last committed step; from any thread.
 
-        In a callback that is the state of the step, or the moment, it was called for: no other step is committed meanwhile.
-        Other threads get that of the next boundary, and wait for it.
+        In a callback that is the state of what it was called for; other threads get that of the next boundary, and wait for it.
         """
         if self.is_current():
             try:
                 with self.setting_aside(Ready, GradientBucket):
                     self._boundary.call_with_state(call)
             except (NobodyLeft, GroupLost, Handover) as lost:  # no business of the callback, which goes on
-                self._lost_in_callback = lost
+                self._lost_in_callback = [lost]
                 self._boundary.call_at(self.replica_set.step, call)
         else:
             self.at_boundary(lambda: self._boundary.call_with_state(call)).result(self.plan.rejoin_timeout_s)
@@ -348,9 +347,8 @@ class TrainingJob(Job):
                 self._stop_once(f"{who} asked to stop")
         if hook == "on_epoch":
             self._handed_out.look("Code of this process")
-        lost, self._lost_in_callback = self._lost_in_callback, None
-        if lost is not None:
-            raise lost
+        if self._lost_in_callback:
+            raise self._lost_in_callback.pop()
 
     # ------------------------------------------------------------------------------------------------------------- the end
 

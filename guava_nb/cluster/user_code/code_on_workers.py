@@ -10,7 +10,7 @@ from typing import Any
 
 from guava_nb import errors
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.cluster.code_job import Answer, CodeJob, OnOutput
+from guava_nb.cluster.user_code.code_job import Answer, CodeJob, OnOutput
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, ConfigError, GuavaError, RemoteError, RemoteProtocolError, WorkerLost
 from guava_nb.protocol.messages import CodeRan, InstallPackages, Message, PlaceFiles, RunCode

@@ -1,0 +1,1 @@
+"""The code of the user that workers run between runs: cells, values, packages and files."""
