@@ -270,7 +270,9 @@ def test_running_any_cell_again_is_safe(kernels: tuple[Kernel, Kernel]) -> None:
     code, _ = open_session(laptop, "--workers 1")
     try:
         assert open_session(laptop, "--workers 1")[0] == code
-        assert "did not change" in laptop.run("%guava_up --workers 3")
+        assert "--host did not change" in laptop.run("%guava_up --host 127.0.0.2")
+        assert "The next run waits for 3 workers, before for 1" in laptop.run("%guava_up --workers 3")
+        assert "The next run waits for 1 worker, before for 3" in laptop.run("%guava_up --workers 1")
         waiting = laptop.start(f"{TRAIN} --loss slow_loss")
         laptop.wait_for("no variable|Waiting up to .* for workers: 0 of 1")
         laptop.interrupt()
