@@ -25,7 +25,7 @@ class VitalsBook:
 
     def take(self, rank: int, vitals: Vitals, now: float) -> str:
         """Take a report, on a monotonic clock; returns what a person should hear of it, "" for nothing new."""
-        if not all(map(is_valid, (vitals.quiet_s, vitals.stuck_s, vitals.busy_cores))):
+        if not all(map(is_valid, (vitals.quiet_s, vitals.stuck_s, vitals.busy_cores, vitals.keeps_s))):
             return ""
         self._newest[rank] = now, vitals
         since, told = self._told.get(rank, (now - vitals.quiet_s, ""))
@@ -36,7 +36,7 @@ class VitalsBook:
         if vitals.quiet_s < TELL_S or sentence == told:
             return ""
         self._told[rank] = since, sentence
-        return f"has said nothing for {vitals.quiet_s:.0f} s: {sentence}. It keeps its seat while that lasts"
+        return f"has said nothing for {vitals.quiet_s:.0f} s: {sentence}. It keeps its seat for {vitals.keeps_s:.0f} s more"
 
     def text(self, rank: int, now: float) -> str:
         """Return what a worker's process does, seen from outside; "" when nothing is known of the present."""

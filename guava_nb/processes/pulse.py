@@ -26,6 +26,9 @@ __all__ = ["Pulse", "PulseWatch"]
 _LOOK_S = 1.0
 #: A worker whose state and step do not change for so long is looked at too: a long step and a deadlock look alike from within.
 _STUCK_S = 10.0
+#: A silence is spoken for so many times, 20 x `silence_s` in all: a group waits for a member that stands still, and no wait is
+#: without an end. A worker that is given up after that joins again by itself when it goes on.
+_MOST_TOLD = 60
 _STATES_OF_WORK = frozenset({"preparing", "working", "validating"})
 
 
@@ -33,7 +36,7 @@ class Pulse:
     """When to tell what of one worker. Pure: told the time, and what was heard and seen.
 
     Args:
-        every_s: it is told after so many seconds of silence, and again after each.
+        every_s: it is told after so many seconds of silence, and again after each, at most `_MOST_TOLD` times.
     """
 
     def __init__(self, every_s: float, now: float) -> None:
@@ -77,10 +80,15 @@ class Pulse:
         is_stopped, cpu_s = seen() or (False, None)
         before, self._cpu_s = self._cpu_s, cpu_s
         busy = None if before is None or cpu_s is None or since_s <= 0 else max(0.0, cpu_s - before) / since_s
-        if not (is_quiet or is_stuck) or now - self._told_at < (self._every_s if is_quiet else _STUCK_S):
+        if (
+            quiet_s > _MOST_TOLD * self._every_s
+            or not (is_quiet or is_stuck)
+            or now - self._told_at < (self._every_s if is_quiet else _STUCK_S)
+        ):
             return None
         self._told_at, self._is_missed = now, is_quiet
-        return Vitals(pid, quiet_s if is_quiet else 0.0, stuck_s, is_stopped, busy)
+        keeps_s = max(0.0, _MOST_TOLD * self._every_s - quiet_s) if is_quiet else 0.0
+        return Vitals(pid, quiet_s if is_quiet else 0.0, stuck_s, is_stopped, busy, keeps_s)
 
 
 def _seen(pid: int) -> tuple[bool, float] | None:

@@ -81,6 +81,7 @@ class Vitals(Message, frozen=True):
         stuck_s: for so long neither its state nor its step changed.
         is_stopped: it gets no processor, by a signal, a debugger or a frozen container.
         busy_cores: processor seconds that it took per second, lately; None: not measured.
+        keeps_s: for so long the sender will go on to speak for a worker that does not.
     """
 
     NUMBER: ClassVar[int] = 52
@@ -90,6 +91,7 @@ class Vitals(Message, frozen=True):
     stuck_s: float
     is_stopped: bool
     busy_cores: float | None = None
+    keeps_s: float = 0.0
 
 
 class BoardEnergy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

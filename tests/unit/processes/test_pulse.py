@@ -46,6 +46,17 @@ def test_a_silent_worker_is_told_of_as_often_as_asked_and_its_return_once() -> N
     assert back.quiet_s == 0
 
 
+def test_a_silence_is_spoken_for_for_a_limited_time_and_anew_after_each_return() -> None:
+    worker = Watched()
+    for _ in range(2):
+        told = worker.run(400, talks=False)
+        assert [v.quiet_s for v in told] == list(range(5, 301, 5)) and [v.keeps_s for v in told] == list(
+            range(295, -1, -5)
+        )
+        [back] = worker.run(3)
+        assert back.quiet_s == 0
+
+
 def test_stopped_and_standing_still_are_seen() -> None:
     worker = Watched()
     worker.stopped = True
