@@ -80,11 +80,9 @@ class Pulse:
         is_stopped, cpu_s = seen() or (False, None)
         before, self._cpu_s = self._cpu_s, cpu_s
         busy = None if before is None or cpu_s is None or since_s <= 0 else max(0.0, cpu_s - before) / since_s
-        if (
-            quiet_s > _MOST_TOLD * self._every_s
-            or not (is_quiet or is_stuck)
-            or now - self._told_at < (self._every_s if is_quiet else _STUCK_S)
-        ):
+        is_due = now - self._told_at >= (self._every_s if is_quiet else _STUCK_S)
+        may_tell = quiet_s <= _MOST_TOLD * self._every_s if is_quiet else is_stuck and before is not None
+        if not (is_due and may_tell):
             return None
         self._told_at, self._is_missed = now, is_quiet
         keeps_s = max(0.0, _MOST_TOLD * self._every_s - quiet_s) if is_quiet else 0.0

@@ -131,7 +131,7 @@ def senseless(mode: str, phase: str, fault: str) -> str:
 
 def expected(mode: str, phase: str, fault: str) -> Expected:
     """Return the outcome that was written down for a cell."""
-    if phase == "prediction" and fault in ENDS and not MODES[mode].elastic:
+    if phase == "prediction" and fault in (*ENDS, STOPS[1]) and not MODES[mode].elastic:
         return Expected("needs")  # a pass does not wait for workers: so many are needed, so many are here
     if phase == "prediction" and fault in ENDS and mode == "lone":
         return Expected("was lost")

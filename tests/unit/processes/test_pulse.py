@@ -62,12 +62,12 @@ def test_stopped_and_standing_still_are_seen() -> None:
     worker.stopped = True
     assert all(v.is_stopped for v in worker.run(20, talks=False))
     worker.stopped = False
-    assert [(v.is_stopped, v.busy_cores) for v in worker.run(9, talks=False)] == [(False, 0.0)] * 2
+    assert [(v.is_stopped, v.busy_cores) for v in worker.run(10, talks=False)] == [(False, 0.0)] * 2
 
 
 def test_a_worker_long_at_one_step_is_told_of_though_it_talks() -> None:
     worker = Watched()
-    told = worker.run(41, cores=2.0)
+    told = worker.run(42, cores=2.0)
     assert len(told) == 4 and all(v.quiet_s == 0 and v.busy_cores == 2.0 and v.stuck_s >= 10 for v in told)
 
 
