@@ -19,6 +19,7 @@ import psutil
 
 from guava_nb.cluster.session_file import state_folder
 from guava_nb.status import Status
+from guava_nb.tunnels.records import began_at, runs
 
 __all__ = ["ShownStatus", "StatusWriter", "newest_status"]
 
@@ -30,7 +31,7 @@ class ShownStatus(msgspec.Struct, frozen=True):
     """A status as it was written.
 
     Attributes:
-        pid, began: number and start of the process that wrote it, by the system's clock.
+        pid, began: number and start of the process that wrote it, as `began_at` gives it.
         at: when, in seconds since 1970.
     """
 
@@ -49,10 +50,7 @@ class ShownStatus(msgspec.Struct, frozen=True):
     @property
     def lives(self) -> bool:
         """Whether the process that wrote it is still there; another one may have its number."""
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.began) < 2.0 and process.status() != psutil.STATUS_ZOMBIE
-        return False
+        return runs(self.pid, self.began)
 
 
 class StatusWriter:
@@ -61,7 +59,7 @@ class StatusWriter:
     def __init__(self, session: Path, status: Callable[[], Status | None]) -> None:
         """Begin to write beside a session's file."""
         self._path, self._status = session.with_suffix(_SUFFIX), status
-        self._began = psutil.Process().create_time()
+        self._began = began_at(psutil.Process())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="guava-status", daemon=True)
         self._thread.start()

@@ -8,6 +8,7 @@ objects; runs nothing.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import dis
@@ -58,6 +59,9 @@ _CODE = "#"  # before the version of Python and the hash of a function's code
 #: The place of what Python's hash() gives for a text.
 HASH = "hash('text')"
 _SET = "~"  # before the place of a global that reachable code sets itself
+#: Instructions that a call has or has not, by what the compiler knows of the callee; and names of one thing.
+_OF_A_CALL = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "RESUME"})
+_ALIKE = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL", "CALL_FUNCTION": "CALL"}
 #: Numbers of a tensor that are compared, and shown.
 _MOST_NUMBERS, _MOST_SHOWN = 1 << 16, 6
 _MOST_OF_MODULE = 1 << 10  # of each of its tensors
@@ -370,11 +374,25 @@ def _text(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _hash(code: types.CodeType) -> str:
-    consts = [_hash(one) if isinstance(one, types.CodeType) else _const(one) for one in code.co_consts]
-    return hashlib.blake2b(repr((code.co_code, code.co_names, consts)).encode(), digest_size=8).hexdigest()
+    """Hash what a function does, however it was compiled.
+
+    A call `module.function()` has other instructions where the import stands in the same unit: Python 3.11 and 3.12 look for it.
+    A notebook compiles statement by statement, a module and a shared cell at a worker are compiled whole.
+    """
+    steps = [one for one in dis.get_instructions(code) if one.opname not in _OF_A_CALL]
+    places = [one.offset for one in steps]
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    done = [
+        (_ALIKE.get(one.opname, one.opname),
+         str(bisect.bisect_left(places, one.argval)) if one.opcode in jumps else _const(one.argval))
+        for one in steps
+    ]  # fmt: skip
+    return hashlib.blake2b(repr(done).encode(), digest_size=8).hexdigest()
 
 
 def _const(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _hash(value)
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 

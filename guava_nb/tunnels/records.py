@@ -23,10 +23,10 @@ import psutil
 
 from guava_nb.errors import ConfigError
 
-__all__ = ["Record", "end_orphans", "end_process", "open_record", "private_folder", "remember"]
+__all__ = ["Record", "began_at", "end_orphans", "end_process", "open_record", "private_folder", "remember", "runs"]
 
-#: Seconds by which the start of one process may seem to move: the clock it is told by can be set.
-_CLOCK_S = 2.0
+#: Seconds by which the start of one process may seem to move, as the system gives it in whole seconds.
+_ROUNDED_S = 2.0
 #: Seconds between asking a program to end and ending it.
 GRACE_S = 3.0
 
@@ -40,9 +40,9 @@ class Record:
         nonce: tells this start from every other one.
         host: the machine; several may share a folder.
         owner: process that started it.
-        owner_started: when that one started, in seconds since 1970.
+        owner_started: when that one started, in seconds since the machine did.
         pid: of the program; 0 as long as it is only about to be started.
-        started: when it started, in seconds since 1970.
+        started: when it started, in seconds since the machine did.
         arguments: of the program, without its own name.
     """
 
@@ -68,7 +68,7 @@ class Record:
         """Put the program's process on file; nothing when it has ended already."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            self.started, self.arguments = process.create_time(), tuple(process.cmdline()[1:])
+            self.started, self.arguments = began_at(process), tuple(process.cmdline()[1:])
             self.pid = pid
             self.save()
 
@@ -90,13 +90,13 @@ class Record:
 
     def is_left_over(self) -> bool:
         """Whether who started it is gone. Another machine's records are not ours to judge."""
-        return self.host == socket.gethostname() and not _runs(self.owner, self.owner_started)
+        return self.host == socket.gethostname() and not runs(self.owner, self.owner_started)
 
     def process(self) -> psutil.Process | None:
         """The program, if it still runs and is the very one that was started."""
         if not self.pid:
             return self._unnoted()
-        if not _runs(self.pid, self.started):
+        if not runs(self.pid, self.started):
             return None
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
@@ -114,7 +114,7 @@ class Record:
 def open_record(kind: str) -> Record:
     """Note that a program is about to be started, and make its folder; `hold` follows when it runs."""
     me = psutil.Process()
-    record = Record(kind, secrets.token_hex(8), socket.gethostname(), me.pid, me.create_time())
+    record = Record(kind, secrets.token_hex(8), socket.gethostname(), me.pid, began_at(me))
     record.folder.mkdir(mode=0o700)
     record.save()
     return record
@@ -194,11 +194,16 @@ def _read(path: Path) -> Record | None:
     return record if record._file == path else None
 
 
-def _runs(pid: int, started: float) -> bool:
-    """Whether that very process runs: numbers are given again."""
+def began_at(process: psutil.Process) -> float:
+    """Return when a process began, in seconds since the machine did: a clock that is set moves neither."""
+    return float(process.create_time() - psutil.boot_time())
+
+
+def runs(pid: int, started: float) -> bool:
+    """Whether that very process runs, which began at `started` as `began_at` gives it: numbers are given again."""
     try:
         process = psutil.Process(pid)
-        return abs(process.create_time() - started) < _CLOCK_S and process.status() != psutil.STATUS_ZOMBIE
+        return abs(began_at(process) - started) < _ROUNDED_S and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OverflowError, ValueError):  # gone, or the number of no process
         return False
 

@@ -199,8 +199,8 @@ def start(code, device, name):
     return thing
 magics.session.worker._start = start
 os.environ['GUAVA_UI'] = {ui!r}
-from fake_session import SECRET_CODE
-os.environ['GUAVA_JOIN_CODE'] = SECRET_CODE
+from fake_session import OTHER_CODE
+os.environ['GUAVA_JOIN_CODE'] = OTHER_CODE
 """
     assert kernel.run(cell).ended == "ok"
     shown = kernel.run("%guava_worker")

@@ -20,6 +20,8 @@ from guava_nb.status import OwnFigures, RunStatus, Status, WorkerStatus
 from tests.support.energy import record
 
 SECRET_CODE = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"secret of 16 b..").encode()
+#: Of a session in another notebook.
+OTHER_CODE = JoinCode.new("127.0.0.1", 4343, b"g" * 16, b"secret of others").encode()
 
 
 @dataclass

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from guava_nb.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError, VersionMismatch
-from guava_nb.protocol.framing import CHUNK_BYTES, HEADER_BYTES, Decoder, Limits, OutgoingMessage
+from guava_nb.protocol.framing import CHUNK_BYTES, HEADER_BYTES, WIRE_VERSION, Decoder, Limits, OutgoingMessage
 from guava_nb.protocol.messages import (
     Ack,
     Attach,
@@ -39,7 +39,9 @@ def wire(outgoing: OutgoingMessage) -> bytes:
     return b"".join(bytes(part) for frame in outgoing.frames() for part in frame)
 
 
-def frame(kind=35, channel=1, sequence=1, record=b"", chunk=0, payload=0, version=3, magic=b"GVNB", flags=0) -> bytes:
+def frame(
+    kind=35, channel=1, sequence=1, record=b"", chunk=0, payload=0, version=WIRE_VERSION, magic=b"GVNB", flags=0
+) -> bytes:
     return LAYOUT.pack(magic, version, kind, channel, flags, sequence, len(record), chunk, payload) + record
 
 
@@ -185,7 +187,7 @@ RECORD = wire(OutgoingMessage(EndRun("r"), Channel.CONTROL, 1))[HEADER_BYTES:]
         (frame(record=b"\x91\x05"), RemoteProtocolError, "cannot be read"),
         (frame(record=b"\x91\xa2\xff\xff"), RemoteProtocolError, "cannot be read"),
         (frame(record=RECORD + b"\x00"), RemoteProtocolError, "cannot be read"),
-        (LAYOUT.pack(b"GVNB", 3, 35, 1, 0, 1, 0xFFFFFFFF, 0, 0), FrameTooLarge, "record of 4294967295"),
+        (LAYOUT.pack(b"GVNB", WIRE_VERSION, 35, 1, 0, 1, 0xFFFFFFFF, 0, 0), FrameTooLarge, "record of 4294967295"),
     ],
 )
 def test_violations_are_recorded_not_raised(data, kind, words):

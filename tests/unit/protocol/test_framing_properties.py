@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guava_nb.errors import FrameTooLarge, RemoteProtocolError
-from guava_nb.protocol.framing import Decoder, Limits, OutgoingMessage
+from guava_nb.protocol.framing import WIRE_VERSION, Decoder, Limits, OutgoingMessage
 from guava_nb.protocol.messages import (
     KIND_OF,
     MESSAGE_KINDS,
@@ -108,7 +108,9 @@ def test_any_bytes(stream, sizes):
     st.lists(
         st.builds(
             lambda kind, channel, sequence, record, chunk, payload, rest: (
-                LAYOUT.pack(b"GVNB", 3, kind, channel, 0, sequence, len(record), chunk, payload) + record + rest
+                LAYOUT.pack(b"GVNB", WIRE_VERSION, kind, channel, 0, sequence, len(record), chunk, payload)
+                + record
+                + rest
             ),
             st.sampled_from([0, *MESSAGE_KINDS, 99]),
             st.integers(0, 8),
@@ -155,12 +157,12 @@ def test_any_bytes_as_a_record(record):
     for kind in MESSAGE_KINDS:
         sequence = 0 if kind < 16 else 1
         decoder = Decoder()
-        arrived = decoder.receive(LAYOUT.pack(b"GVNB", 3, kind, 1, 0, sequence, len(record), 0, 0) + record)
+        arrived = decoder.receive(LAYOUT.pack(b"GVNB", WIRE_VERSION, kind, 1, 0, sequence, len(record), 0, 0) + record)
         assert bool(arrived) != (decoder.error is not None)
 
 
 def framed(kind: int, record: bytes) -> bytes:
-    return LAYOUT.pack(b"GVNB", 3, kind, 1, 0, 1, len(record), 0, 0) + record
+    return LAYOUT.pack(b"GVNB", WIRE_VERSION, kind, 1, 0, 1, len(record), 0, 0) + record
 
 
 @pytest.mark.parametrize("nesting", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
@@ -180,7 +182,9 @@ def test_a_giant_length_costs_nothing(length):
             run_id="r", generation=0, step=0, shard=0, bucket=0, present=b"", tensor=FlatTensor("uint8", 0)
         )
         record = next(OutgoingMessage(message, Channel.GRADIENT, 1).frames())[0][32:]
-        decoder.receive(LAYOUT.pack(b"GVNB", 3, KIND_OF[GradientBucket], 4, 0, 1, len(record), 1, length) + record)
+        decoder.receive(
+            LAYOUT.pack(b"GVNB", WIRE_VERSION, KIND_OF[GradientBucket], 4, 0, 1, len(record), 1, length) + record
+        )
         assert isinstance(decoder.error, FrameTooLarge)
         for _ in range(200):
             decoder.receive(b"\xff" * 65536)

@@ -1,4 +1,6 @@
+import ast
 import functools
+import sys
 import types
 
 import pytest
@@ -164,3 +166,47 @@ def test_the_same_class_or_function_is_told_from_another_of_its_name():
 
 def test_installed_code_has_no_facts():
     assert facts_of({"model": torch.nn.Linear, "criterion": functional.cross_entropy, "step": None}) == {}
+
+
+CELLS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def block(width, deep=False):
+    "A docstring."
+    layers = [nn.Linear(width, width) for _ in range(3 if deep else 1)]
+    if deep and width not in {1, 2, 3}:
+        layers.insert(0, nn.LayerNorm(width))
+    while len(layers) > 6:
+        layers.pop()
+    return nn.Sequential(*layers, nn.ReLU(inplace=True))
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = block(8, deep=True)
+    def forward(self, x):
+        try:
+            return F.normalize(self.blocks(x).sum(dim=torch.zeros(()).long().item()), dim=0)
+        except ValueError:
+            return [one for one in x if torch.isfinite(one)]
+"""
+
+
+def test_a_cell_that_a_notebook_runs_statement_by_statement_is_the_code_of_a_module():
+    # The compiler writes `nn.Linear(...)` in another way where it has seen the import of `nn`.
+    whole, parts = types.ModuleType("guava_shared"), types.ModuleType("guava_shared")
+    sys.modules["guava_shared"] = whole
+    exec(compile(CELLS, "<whole>", "exec"), whole.__dict__)
+    for one in ast.parse(CELLS).body:
+        exec(compile(ast.Module([one], []), "<part>", "exec"), parts.__dict__)
+    ours, theirs = facts_of({"model": whole.Whole}), facts_of({"model": parts.Whole})
+    assert "block" in ours and "Whole.forward" in ours
+    assert unlike(ours, theirs) == []
+    exec(CELLS.replace("width not in {1, 2, 3}", "width not in {1, 2, 4}"), parts.__dict__)
+    assert unlike(ours, facts_of({"model": parts.Whole})) == ["block"]
+    exec(CELLS.replace("insert(0", "insert(1"), parts.__dict__)
+    assert unlike(ours, facts_of({"model": parts.Whole})) == ["block"]
+    exec(CELLS.replace("while len(layers) > 6", "while len(layers) < 6"), parts.__dict__)
+    assert unlike(ours, facts_of({"model": parts.Whole})) == ["block"]

@@ -16,7 +16,7 @@ import pytest
 
 from guava_nb.errors import ConfigError
 from guava_nb.tunnels import records
-from guava_nb.tunnels.records import end_orphans, open_record, private_folder, remember
+from guava_nb.tunnels.records import began_at, end_orphans, open_record, private_folder, remember, runs
 
 OWNER = """
 import os, subprocess, sys
@@ -167,3 +167,12 @@ def test_a_record_with_a_wrong_type_is_passed_over(folder: Path, field: str, val
     held = json.loads(record._file.read_text())
     record._file.write_text(json.dumps({**held, "owner": 2**30, "owner_started": 1.0, field: value}))
     assert records.end_orphans("ngrok") == 0
+
+
+def test_a_clock_that_is_set_makes_no_process_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = psutil.Process()
+    started = began_at(me)
+    shift_s, create_time, boot_time = 3600.0, psutil.Process.create_time, psutil.boot_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + shift_s)
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot_time() + shift_s)
+    assert runs(me.pid, started) and not runs(me.pid, started + 10)

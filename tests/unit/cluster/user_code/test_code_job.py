@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from guava_nb.cluster import code_job
+from guava_nb.cluster.user_code import code_job
 from guava_nb.cluster.user_code.code_job import Answer, CodeJob
 from guava_nb.protocol.messages import CodeRan, InterruptCode, Message, RunCode, Tree
 from tests.support.direct import DirectCluster, DirectWorker

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from guava_nb.cluster import code_on_workers
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.job import Job
+from guava_nb.cluster.user_code import code_on_workers
 from guava_nb.cluster.user_code.code_on_workers import CodeOnWorkers
 from guava_nb.errors import ClusterError, ConfigError, RemoteError, SourceError, WorkerLost
 from guava_nb.protocol.messages import CodeRan, CodeValues, InterruptCode, Message, RunCode
