@@ -124,7 +124,7 @@ PROGRAMS = [
     Program(name="noise on weights", model=noisy, data=classified, criterion=CE, modes=("data", "relay", "zero 1", "site"),
             refused={"*": "draws its own random numbers", **THROWN_AWAY}),
     Program(name="embedding with max_norm", model=Words, data=texts, criterion=CE, optimizer_args=SGD,
-            refused={"data": BY_SAMPLES, "relay": BY_SAMPLES, "zero 1": BY_SAMPLES, **THROWN_AWAY,
+            refused={**THROWN_AWAY, **dict.fromkeys(("data", "relay", "site", "zero 1"), BY_SAMPLES),
                      "pipeline": "runs it for each micro-batch"}),
     Program(name="moved and put back", model=plain_layers, data=classified, step=adversarial_step,
             refused={"zero 3": "which is thrown away", "tensor": "is read outside its layer"}),
