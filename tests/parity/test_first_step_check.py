@@ -255,6 +255,25 @@ def test_parts_that_travel_whole_are_named(cluster: Cluster) -> None:
     assert run.check is not None and run.check["causes"] == ["coupled"]
 
 
+def listed(samples: list[Any]) -> Any:
+    return torch.stack([image for image, _ in samples]), [{"boxes": one} for _, one in samples]
+
+
+def detect_listed(model: nn.Module, batch: Any) -> Tensor:
+    images, targets = batch
+    found = [
+        (model(image[None])[0] - target["boxes"]).square().sum() for image, target in zip(images, targets, strict=True)
+    ]
+    return torch.stack(found).sum() / sum(len(target["boxes"]) for target in targets)
+
+
+def test_a_list_with_one_entry_for_each_sample_is_not_called_whole(cluster: Cluster) -> None:
+    run_spec = spec(model=Factory(f"{__name__}:Planted"), step=Factory(f"{__name__}:detect_listed"), criterion=None)
+    with pytest.warns(UserWarning, match="The loss couples|wrong weights") as told:
+        Session(cluster).run(run_spec, DataLoader(Boxes(), 8, collate_fn=listed))
+    assert not any("every worker whole" in str(one.message) for one in told)
+
+
 def test_few_samples_are_sent_and_the_whole_batch_decides(cluster: Cluster) -> None:
     session = Session(cluster)
     found = session.check(rows=64).result().check

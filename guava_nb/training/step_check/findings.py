@@ -333,9 +333,14 @@ def _whole_parts(question: Question) -> str:
     rows = question.batch.rows
     if question.batch.source or rows < 2:
         return ""
-    piece = question.splitter.split(question.content, [(0, 1)], rows)[0]
-    pairs = zip(leaves(question.content), leaves(piece), strict=False)
-    shapes = [f"{[*a.shape]}" for a, b in pairs if a.ndim and a.shape == b.shape]
+    # A part that is not cut is the same memory in both pieces; the entries of a list are of two samples.
+    first, second = question.splitter.split(question.content, [(0, 1), (1, 2)], rows)
+    pairs = zip(leaves(first), leaves(second), strict=False)
+    shapes = [
+        f"{[*a.shape]}"
+        for a, b in pairs
+        if a.ndim and a.numel() and a.shape == b.shape and a.data_ptr() == b.data_ptr()
+    ]
     return f" (parts of shape {', '.join(shapes[:3])} go to every worker whole)" if shapes else ""
 
 
