@@ -29,7 +29,7 @@ from guava_nb.protocol.messages import (
 )
 from guava_nb.replica.replica import Replica
 from guava_nb.row_cache.writer import RowWriter
-from guava_nb.sync.parameter_hashes import missed_change, unlike_change, unlike_switches
+from guava_nb.sync.parameter_hashes import missed_change, trained_again, unlike_change, unlike_switches
 from guava_nb.sync.send_credit import SendCredit
 from guava_nb.sync.step_in_flight import PlannedShards, StepHead, StepInFlight
 from guava_nb.sync.step_machine import Decided, Halt, Instruction, StepMachine, has_finite_loss
@@ -96,6 +96,7 @@ class StepExchange(ABC, Generic[_Replicas]):
         self._on_commit, self._on_applied = on_commit, on_applied
         self._unlike: set[str] = set()  # buffers of which a person was told
         self._computed: set[int] = set()  # who has worked on a shard
+        self._switches: dict[str, tuple[int, frozenset[str]]] = {}  # by stage: generation, parameters without gradients
         self._writer = replicas.writer
         self._writer.on_shard_wanted = self._send_again
         replicas.count_ahead = self._count_ahead
@@ -266,6 +267,10 @@ class StepExchange(ABC, Generic[_Replicas]):
         if differing := sorted(frozen ^ theirs):
             name, one, two = self._job.cluster.name, *((rank, other) if differing[0] in frozen else (other, rank))
             raise TrainingError(unlike_switches(differing[0], in_flight.machine.step, name(one), name(two)))
+        before, generation = self._switches.get(stage), in_flight.machine.generation
+        if before is not None and before[0] != generation and (again := sorted(before[1] - frozen)):
+            self._job.cluster.notice(trained_again(again, in_flight.machine.step))
+        self._switches[stage] = generation, frozen
 
     def _parameter(self, change: ParameterChange | None) -> str:
         known = {name for bucket in self._replicas.master.layout.buckets for name in bucket.names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from guava_nb.errors import TrainingError
@@ -15,6 +15,7 @@ __all__ = [
     "ParameterHashes",
     "check_equal",
     "missed_change",
+    "trained_again",
     "unlike_change",
     "unlike_switches",
 ]
@@ -116,6 +117,16 @@ def unlike_switches(name: str, step: int, frozen_at: str, trained_at: str) -> st
         f"with them on {trained_at}. It goes by the samples that a worker has, by a count of its own forwards, or "
         f"{trained_at} built the model after the switch. The step counts nowhere. Switch by what is alike on all workers, such "
         "as a buffer that counts steps (register_buffer), or between two runs; or train with one worker"
+    )
+
+
+def trained_again(names: Sequence[str], step: int) -> str:
+    """Return the sentence on parameters that take gradients again since workers built their models anew."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{more} took no gradient before workers were lost or came, and takes one from step {step + 1} on. A model "
+        "that is built anew begins with the requires_grad of its factory. If your code did not switch it back, the run goes on "
+        "otherwise than plain PyTorch: switch by what the state has, such as a buffer that counts steps (register_buffer)"
     )
 
 
