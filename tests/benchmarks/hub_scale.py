@@ -175,7 +175,7 @@ class Worker:
         from guava_nb.link.dialler import dial
         from guava_nb.telemetry.hardware import describe
 
-        self._fleet, self._step, self._want_hash = fleet, -1, False
+        self._fleet, self._step, self._waiting = fleet, -1, list[Any]()
         self.over = threading.Event()
         self._session = dial(code, self._on_event)
         self._send(describe(torch.device("cpu"), name, "spawned"))
@@ -204,6 +204,8 @@ class Worker:
         from guava_nb.protocol import messages as m
 
         match message:
+            case m.MeasureLine():
+                self._send(m.LineMeasured(message.measuring_id, error="there is no line"))
             case m.Prepare():
                 self._step = -1
                 self._send(self._fleet.prepared(message))
@@ -214,15 +216,25 @@ class Worker:
             case m.CheckStep():
                 self._send(self._fleet.checked(message, payload))
             case m.Shard():
-                self._compute(message)
+                self._waiting.append(message)
+                self._compute_next()
             case m.SumBucket() if message.commit is not None:
                 self._applied(message)
+                self._compute_next()
             case m.Abort():
                 self._step = message.last_committed
+                self._waiting.clear()
                 self._send(m.StepApplied(run_id=message.run_id, generation=message.generation, step=self._step))
             case m.FetchState():
                 tree, buffers = self._fleet.state(message)
                 self._send(m.State(message.request_id, message.run_id, self._step, tree), buffers)
+
+    def _compute_next(self) -> None:
+        """Work on what has come of the step after the last committed one, as real workers do."""
+        now = [shard for shard in self._waiting if shard.step <= self._step + 1]
+        self._waiting = [shard for shard in self._waiting if shard.step > self._step + 1]
+        for shard in now:
+            self._compute(shard)
 
     def _compute(self, shard: Any) -> None:
         from guava_nb.protocol.messages import GradientBucket, Ready
