@@ -87,12 +87,16 @@ class LineTee(io.TextIOBase):
         self._dropped -= dropped
 
     def finish(self) -> None:
-        """Send what is left: a last line without its end, and the count of lines left out."""
+        """Send what is left: a last line without its end, and the count of lines left out.
+
+        What is printed afterwards belongs to something else: a flood before it must not keep its first lines back.
+        """
         with self._lock:
             rest, self._pending = self._pending, ""
             if rest or self._dropped:
                 self._budget = max(self._budget, 1.0)
                 self._send(rest)
+            self._budget = max(self._budget, RATE_PER_S)
 
     def flush(self) -> None:
         """Flush the original stream."""

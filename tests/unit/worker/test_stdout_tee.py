@@ -101,3 +101,12 @@ def test_one_call_with_a_million_lines_is_counted_and_not_looked_at() -> None:
     r.now = 1.0
     r.tee.write("later\n")
     assert r.lines[-1] == "later" and r.dropped == 1_000_000 - int(BURST)
+
+
+def test_a_flood_keeps_nothing_back_that_is_printed_after_its_end() -> None:
+    r = Recorder()
+    r.tee.write("flood\n" * 900)
+    r.tee.finish()
+    assert r.dropped == 900 - BURST and len(r.lines) == BURST + 1  # an empty one tells what was left out
+    r.tee.write("the next cell\n")
+    assert r.lines[-1] == "the next cell"
