@@ -1,6 +1,6 @@
 """SIGKILL of the orchestrator's process at random moments of a run: what the next one resumes equals the undisturbed run.
 
-    python -m tests.benchmarks.kernel_kills [--kills 20] [--workers 1] [--seed 0] [--steps 60]
+    python -m tests.benchmarks.kernel_kills [--kills 20] [--workers 1] [--seed 0] [--epochs 4]
 
 Workers are processes of their own. Each orchestrator goes on with the run in which the one before was killed, compares the final
 weights, and begins the next one. Prints one JSON line for each kill: the moment, the last step that was told before it, the step

@@ -157,6 +157,7 @@ def _run(cell: str, text: str, names: dict[str, Any]) -> Any:
     exec(compile(body, name, "exec", dont_inherit=True), names)
     if not isinstance(last, ast.Expr):
         return None
+    # The text is the user's own cell, from the holder of the session's secret: both lines do no more than the cell says.
     value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)
     return None if text.rstrip().endswith(";") else value
 
