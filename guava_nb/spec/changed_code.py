@@ -115,7 +115,7 @@ def _facts_of_new_process(cells: Sequence[Cell], names: Mapping[str, str]) -> Fa
     path = os.pathsep.join(one or os.getcwd() for one in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            [sys.executable, "-m", __name__],
             input=msgspec.msgpack.encode((list(cells), dict(names))),
             capture_output=True, timeout=_START_S, env={**os.environ, "PYTHONPATH": path}, check=True,
         )  # fmt: skip
@@ -133,3 +133,7 @@ def main() -> None:
     found = facts_of({role: resolve(name, module) for role, name in names.items()})
     with os.fdopen(out, "wb") as stream:
         stream.write(msgspec.msgpack.encode(found))
+
+
+if __name__ == "__main__":
+    main()

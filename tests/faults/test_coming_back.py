@@ -143,10 +143,11 @@ orchestrator.wait_for_workers(timeout=60)
 
 
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
-def test_a_script_that_ends_without_close_lets_its_workers_go(end: str, status: int) -> None:
+def test_a_script_that_ends_without_close_lets_its_workers_go(end: str, status: int, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "script.py").write_text(SCRIPT.format(end=end))
     script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(end=end)],
+        [sys.executable, "-m", "tests.support.script", str(tmp_path / "script.py")], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
     )  # fmt: skip
     assert script.stdout is not None

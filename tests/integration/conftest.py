@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.processes import ROOT, Session
+if TYPE_CHECKING:
+    from tests.support.processes import Session
 
 
 @pytest.fixture(scope="session")
 def pool_of_three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    from tests.support.processes import ROOT, Session  # not by the process that only hands out tests: it needs no torch
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -27,13 +27,14 @@ print("fine")
 """
 
 
-def test_two_programs_meet_at_a_hub_again_and_again() -> None:
+def test_two_programs_meet_at_a_hub_again_and_again(tmp_path: Path) -> None:
     hub = Hub()
+    (tmp_path / "program.py").write_text(PROGRAM)
     try:
         code = hub.listener.join_code().encode()
         programs = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, code, str(rank)],
+                [sys.executable, "-m", "tests.support.script", str(tmp_path / "program.py"), code, str(rank)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -41,6 +41,7 @@ class Started:
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **variables)
         environment.update({"GUAVA_JOIN_CODE": code} if code else {})
+        words = words if words[0] == "-m" else ["-m", "tests.support.script", *words]
         self.process = subprocess.Popen(
             [sys.executable, *words],
             env=environment,

@@ -203,8 +203,15 @@ def test_what_is_wrong_with_a_code_is_one_sentence(orch: Orchestrator, monkeypat
 # ---------------------------------------------------------------------------------------------------- guava worker
 
 
-def command(code: str | None, *words: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TERM": "xterm"}
+def command(code: str | None, *words: str, out: int = subprocess.PIPE, **variables: str) -> subprocess.Popen[str]:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TERM": "xterm",
+        **variables,
+    }
     env.pop("GUAVA_JOIN_CODE", None)
     if code is not None:
         env["GUAVA_JOIN_CODE"] = code
@@ -238,7 +245,8 @@ class Terminal:
 
 def test_the_command_joins_trains_and_leaves_on_an_interrupt(orch: Orchestrator) -> None:
     terminal = Terminal()
-    process = command(orch.join_code.encode(), "--name", "box", out=terminal.theirs)
+    # A process that was forked would not show its environment.
+    process = command(orch.join_code.encode(), "--name", "box", out=terminal.theirs, GUAVA_TEST_COLD="1")
     try:
         assert orch.wait_for_workers(1, timeout=60) == ["box"]
         if sys.platform == "linux":  # no process list shows the secret, and the child has it nowhere but in memory

@@ -270,8 +270,11 @@ def test_a_killed_orchestrator_goes_on_without_predicting_anything_again(tmp_pat
     folder, environment = tmp_path / "results", {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def run(kill_at: int) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, str(tmp_path / "script.py"), str(folder), str(kill_at), str(tmp_path / "cell.py")]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        words = [str(tmp_path / "script.py"), str(folder), str(kill_at), str(tmp_path / "cell.py")]
+        words = [sys.executable, "-m", "tests.support.script", *words]
+        return subprocess.run(
+            words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        )
 
     assert run(70).returncode == -signal.SIGKILL
     done = len(np.load(folder / "predictions.npy"))

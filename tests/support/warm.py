@@ -6,7 +6,7 @@ use: it can be killed, stopped and looked at. What `install` replaces is `subpro
 `WARM_MODULES` only, also behind `ip netns exec NAME`; every other command starts as ever, and with GUAVA_TEST_COLD set all do.
 
 A warm process that starts others has a server of its own, forked before it has a thread: the workers of a kernel are warm,
-and below it.
+and below it. A script of a test's own is warm as `python -m tests.support.script FILE`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ import psutil
 __all__ = ["context", "install", "without_servers"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_STARTERS = ("ipykernel_launcher", "jupyterlab", "pytest")  # start processes themselves
+#: Start processes themselves.
+_STARTERS = (
+    "ipykernel_launcher", "jupyterlab", "pytest", "guava_nb", "tests.support.console", "tests.support.namespace_programs",
+    "tests.support.script",
+)  # fmt: skip
 WARM_MODULES = (
-    *_STARTERS, "guava_nb", "guava_nb.worker.process", "tests.support.console", "tests.support.namespace_programs",
-    "tests.faults.matrix.worker",
+    *_STARTERS, "guava_nb.worker.process", "tests.faults.matrix.worker", "torch.distributed.run",
+    "tests.conformance.torch_suite", "guava_nb.spec.changed_code",
 )  # fmt: skip
 _IN_NAMESPACE = ["ip", "netns", "exec"]
 PRELOADED = (
@@ -162,7 +166,7 @@ def _become(order: dict[str, Any]) -> None:
     sys.path[:] = [order["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_base_path]
     sys.argv[:] = ["-m", *order["arguments"]]
     _be_like_nobody_else()
-    if order["module"] in _STARTERS:
+    if order["module"] in _STARTERS and not _all_cold():
         install(_forked_server())
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
@@ -259,9 +263,9 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     @staticmethod
     def _is_other(environment: Any) -> bool:
-        """Whether it is to see other libraries than the server has loaded."""
+        """Whether it is to see other libraries than the server has loaded: those that this process does not see itself."""
         path = (os.environ if environment is None else environment).get("PYTHONPATH", "")
-        return any(word and Path(word).resolve() != ROOT for word in path.split(os.pathsep))
+        return any(word not in ("", *sys.path) and Path(word).resolve() != ROOT for word in path.split(os.pathsep))
 
     def _internal_poll(self, *state: Any, **more: Any) -> int | None:
         if self._status == -1:

@@ -445,7 +445,8 @@ def _copied(model: nn.Module | None) -> nn.Module | None:
 
 def _places() -> dict[str, Any]:
     """Where the streams of Python and NumPy are that user code draws from without torch."""
-    return {"Python's random": random.getstate(), "NumPy's random": repr(np.random.get_state())}
+    numpys: Any = np.random.get_state()  # a tuple with an array, compared as bytes: to write it out takes milliseconds
+    return {"Python's random": random.getstate(), "NumPy's random": (numpys[1].tobytes(), *numpys[2:])}
 
 
 def _state_of_torch(device: torch.device) -> list[bytes]:
