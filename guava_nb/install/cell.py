@@ -17,7 +17,7 @@ from guava_nb.protocol.handshake_proof import PREAMBLE
 from guava_nb.protocol.joincode import JoinCode
 from guava_nb.protocol.messages import Attach, Channel
 
-__all__ = ["WORKER_NEEDS", "bootstrap_text", "plain_cell", "worker_cell", "worker_requirements"]
+__all__ = ["WORKER_NEEDS", "bootstrap_text", "plain_cell", "wheel_request", "worker_cell", "worker_requirements"]
 
 #: Of our dependencies those that a worker in a notebook imports, or its user's code may expect; a test runs one with no more.
 WORKER_NEEDS = (
@@ -42,7 +42,7 @@ def worker_cell(code: JoinCode, wheel: Wheel) -> str:
             f'guava_nb_cell(\n    "{code.encode()}",',
             f'    name="{wheel.name}", size={len(wheel.content)},\n    sha256="{wheel.sha256}",',
             f"    needs={worker_requirements()!r},",
-            f'    preamble={PREAMBLE!r}, request=bytes.fromhex("{_request().hex()}"),\n)',
+            f'    preamble={PREAMBLE!r}, request=bytes.fromhex("{wheel_request().hex()}"),\n)',
             plain_cell(code),
         ]
     )
@@ -54,7 +54,7 @@ def worker_requirements() -> list[str]:
     return [known.get(name, name) for name in WORKER_NEEDS]
 
 
-def _request() -> bytes:
+def wheel_request() -> bytes:
     """The record that asks for the wheel, as it goes over the connection."""
     record = Attach(session_id=bytes(16), identity=bytes(32), purpose=WHEEL, incarnation=0, received={})
     frames = OutgoingMessage(record, Channel.CONTROL, 0).frames()
