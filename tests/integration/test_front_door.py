@@ -141,31 +141,31 @@ def bare(fake: FakeCloudflared, tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_readmes_blocks_train_with_a_bare_notebook_that_runs_the_shown_cell(laptop: Kernel, bare: Kernel) -> None:
     assert "False" in bare.run("import importlib.util; print(importlib.util.find_spec('guava_nb') is not None)")
-    training = laptop.start(block("orchestrator"), 200)
-    laptop.wait_for(r"Waiting up to .* for workers: 0 of 1", 100)
+    training = laptop.start(block("orchestrator"), 400)
+    laptop.wait_for(r"Waiting up to .* for workers: 0 of 1", 200)
     cell = shown_cell(laptop.text)
     before = bare.run("import torch, numpy; print(torch.__version__, numpy.__version__)")
-    working = bare.start(cell, 200)
+    working = bare.start(cell, 400)
     status, text = training()
     assert status == "ok" and "accuracy" in text and "done" in text, text + bare.text
     assert "Fetching guava_nb" in bare.text and "Installed msgspec" in bare.text
     laptop.run(block("model"), 60)
-    assert "done" in laptop.run(block("train"), 100)
+    assert "done" in laptop.run(block("train"), 300)
     assert float(laptop.run("print(run.validations[-1]['accuracy'])")) > 0.8
     laptop.run("%guava_down")
     assert working()[0] == "ok"
     assert before == bare.run("import torch, numpy; print(torch.__version__, numpy.__version__)")
 
     # Again, with what README says for a notebook that has guava_nb: the code is typed. The shown cell would fetch nothing now.
-    training = laptop.start(block("orchestrator"), 200)
-    laptop.wait_for(r"Waiting up to .* for workers: 0 of 1", 100)
+    training = laptop.start(block("orchestrator"), 400)
+    laptop.wait_for(r"Waiting up to .* for workers: 0 of 1", 200)
     again = shown_cell(laptop.text)
     assert "Fetching" not in bare.run(again.rpartition("\n%load_ext")[0])
     code = again.rpartition(" ")[2]
-    working = bare.start(block("worker"), 200, typed=code)
+    working = bare.start(block("worker"), 400, typed=code)
     status, text = training()
     assert status == "ok" and "done" in text, text + bare.text
     laptop.run("%guava_down")
