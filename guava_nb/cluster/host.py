@@ -24,6 +24,8 @@ from guava_nb.cluster.user_code.code_on_workers import CodeOnWorkers
 from guava_nb.cluster.worker_output import OutputLog
 from guava_nb.config import DistributedConfig
 from guava_nb.errors import ClusterError, ConfigError
+from guava_nb.install.cell import worker_cell
+from guava_nb.install.wheel import Wheel, build_wheel
 from guava_nb.link.listener import Listener
 from guava_nb.link.options import link_options
 from guava_nb.link.tunnel_keeper import TunnelKeeper, asked_here, bind_for
@@ -72,6 +74,7 @@ class SessionHost(CodeOnWorkers):
         self.goes_on = False
         self._cluster: Cluster | None = None
         self._keeper: TunnelKeeper | None = None
+        self._wheel: Wheel | None = None
         self._way = ""  # the text that the tunnel was made of
         self._on_code: Callable[[JoinCode], None] = lambda code: None
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
@@ -243,6 +246,21 @@ class SessionHost(CodeOnWorkers):
         if self._listener is None:
             raise ClusterError("this session dialled its workers and does not listen: open() makes it listen too")
         return self._listener.join_code() if self._keeper is None else self._keeper.code
+
+    def worker_cell(self) -> str:
+        """Return the cell that makes a notebook elsewhere a worker, also where guava_nb is not installed. Holds the secret.
+
+        It fetches this very version from this session, over the connection that the join code proves.
+
+        Raises:
+            ClusterError: the session is not open, or only dials.
+            ConfigError: no wheel can be made of the package here.
+        """
+        code, listener = self.join_code, self._listener
+        assert listener is not None
+        self._wheel = self._wheel or build_wheel()
+        listener.wheels.offer(self._wheel.content)
+        return worker_cell(code, self._wheel)
 
     @property
     def tunnel(self) -> Tunnel | None:

@@ -77,7 +77,7 @@ class DistributedConfig:
         path where all reach each other, in data mode only with CUDA workers.
 
     Waiting:
-        connect_timeout_s (10): for one attempt to connect.
+        connect_timeout_s (10): for one attempt to connect; the TCP connection has 4 s of it, or 0.4 of it if that is more.
         heartbeat_s (2): fills silence. silence_s (15): this much without a byte is a dead connection.
         grace_s (30): a worker whose connections broke keeps its seat so long; one that does not answer gets so long.
         rejoin_timeout_s (300): a run whose workers are all gone waits so long for one.

@@ -55,18 +55,18 @@ def check_ngrok() -> Check:
 
 def check_cloudflared() -> Check:
     """The program of the tunnel without an account."""
-    from guava_nb.tunnels.cloudflared import DOWNLOADS
+    from guava_nb.tunnels.cloudflared_program import VERSION, find_cloudflared
 
-    return _program("cloudflared", "--version", f"none here; `%guava_up --tunnel cloudflared` needs it: {DOWNLOADS}")
+    missing = f"none here; the first `%guava_up --tunnel cloudflared` fetches version {VERSION}"
+    return _program("cloudflared", find_cloudflared(), "--version", missing)
 
 
 def check_ssh() -> Check:
     """The system's own ssh."""
-    return _program("ssh", "-V", "none here; `%guava_up --tunnel ssh:HOST` needs OpenSSH's client")
+    return _program("ssh", shutil.which("ssh"), "-V", "none here; `%guava_up --tunnel ssh:HOST` needs OpenSSH's client")
 
 
-def _program(name: str, flag: str, missing: str) -> Check:
-    path = shutil.which(name)
+def _program(name: str, path: str | None, flag: str, missing: str) -> Check:
     if path is None:
         return Check(name, "-", missing)
     try:

@@ -32,10 +32,11 @@ from guava_nb.link.handshake import SHARED_MEMORY, Deadline, prove, receive_reco
 from guava_nb.link.line_measurement import Measuring, answer_measuring
 from guava_nb.link.loglimit import LogLimit
 from guava_nb.link.options import LinkOptions
-from guava_nb.link.registry import MEASURE, REPORT, RefusedJoin, Registry
+from guava_nb.link.registry import MEASURE, REPORT, WHEEL, RefusedJoin, Registry
 from guava_nb.link.session import Session
 from guava_nb.link.session_events import Event, VisitArrived
 from guava_nb.link.unauthenticated import Unauthenticated
+from guava_nb.link.wheel_desk import WheelDesk
 from guava_nb.protocol.framing import Decoder, Limits
 from guava_nb.protocol.handshake_proof import ListenerProof
 from guava_nb.protocol.joincode import JoinCode
@@ -135,6 +136,7 @@ class Listener:
     Attributes:
         host: where it listens.
         secret, certificate: by which it is known; None for the certificate without TLS.
+        wheels: hands out the wheel of this package, once one is offered there.
         patience: with sessions whose connections broke; whoever keeps the tunnel tells it of outages, then calls `look`.
     """
 
@@ -159,6 +161,7 @@ class Listener:
         self._guests = Unauthenticated(self._options.max_unauthenticated)
         self.patience = GracePeriod(self._options.grace_s)
         self._measuring = Measuring()
+        self.wheels = WheelDesk()
         self._sockets: list[socket.socket] = []
         self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -316,6 +319,9 @@ class Listener:
         self._registry.check(attach)
         if attach.purpose == REPORT:
             self._take_report(stream, decoder, attach, deadline)
+            return
+        if attach.purpose == WHEEL:
+            self.wheels.serve(stream)
             return
         if attach.purpose == MEASURE:
             with self._measuring.seat():

@@ -17,9 +17,9 @@ from guava_nb.link.lane import BULK, CONTROL
 from guava_nb.link.session import Session
 from guava_nb.protocol.messages import Attach, Refused
 
-__all__ = ["MEASURE", "REPORT", "SESSION_OVER", "SESSION_UNKNOWN", "Registry", "RefusedJoin"]
+__all__ = ["MEASURE", "REPORT", "SESSION_OVER", "SESSION_UNKNOWN", "WHEEL", "Registry", "RefusedJoin"]
 
-REPORT, MEASURE = "report", "measure"  # visits without a session
+REPORT, MEASURE, WHEEL = "report", "measure", "wheel"  # visits without a session
 SESSION_OVER, SESSION_UNKNOWN = "closed", "unknown"  # codes of refusals
 _SESSION_ID_BYTES, _IDENTITY_BYTES = 16, 32
 _MAX_REMEMBERED = 1024
@@ -59,7 +59,7 @@ class Registry(Generic[_S]):
         """
         if len(attach.session_id) != _SESSION_ID_BYTES or len(attach.identity) != _IDENTITY_BYTES:
             raise RefusedJoin("malformed", "session id or identity have the wrong length", "update guava-nb there")
-        if attach.purpose not in (CONTROL, BULK, REPORT, MEASURE):
+        if attach.purpose not in (CONTROL, BULK, REPORT, MEASURE, WHEEL):
             raise RefusedJoin(
                 "purpose", f"connections for {attach.purpose[:20]!r} are not known", "update guava-nb here"
             )

@@ -72,16 +72,16 @@ _MODEL = (
 
 UP = Command(
     "guava_up",
-    "Open a session: listen for workers and show the join code. Run again: shows the same session, and starts its tunnel anew "
-    "if that is down; another --tunnel takes its place, and workers go on with the new code.",
+    "Open a session: listen for workers and show the cell to paste into their notebooks. Run again: shows the same session, and "
+    "starts its tunnel anew if that is down; another --tunnel takes its place, and workers go on with the new code.",
     (
         option(
             "--tunnel",
             metavar="NAME[:WHAT]",
             complete=("<tunnels>",),
-            help="how others reach this machine: ngrok, ngrok-http, cloudflared, ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]] "
-            "(PORT is the one that workers dial), local (default: GUAVA_TUNNEL; without one only this machine, or --host, is "
-            "reached)",
+            help="how others reach this machine: cloudflared (if you do not know which), ngrok, ngrok-http, "
+            "ssh:[USER@]HOST[:PORT], direct[:HOST[:PORT]] (PORT is the one that workers dial), local (default: GUAVA_TUNNEL; "
+            "without one only this machine, or --host, is reached)",
         ),
         option("--port", metavar="P", type=integer(0, 65535), help="port to listen on (default: any free one)"),
         option("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)"),

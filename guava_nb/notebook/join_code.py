@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import textwrap
 from collections.abc import Callable
 from html import escape
-from importlib import metadata
 from types import TracebackType
+from typing import Any
 
 from IPython.display import DisplayHandle
 
+from guava_nb.errors import ConfigError
+from guava_nb.install.cell import plain_cell
 from guava_nb.notebook.display import say, show_bundle
 from guava_nb.notebook.host import Host, binder_rule, colab_rule, is_loopback
+from guava_nb.protocol.joincode import JoinCode
 
 __all__ = [
     "GRANT",
     "NEW_ADDRESS",
     "CodeBox",
+    "cell_to_paste",
     "code_html",
     "code_text",
     "grant_text",
     "hand_over",
-    "install_line",
+    "reach_note",
     "say_grant",
 ]
 
@@ -34,6 +38,10 @@ _SECRET = (
     "The join code is a secret: who has it can take part. Before you share a notebook, clear this output here, and the cell "
     "with the code there (%guava_worker alone asks for it, and keeps it nowhere)."
 )
+_COPY = (
+    "getSelection().selectAllChildren(this.parentNode.previousElementSibling);"
+    "this.textContent=document.execCommand('copy')?'Copied':'Marked: copy it now'"
+)
 _CALL = "Run this in the notebook that has the GPU:"
 #: Above the code that a session has since its address changed.
 NEW_ADDRESS = (
@@ -42,33 +50,32 @@ NEW_ADDRESS = (
 )
 
 
-def install_line() -> str:
-    """How the other side gets the package: from where this one came, as pip noted it (PEP 610).
+def reach_note(orchestrator: Any) -> str:
+    """Who can use the join code, where that is this machine only; "" elsewhere."""
+    if orchestrator.status().tunnel or not is_loopback(JoinCode.decode(orchestrator.join_code.encode()).host):
+        return ""
+    return (
+        "There is no tunnel, so this code works on this machine only. For workers elsewhere: %guava_up --tunnel cloudflared "
+        "(needs no account), or --host with this machine's address in a network of your own."
+    )
 
-    Never by its name: the name is not taken in any package index, so what is there may be anybody's.
-    """
+
+def cell_to_paste(orchestrator: Any) -> str:
+    """What makes another notebook a worker. It brings guava_nb along, unless only this machine, which has it, is reached."""
+    if reach_note(orchestrator):
+        return plain_cell(orchestrator.join_code)
     try:
-        noted = json.loads(metadata.distribution("guava-nb").read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
-        noted = {}
-    url = str(noted.get("url", ""))
-    if noted.get("vcs_info"):
-        return f'%pip install -q "{noted["vcs_info"].get("vcs", "git")}+{url}"'
-    if url and not url.startswith("file:"):
-        return f'%pip install -q "{url}"'
-    return "# install guava_nb first, from the same place as here: %pip install PATH-OR-URL"
+        return str(orchestrator.worker_cell())
+    except ConfigError as problem:
+        return f"# Install guava_nb here first, from the same place as there: {problem}\n{plain_cell(orchestrator.join_code)}"
 
 
-def _cell(code: str) -> str:
-    return f"{install_line()}\n%load_ext guava_nb\n%guava_worker {code}"
-
-
-def hand_over(code: str, ui: str, call: str = _CALL) -> None:
-    """Write the secret out: the one place that does."""
+def hand_over(cell: str, ui: str, call: str = _CALL) -> None:
+    """Write the secret out, in the cell to paste: the one place that does."""
     if ui in ("text", "none"):
-        say(code_text(code, call), secret=True)
+        say(code_text(cell, call), secret=True)
     else:
-        show_bundle(code_text(code, call), code_html(code, call), secret=True)
+        show_bundle(code_text(cell, call), code_html(cell, call), secret=True)
 
 
 class CodeBox:
@@ -77,19 +84,19 @@ class CodeBox:
     So a notebook that is stored later has the code only where %guava_up wrote it. A context manager.
 
     Args:
-        code: "" shows nothing.
+        cell: "" shows nothing.
     """
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, cell: str) -> None:
         """Nothing is shown yet."""
-        self._code = code
+        self._cell = cell
         self._handle: DisplayHandle | None = None
 
     def show(self) -> None:
         """Show it, once. A page that cannot is no reason to stop waiting."""
-        if self._code and self._handle is None:
+        if self._cell and self._handle is None:
             self._handle = DisplayHandle()
-            _draw(self._handle.display, code_text(self._code), code_html(self._code))
+            _draw(self._handle.display, code_text(self._cell), code_html(self._cell))
 
     def __enter__(self) -> CodeBox:
         """Return itself."""
@@ -108,21 +115,22 @@ def _draw(draw: Callable[..., None], text: str, html: str) -> None:
         draw({"text/plain": text, "text/html": html}, raw=True)
 
 
-def code_text(code: str, call: str = _CALL) -> str:
+def code_text(cell: str, call: str = _CALL) -> str:
     """The cell to run on the other side, as text. Holds the secret."""
-    body = "\n".join(f"    {line}" for line in _cell(code).splitlines())
-    return f"{call}\n\n{body}\n\n{_SECRET}"
+    return f"{call}\n\n{textwrap.indent(cell, '    ')}\n\n{_SECRET}"
 
 
-def code_html(code: str, call: str = _CALL) -> str:
-    """The same as HTML: one click into the box marks all of it. Holds the secret."""
+def code_html(cell: str, call: str = _CALL) -> str:
+    """The same as HTML: a button copies it, and one click into the box marks all of it. Holds the secret."""
     style = (
         "user-select:all;-webkit-user-select:all;margin:4px 0;padding:6px 8px;border:1px solid rgba(128,128,128,.35)"
     )
-    style += ";background:transparent;white-space:pre-wrap;overflow-wrap:anywhere"
-    box = f'<pre style="{style}">{escape(_cell(code))}</pre>'
-    help_ = '<span style="opacity:.7">(one click into the box marks all of it, then copy)</span>'
-    parts = f'<div>{escape(call)} {help_}</div>{box}<div style="opacity:.8">{escape(_SECRET)}</div>'
+    style += ";background:transparent;white-space:pre-wrap;overflow-wrap:anywhere;max-height:11em;overflow:auto"
+    box = f'<pre style="{style}">{escape(cell)}</pre>'
+    # Where a page keeps buttons from doing anything, the box is still there.
+    button = f'<button onclick="{_COPY}">Copy the cell</button>'
+    help_ = f'{button} <span style="opacity:.7">or one click into the box marks all of it, then copy</span>'
+    parts = f'<div>{escape(call)}</div>{box}<div>{help_}</div><div style="opacity:.8">{escape(_SECRET)}</div>'
     return f'<div style="font-size:13px;line-height:1.45">{parts}</div>'
 
 

@@ -256,7 +256,7 @@ class GuavaMagics(Magics):
 
     def _show_code(self) -> None:
         """The secret is written out, because a person asked for it."""
-        hand_over(self.session.join_code(), choose_ui(self.shell))
+        hand_over(self.session.cell_to_paste(), choose_ui(self.shell))
 
 
 def load(shell: Any) -> None:

@@ -16,8 +16,8 @@ from IPython.core.error import UsageError
 
 from guava_nb.config import DistributedConfig
 from guava_nb.notebook.display import ask_hidden, can_ask, choose_ui, say
-from guava_nb.notebook.host import detect_host, is_loopback
-from guava_nb.notebook.join_code import NEW_ADDRESS, hand_over
+from guava_nb.notebook.host import detect_host
+from guava_nb.notebook.join_code import NEW_ADDRESS, cell_to_paste, hand_over, reach_note
 from guava_nb.notebook.line_words import near
 from guava_nb.notebook.lines import LineTail, Notices, WorkerLines
 from guava_nb.notebook.mode import mode_arguments, mode_sentence
@@ -138,13 +138,7 @@ class NotebookSession:
     @property
     def reach_note(self) -> str:
         """Who can use the join code, where that is not everybody; "" for nothing to say."""
-        here = is_loopback(JoinCode.decode(self.join_code()).host)
-        if not here or self._orchestrator.status().tunnel:
-            return ""
-        return (
-            "There is no tunnel, so this code works on this machine only. For workers elsewhere: %guava_up --tunnel cloudflared "
-            "(needs no account), or --host with this machine's address in a network of your own."
-        )
+        return reach_note(self._orchestrator)
 
     def worker_code(self, words: list[str]) -> JoinCode:
         """Return the join code for the worker of this notebook, from its line, the environment or a person.
@@ -167,6 +161,10 @@ class NotebookSession:
     def join_code(self) -> str:
         """The secret itself."""
         return str(self._orchestrator.join_code.encode())
+
+    def cell_to_paste(self) -> str:
+        """What makes another notebook a worker of this session. Holds the secret."""
+        return cell_to_paste(self._orchestrator)
 
     @property
     def is_local_only(self) -> bool:
@@ -388,8 +386,8 @@ class NotebookSession:
     def _gather(self, new_code: Callable[[], None], panel: Panel, last: bool) -> None:
         """Before the first run wait for all expected workers; later runs take who is there, and wait only for a first one."""
         count = None if self._orchestrator.run is None or self._waits_anew else 1
-        code = "" if self.is_local_only else self._code_now()
-        wait_for_workers(self._orchestrator, count, code, choose_ui(self._shell), panel, last, new_code)
+        cell = self.cell_to_paste() if self.has_code and not self.is_local_only else ""
+        wait_for_workers(self._orchestrator, count, cell, choose_ui(self._shell), panel, last, new_code)
         self._waits_anew = False
 
     def _interrupt(self, run: Any, count: int) -> str:
@@ -405,7 +403,11 @@ class NotebookSession:
             nonlocal known
             if (now := self._code_now()) != known:
                 known = now
-                hand_over(now, choose_ui(self._shell), " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))))
+                hand_over(
+                    self.cell_to_paste(),
+                    choose_ui(self._shell),
+                    " ".join(filter(None, (NEW_ADDRESS, self.tunnel_note))),
+                )
 
         return show
 

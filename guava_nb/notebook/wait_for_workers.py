@@ -23,7 +23,7 @@ _CODE_AGAIN = " (%guava_up --show-code shows the code again)"
 def wait_for_workers(
     orchestrator: Any,
     count: int | None,
-    code: str,
+    cell: str,
     ui: str,
     panel: Panel,
     last: bool = False,
@@ -33,7 +33,7 @@ def wait_for_workers(
 
     Args:
         count: how many; None: all that the session expects.
-        code: the join code to show meanwhile, "" for none. It is taken away again when the waiting ends, however it ends.
+        cell: the one to paste elsewhere, shown meanwhile; "" for none. It is taken away again when the waiting ends.
         ui: one of `screen.UI_NAMES`.
         panel: of the cell; what comes next takes its place there. In text the waiting has lines of its own.
         last: nothing comes next in this cell.
@@ -48,11 +48,11 @@ def wait_for_workers(
         return
     patience_s = orchestrator.config.rejoin_timeout_s
     in_text = ui in ("text", "none")
-    advice = "" if in_text else _ADVICE.format(where=_CODE_BELOW if code else _CODE_AGAIN)
-    if in_text:  # no line can be taken back there, so no code
+    advice = "" if in_text else _ADVICE.format(where=_CODE_BELOW if cell else _CODE_AGAIN)
+    if in_text:  # no line can be taken back there, so no cell
         told = _ADVICE.format(where=_CODE_AGAIN)
         say(f"Waiting up to {patience_s:g} s for workers: {here} of {expected} are here. {told}")
-        panel, code = make_panel(ui), ""
+        panel, cell = make_panel(ui), ""
     ends_s = time.monotonic() + patience_s
 
     def frame() -> Frame:
@@ -60,7 +60,7 @@ def wait_for_workers(
         return waiting_view(orchestrator.status().workers, expected, left_s, advice), ()
 
     try:
-        with interrupts_counted() as interrupts, CodeBox(code) as box:
+        with interrupts_counted() as interrupts, CodeBox(cell) as box:
 
             def on_wait(now_here: int) -> None:
                 if interrupts.count:

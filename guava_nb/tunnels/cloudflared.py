@@ -1,4 +1,4 @@
-"""A quick tunnel of Cloudflare: no account, no card; the user's own `cloudflared` program, and WebSocket only."""
+"""A quick tunnel of Cloudflare: no account, no card; the program `cloudflared`, and WebSocket only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import threading
 import time
@@ -16,12 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from guava_nb.errors import ConfigError
+from guava_nb.tunnels.cloudflared_program import DOWNLOADS, required_cloudflared
 from guava_nb.tunnels.records import GRACE_S, end_orphans, open_record
 from guava_nb.tunnels.tunnel import LOOPBACK, Address, Tunnel
 
-__all__ = ["DOWNLOADS", "CloudflaredTunnel", "find_cloudflared"]
+__all__ = ["CloudflaredTunnel"]
 
-DOWNLOADS = "https://developers.cloudflare.com/cloudflare-one/networks/connectors/cloudflare-tunnel/downloads/"
 #: From the program's start until its first connection to Cloudflare's edge stands; asking for the tunnel may take 15 of it.
 START_S = 35.0
 _KEPT_LINES = 200
@@ -63,30 +62,11 @@ _MEANINGS = (
 )
 
 
-def find_cloudflared(what: str = "") -> str:
-    """Return the path of the program.
-
-    Args:
-        what: path or name; "" looks for `cloudflared`.
-
-    Raises:
-        ConfigError: there is none; the sentence says where to get it.
-    """
-    found = shutil.which(os.path.expanduser(what) or "cloudflared")
-    if found is None:
-        missing = f"there is no program {what}" if what else "cloudflared is not installed here"
-        raise ConfigError(
-            f"{missing}: download it from {DOWNLOADS} (one file, no account) and put it on PATH, "
-            "or name it as in cloudflared:/path/to/cloudflared"
-        )
-    return found
-
-
 class CloudflaredTunnel(Tunnel):
     """A name under trycloudflare.com that leads to this machine until the program ends.
 
     Args:
-        what: path of the program; "" looks for `cloudflared` on PATH.
+        what: path of the program; "" looks for `cloudflared` on PATH, and fetches it where there is none.
 
     Attributes:
         settle_s: from the making of the name until it is given out. Nobody may look it up too early: a resolver that hears
@@ -112,7 +92,7 @@ class CloudflaredTunnel(Tunnel):
                 return at
             self.stop()
             end_orphans(self.name)
-            agent = self._agent = _Agent(find_cloudflared(self._what), port)
+            agent = self._agent = _Agent(required_cloudflared(self._what), port)
             try:
                 agent.wait_until_it_stands()
                 agent.settle(self.settle_s)

@@ -15,12 +15,13 @@ import pytest
 
 from guava_nb.errors import ConfigError, LinkBroken
 from guava_nb.link.dialler import dial
-from guava_nb.tunnels import cloudflared
-from guava_nb.tunnels.cloudflared import CloudflaredTunnel, find_cloudflared
+from guava_nb.tunnels import cloudflared, cloudflared_program
+from guava_nb.tunnels.cloudflared import CloudflaredTunnel
+from guava_nb.tunnels.cloudflared_program import find_cloudflared
 from guava_nb.tunnels.registry import make_tunnel
 from guava_nb.tunnels.tunnel import Address
 from tests.support.cloudflared import FakeCloudflared, runs
-from tests.support.links import exchange, nothing_left_behind, world
+from tests.support.links import exchange, nothing_left_behind, own_port, world
 from tests.support.processes import ROOT, eventually
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is told things by POSIX signals")
@@ -109,9 +110,11 @@ def test_no_program_is_a_sentence_with_the_place_to_get_it(
     fake: FakeCloudflared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"cloudflared is not installed here: download it from https://developers"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cloudflared_program, "RELEASES", f"http://127.0.0.1:{own_port()}")
+    with pytest.raises(ConfigError, match=r"could not be fetched from .*refused.*: get it from https://developers"):
         CloudflaredTunnel().start(9)
-    with pytest.raises(ConfigError, match=r"there is no program /no/such/file: download"):
+    with pytest.raises(ConfigError, match=r"there is no program /no/such/file: get it"):
         CloudflaredTunnel("/no/such/file").start(9)
     monkeypatch.setenv("PATH", str(fake.folder))
     assert find_cloudflared() == str(fake.program)

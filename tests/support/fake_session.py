@@ -121,6 +121,9 @@ class FakeOrchestrator:
     def expect_workers(self, count: int) -> None:
         self.settings["num_workers"] = count
 
+    def worker_cell(self) -> str:
+        return f"guava_nb_cell()\n%load_ext guava_nb\n%guava_worker {self.join_code.encode()}"
+
     @property
     def join_code(self) -> FakeCode:
         return FakeCode(self.code)

@@ -27,16 +27,16 @@ class Kernel:
     """A kernel and what its last cell has sent so far: `text`, and every message in `messages`.
 
     `prefix`: words in front of its command, such as those that enter a network namespace; it is talked to through files.
+    `python`: which one runs it.
     """
 
-    def __init__(self, *prefix: str, **environment: str) -> None:
+    def __init__(self, *prefix: str, python: str = sys.executable, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GUAVA_") and name != "CI"}
         self._state = tempfile.TemporaryDirectory(prefix="guava-state-")  # of no other kernel's session
         own = {"GUAVA_UI": "text", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": self._state.name}
         env = {**kept, **own, **environment}
         self.manager = KernelManager(kernel_name="python3", transport="ipc" if prefix else "tcp")
-        if prefix:
-            self.manager.kernel_spec.argv[:1] = [*prefix, sys.executable]
+        self.manager.kernel_spec.argv[:1] = [*prefix, python]
         self.manager.start_kernel(env=env)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -52,10 +52,13 @@ class Kernel:
         assert status == "ok", f"{cell}\n{text}"
         return text
 
-    def attempt(self, cell: str, timeout_s: float = 60) -> tuple[str, str]:
-        """Run a cell; returns "ok" or "error" and what it showed."""
+    def attempt(self, cell: str, timeout_s: float = 60, typed: str | None = None) -> tuple[str, str]:
+        """Run a cell; returns "ok" or "error" and what it showed. `typed` is the answer to what it asks."""
         self.text, self.messages = "", []
-        request = self.client.execute(cell, allow_stdin=False)
+        request = self.client.execute(cell, allow_stdin=typed is not None)
+        if typed is not None:
+            self.client.get_stdin_msg(timeout=timeout_s)
+            self.client.input(typed)
         deadline = time.monotonic() + timeout_s
         idle = False
         while not idle:
@@ -75,14 +78,14 @@ class Kernel:
                     return message
         raise TimeoutError(f"{cell} did not end; so far: {self.text}")
 
-    def start(self, cell: str, timeout_s: float = 90) -> Callable[[], tuple[str, str]]:
+    def start(self, cell: str, timeout_s: float = 90, typed: str | None = None) -> Callable[[], tuple[str, str]]:
         """Run a cell on a thread; returns a function that waits for its end and gives what `attempt` gives."""
         result: list[tuple[str, str]] = []
         self.text = ""
 
         def work() -> None:
             with contextlib.suppress(TimeoutError):  # `wait` tells it, if anybody waits
-                result.append(self.attempt(cell, timeout_s))
+                result.append(self.attempt(cell, timeout_s, typed))
 
         thread = threading.Thread(target=work)
         self._threads.append(thread)

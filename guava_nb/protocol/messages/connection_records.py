@@ -15,8 +15,8 @@ class Attach(Message, frozen=True, kw_only=True):
     Attributes:
         session_id: 16 bytes that name the session; public.
         identity: 32 secret bytes; who shows the same ones again resumes the session.
-        purpose: "control", "bulk", "report" (a short visit that tells of a worker's death), or "measure" (one that
-            measures the line).
+        purpose: "control", "bulk", "report" (a short visit that tells of a worker's death), "measure" (one that
+            measures the line), or "wheel" (one that fetches this package; its bytes follow as they are).
         incarnation: how many times this session's connection of this purpose was dialled before.
         received: highest sequence number received whole, per channel of this connection.
         last_generation: generation of the last committed step, -1 before the first.

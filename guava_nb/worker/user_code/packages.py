@@ -25,18 +25,24 @@ _ALWAYS = ("torch", "torchvision", "torchaudio", "numpy", "guava-nb")
 _TOLD_LINES = 12
 
 
-def constraints(loaded: Collection[str], owners: Mapping[str, Sequence[str]], versions: Mapping[str, str]) -> list[str]:
+def constraints(
+    loaded: Collection[str],
+    owners: Mapping[str, Sequence[str]],
+    versions: Mapping[str, str],
+    needed: Collection[str] = (),
+) -> list[str]:
     """Return the lines of a constraints file that keep what is loaded as it is. Pure.
 
     Args:
         loaded: names of modules.
         owners: of each top-level module, the distributions that have it.
         versions: of each distribution that is installed.
+        needed: distributions that are kept, too: pip does not ask what an installed torch needs when it changes another package.
     """
     tops = {name.partition(".")[0] for name in loaded}
     frozen = {name for top in tops for name in owners.get(top, ())}
     known = {_same(name): version for name, version in versions.items()}
-    wanted = sorted({_same(name) for name in (*frozen, *_ALWAYS)} & known.keys())
+    wanted = sorted({_same(name) for name in (*frozen, *needed, *_ALWAYS)} & known.keys())
     return [f"{name}=={known[name]}" for name in wanted]
 
 
@@ -50,7 +56,7 @@ def install(packages: Sequence[str]) -> str:
         ConfigError: pip is not there, or refused; its last lines say why.
     """
     before = _installed()
-    lines = constraints(tuple(sys.modules), metadata.packages_distributions(), before)
+    lines = constraints(tuple(sys.modules), metadata.packages_distributions(), before, _needs_of_torch())
     with tempfile.TemporaryDirectory(prefix="guava-pip-") as folder:
         frozen = Path(folder) / "constraints.txt"
         frozen.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -61,6 +67,15 @@ def install(packages: Sequence[str]) -> str:
     if new:
         return f"installed {', '.join(new)}"
     return f"nothing to install: {told}" if told else "nothing to install"
+
+
+def _needs_of_torch() -> list[str]:
+    """CUDA's libraries, Triton and what else torch names: they are loaded by no import of their own."""
+    try:
+        lines = metadata.requires("torch") or ()
+    except metadata.PackageNotFoundError:
+        return []
+    return [found[0] for line in lines if (found := re.match(r"[A-Za-z0-9._-]+", line))]
 
 
 def _pip(*words: str) -> str:

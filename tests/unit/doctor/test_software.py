@@ -23,8 +23,10 @@ def versions(monkeypatch: pytest.MonkeyPatch, **known: str) -> None:
     ("found", "status", "says"),
     [
         ("2.13.0+cpu", "ok", ""),
-        ("2.11.0", "warning", ""),
-        ("2.5.1", "fail", "torch>=2.6"),
+        ("2.11.0+cu128", "ok", ""),
+        ("2.12.1", "warning", ""),
+        ("2.14.0", "warning", ""),
+        ("2.8.0", "warning", "torch>=2.11"),
         (None, "fail", "install torch"),
     ],
 )
@@ -34,7 +36,8 @@ def test_torch(found: str | None, status: str, says: str, monkeypatch: pytest.Mo
     assert check.status == status
     assert says in check.fix
     if found:
-        assert check.detail == f"{found} (tested: 2.13)"
+        assert f"(tested: 2.11, 2.13{'; it is older than those' if '2.8' in found else ''})" in check.detail
+        assert ("is untested" in check.detail) == (status == "warning")
 
 
 @pytest.mark.parametrize(

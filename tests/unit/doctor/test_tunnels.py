@@ -18,7 +18,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No token, no program; gives a folder that is on PATH."""
     for name in ("NGROK_AUTHTOKEN", "NGROK_PATH", "PYNGROK_NGROK_PATH"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("HOME", "XDG_CONFIG_HOME", "PATH"):
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "PATH"):
         monkeypatch.setenv(name, str(tmp_path))
     return tmp_path
 
@@ -79,7 +79,7 @@ def test_the_agent_of_ngrok(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_programs_on_path(bare: Path) -> None:
     assert tunnels.check_cloudflared().status == tunnels.check_ssh().status == "-"
-    assert "https://developers.cloudflare.com" in tunnels.check_cloudflared().detail
+    assert "the first `%guava_up --tunnel cloudflared` fetches version" in tunnels.check_cloudflared().detail
     path = program(bare, "cloudflared", "cloudflared version 2026.11.0 (built 2026-11-05-1402 UTC)")
     assert tunnels.check_cloudflared().detail == f"2026.11.0 at {path}"
     path = program(bare, "ssh", "OpenSSH_9.2p1 Debian-2, OpenSSL 3.0.15", to="2")

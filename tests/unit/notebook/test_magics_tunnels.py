@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from guava_nb.errors import ConfigError
 from guava_nb.protocol.joincode import JoinCode
-from tests.support.fake_session import SECRET_CODE, FakeRun
+from tests.support.fake_session import SECRET_CODE, FakeOrchestrator, FakeRun
 
 NEW = JoinCode.decode(SECRET_CODE).with_address("two.example", 7).encode()
 OTHER = JoinCode.new("127.0.0.1", 4242, b"f" * 16, b"another 16 bytes").encode()
@@ -110,6 +111,7 @@ def test_a_new_code_is_shown_in_the_cell_that_trains(notebook: Any, monkeypatch:
     notebook.run("%guava_up --local 1 --tunnel ngrok\nloader = []")
     codes = iter([SECRET_CODE] * 2 + [NEW] * 99)
     monkeypatch.setattr(notebook.magics.session, "join_code", lambda: next(codes))
+    monkeypatch.setattr(notebook.magics.session, "cell_to_paste", lambda: f"%guava_worker {NEW}")
     monkeypatch.setattr("guava_nb.notebook.panel.surfaces.LineSurface.interval_s", 0.0)
     shown = notebook.run("%guava_train --model Net --data loader --loss CrossEntropyLoss --optimizer Adam")
     assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
@@ -172,3 +174,23 @@ def test_a_new_code_is_shown_in_whatever_cell_waits(notebook: Any, line: str) ->
     shown = notebook.run(line)
     assert shown.ok and shown.text.count(f"%guava_worker {NEW}") == 1
     assert "Workers that are away need it" in shown.text
+
+
+def test_the_cell_brings_the_package_along_where_others_are_reached(notebook: Any) -> None:
+    here = notebook.run("%guava_up --workers 1").text
+    assert f"%load_ext guava_nb\n    %guava_worker {SECRET_CODE}" in here and "guava_nb_cell" not in here
+    notebook.run("%guava_down")
+    reached = notebook.run("%guava_up --workers 1 --tunnel ngrok").text
+    assert "    guava_nb_cell()\n    %load_ext guava_nb\n" in reached
+
+
+def test_a_package_that_was_never_installed_is_said_in_the_cell(notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker_cell(orchestrator: Any) -> str:
+        raise ConfigError("guava_nb was never installed")
+
+    monkeypatch.setattr(FakeOrchestrator, "worker_cell", worker_cell)
+    shown = notebook.run("%guava_up --workers 1 --tunnel ngrok").text
+    assert (
+        "    # Install guava_nb here first, from the same place as there: guava_nb was never installed\n    %load_ext"
+        in shown
+    )

@@ -28,6 +28,13 @@ def test_what_is_loaded_and_what_all_is_built_on_is_frozen() -> None:
     assert found == ["a-b==1", "a-c==2", "numpy==2.0", "pillow==11.0", "torch==2.6.0+cu124"]
 
 
+def test_what_torch_needs_is_frozen_though_nothing_imports_it() -> None:
+    versions = {"torch": "2.11.0", "nvidia_cublas": "13.1", "triton": "3.6", "other": "1"}
+    found = constraints([], {}, versions, ["nvidia-cublas", "triton", "not-here"])
+    assert found == ["nvidia-cublas==13.1", "torch==2.11.0", "triton==3.6"]
+    assert "sympy" in packages._needs_of_torch()
+
+
 def wheel(folder: Path, name: str, needs: str = "") -> str:
     path = folder / f"{name}-1.0-py3-none-any.whl"
     head = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n" + (f"Requires-Dist: {needs}\n" if needs else "")
