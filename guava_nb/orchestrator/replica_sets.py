@@ -21,9 +21,10 @@ from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
 from guava_nb.protocol.messages import EndRun, RunSpec
+from guava_nb.replica.model.pretrained import load_pretrained, pinned
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
-from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
+from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions, is_on_hub
 from guava_nb.sync.handover import fetch_between_runs, fetch_of_ended_process
 from guava_nb.sync.replica_set import ReplicaSet
 from guava_nb.sync.resident_replica_set import ResidentReplicaSet, adopt, is_own
@@ -293,6 +294,8 @@ class ReplicaSets:
     def _going_on(self, composed: Composed) -> ReplicaSet | None:
         """Return replicas that begin with what workers hold of the last run; None where something is not what it was."""
         last, spec, cluster = self.trained, composed.spec, self._cluster()
+        if last is not None:  # what it began with stands in its record, and its weights are other ones by now
+            spec = replace(spec, pretrained=last.spec.pretrained)
         if last is None or isinstance(last, ResidentReplicaSet) or last.predecessor is not None or last.kept:
             return None
         same = (spec, self._registry.cells) == (last.spec, last.cells) and spec.optimizer_site == "workers"
@@ -308,19 +311,32 @@ class ReplicaSets:
         return made
 
     def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
-        spec, instance = composed.spec, self._registry.instance_for(composed.spec)
+        if is_on_hub(weights):
+            composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
+        spec = composed.spec
+        instance = None if spec.pretrained else self._registry.instance_for(spec)
         made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         if self.trained is not None:
             made.checks = self.trained.checks
         if weights is not None:
-            state, added = fitting_weights(Path(weights).expanduser(), made.master.model)
-            made.master.load_state({"model": state})
-            made.from_seed = False
+            added = self._load(made, spec.pretrained, weights)
             if added:
                 names = ", ".join(added[:3]) + (f" and {len(added) - 3} more" if len(added) > 3 else "")
                 self._notices.add(f"not in {weights}, begins as the model is built: {names}", "run")
         return made
+
+    @staticmethod
+    def _load(made: ReplicaSet, pretrained: str, weights: str | Path) -> list[str]:
+        """Load weights into the master, where it was not built with them; returns names of what learns and is not there."""
+        model = made.master.model
+        if not pretrained:
+            state, added = fitting_weights(Path(weights).expanduser(), model)
+            made.master.load_state({"model": state})
+            made.from_seed = False
+            return added
+        is_whole = all(one.requires_grad for one in model.parameters())  # then all of it is there
+        return [] if is_whole else load_pretrained(pretrained, model)
 
     def launched(self, replica_set: ReplicaSet) -> None:
         """A run of these replicas was launched."""

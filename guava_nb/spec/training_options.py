@@ -29,12 +29,14 @@ __all__ = [
     "LOSSES",
     "MEASURED",
     "OF_SESSION",
+    "ON_HUB",
     "Kind",
     "OptionInfo",
     "Reference",
     "TrainingOptions",
     "listed",
     "option",
+    "is_on_hub",
     "option_infos",
     "same_named",
     "takes_options",
@@ -51,6 +53,8 @@ Kind = Literal[
 
 #: Value of `resume` for the last run of a session whose process ended.
 OF_SESSION = "session"
+#: How `weights` begin that each machine fetches from the Hugging Face hub.
+ON_HUB = "hf:"
 #: Value of `shares` that follows the pace of the workers.
 MEASURED = "measured"
 #: What most people use of torch; any other name is as good.
@@ -190,7 +194,8 @@ class TrainingOptions:
         check: before the first step that several workers share, one of them computes a batch whole and in pieces. "warn"
             tells where they differ (a loss that couples samples, batch statistics), "strict" refuses, "off" does not look.
         weights: start from the weights in a file: a state dict of torch.save, .safetensors, a folder of those, or a checkpoint,
-            of which only the weights are taken. By default as the model is built, or registered.
+            of which only the weights are taken; or hf:NAME[@REVISION], which each machine fetches from the Hugging Face hub
+            itself. By default as the model is built, or registered.
         save_only: "trainable" leaves frozen parameters out of checkpoints, which have their digests instead: to go on from one,
             build, register or give (weights) the same frozen part.
         resume: go on from a checkpoint, at its place in its epoch; "session": from what workers hold of the run that ended with
@@ -456,6 +461,11 @@ def same_named(names: Iterable[str], *sources: object) -> dict[str, Any]:
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def is_on_hub(weights: object) -> bool:
+    """Whether these weights are named by a repository of the Hugging Face hub, and not by a file."""
+    return str(weights).startswith(ON_HUB)
 
 
 def takes_options(options: type[TrainingOptions] = TrainingOptions) -> Callable[[Method], Method]:

@@ -12,7 +12,7 @@ import torch
 from tests.support.kernels import ROOT, Kernel, wait_until
 
 PROGRAMS = ROOT / "tests" / "support" / "programs"
-ALONE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=0".split()
+ALONE = ["RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=0"]
 TWO_OPTIMIZERS = """%%guava_run {options}
 import torch, torch.distributed as dist
 from torch import nn
@@ -72,7 +72,9 @@ def test_a_loop_with_two_optimizers_trains_as_in_one_process(kernel: Kernel, pat
     shown = kernel.run(TWO_OPTIMIZERS.format(options=f"--path {path}"))
     for wanted in ("| rank 0 of 2 is __main__", "| rank 1 of 2 is __main__", "ended: run", "local-1", "local-2"):
         assert wanted in shown, shown
-    kernel.run("%guava_pull trained --rank 0\n%guava_pull trained --rank 0\nfirst = trained\n%guava_pull trained --rank 1")
+    kernel.run(
+        "%guava_pull trained --rank 0\n%guava_pull trained --rank 0\nfirst = trained\n%guava_pull trained --rank 1"
+    )
     plain = """
 torch.manual_seed(0)
 net = torch.nn.Linear(4, 2).double()
@@ -120,7 +122,9 @@ def test_a_library_that_makes_its_own_group_trains_as_in_one_process(
 
 
 def test_the_rank_that_failed_is_shown_first_and_all_others_end(kernel: Kernel) -> None:
-    text = error_of(kernel, "%%guava_run\nimport os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n{}['mine']")
+    text = error_of(
+        kernel, "%%guava_run\nimport os, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n{}['mine']"
+    )
     assert "raised KeyError: 'mine'" in text and "line 4" in text and "failed, so the program ends on local-" in text
     assert "KeyboardInterrupt" not in text and "guava_nb/" not in text, text
     for path in ("auto", "relay"):
@@ -129,7 +133,9 @@ def test_the_rank_that_failed_is_shown_first_and_all_others_end(kernel: Kernel) 
             f"%%guava_run --path {path}\nimport torch, torch.distributed as dist\ndist.init_process_group()\n"
             "if dist.get_rank() == 1:\n    raise ValueError('of one rank')\ndist.all_reduce(torch.ones(2))",
         )
-        assert "raised ValueError: of one rank" in text and "GroupBroken" not in text and "left the group" not in text, text
+        assert (
+            "raised ValueError: of one rank" in text and "GroupBroken" not in text and "left the group" not in text
+        ), text
     assert "the program ended with exit status 3" in error_of(kernel, "%%guava_run\nimport sys; sys.exit(3)")
     assert "notebook syntax" in error_of(kernel, "%%guava_run\n!ls")
     kernel.run(TWO_OPTIMIZERS.format(options=""))
@@ -163,7 +169,10 @@ def test_a_run_goes_on_after_a_program(kernel: Kernel, mode: str) -> None:
     kernel.run("torch.manual_seed(3)\nafter = {n: v.clone() for n, v in run.model().state_dict().items()}")
     kernel.run(f"{TRAIN} --epochs 1 --fresh")
     kernel.run(f"{TRAIN} --epochs 1 --out run")
-    assert kernel.run("all((run.model().state_dict()[n] - v).abs().max() < 1e-5 for n, v in after.items())").strip() == "True"
+    assert (
+        kernel.run("all((run.model().state_dict()[n] - v).abs().max() < 1e-5 for n, v in after.items())").strip()
+        == "True"
+    )
     kernel.run(f"{TRAIN} --epochs 40 --detach --out run")
     assert "is in progress: wait for it, or stop it" in error_of(kernel, "%%guava_run\n1")
     kernel.run("%guava_stop\nrun.wait()")
