@@ -5,8 +5,8 @@ Knows prompts as tokens and passes over data; knows no text and no tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,45 +20,14 @@ from guava_nb.evaluation.passes import Progress
 from guava_nb.evaluation.predictions import Prediction
 from guava_nb.evaluation.result_files import MemoryResults
 from guava_nb.protocol.messages import Factory, Wanted
-from guava_nb.replica.generate import NO_TOKEN
+from guava_nb.replica.model.generate import NO_TOKEN, Sampling
 from guava_nb.sync.replica_set import ReplicaSet
 
-__all__ = ["Sampling", "generate", "prompts_of"]
+__all__ = ["generate", "prompts_of"]
 
-_STEP = "guava_nb.replica.generate:generate_rows"
+_STEP = "guava_nb.replica.model.generate:generate_rows"
 #: Gets the number of a prompt and the tokens that follow it.
 OnDone = Callable[[int, list[int]], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How prompts are continued, see `guava_nb.replica.generate.continued`.
-
-    Raises:
-        ConfigError: a number is out of its range.
-    """
-
-    new: int
-    temperature: float = 0.0
-    top_k: int | None = None
-    seed: int = 0
-    end: int | None = None
-    context: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        for name, value in (("max_new_tokens", self.new), ("top_k", self.top_k), ("context", self.context)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
-        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"temperature is {self.temperature!r}; give 0 for the most probable token, or more to sample"
-            )
-        if self.top_k is not None and not self.temperature:
-            raise ConfigError(
-                "top_k chooses among the most probable tokens when sampling: give a temperature above 0, too"
-            )
 
 
 def prompts_of(prompts: Any, encode: Callable[[str], Any] | None) -> list[torch.Tensor]:
@@ -104,7 +73,7 @@ def generate(
     _check_whole(replica_set)
     # Where ranks of a group share each batch, it has a prompt for each; else each worker takes one after the other.
     at_once = 1 if replica_set.spec.parallel is None else max(1, len(cluster.roster.ready()))
-    wanted = Wanted(raw=True, step=Factory(_STEP, asdict(sampling)))
+    wanted = Wanted(raw=True, step=Factory(_STEP, {"sampling": asdict(sampling)}))
     results = _AsTheyCome(len(prompts), on_done)
     feed = LoaderFeed(list(_batches(prompts, at_once)))
     ask(cluster, replica_set, feed, Prediction(wanted, results, len(prompts)), grace_s=grace_s, progress=progress)

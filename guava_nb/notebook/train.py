@@ -12,7 +12,8 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from guava_nb.notebook.line_words import near, value_of
-from guava_nb.spec.training_options import OptionInfo, is_on_hub, option_infos
+from guava_nb.spec.hub_name import is_on_hub
+from guava_nb.spec.training_options import OptionInfo, option_infos
 
 __all__ = ["check_variable", "metrics_argument", "resolve", "training_arguments"]
 

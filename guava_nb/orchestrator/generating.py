@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from guava_nb.cluster.cluster import Cluster
-from guava_nb.evaluation.generation import Sampling, generate, prompts_of
+from guava_nb.evaluation.generation import generate, prompts_of
 from guava_nb.evaluation.passes import Progress
+from guava_nb.replica.model.generate import Sampling
 from guava_nb.training.progress_bar import reporting
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class Generating:
         top_k: int | None = None,
         seed: int = 0,
         tokenizer: Any = None,
-        end: int | None = None,
-        context: int | None = None,
         on_done: Callable[[int, Any], None] = lambda number, found: None,
         progress: bool | Progress = True,
         **more: Any,
@@ -54,11 +53,11 @@ class Generating:
             top_k: only among so many of the most probable tokens.
             tokenizer: makes tokens of text and text of tokens (`encode`, `decode`, and `eos_token_id` where it has one); it stays
                 here.
-            end: the token after which a prompt is done; None takes the tokenizer's.
-            context: the model sees so many of the last tokens at most, as one with a table of positions needs it.
             on_done: called with the number of a prompt and what follows it, in their order, as they come.
             progress: as for `validate`; counts prompts.
-            more: further arguments of transformers' `generate`, as plain data.
+            more: `end`, the token after which a prompt is done, if not the tokenizer's; `context`, how many of the last tokens
+                the model sees at most, as one with a table of positions needs it; and further arguments of transformers'
+                `generate`, as plain data.
 
         Returns:
             What follows each prompt: texts with a tokenizer, else lists of tokens; the end token is the last one where it came.
@@ -70,7 +69,7 @@ class Generating:
         """
         encode = None if tokenizer is None else tokenizer.encode
         rows = prompts_of(prompts, encode)
-        end = getattr(tokenizer, "eos_token_id", None) if end is None else end
+        end, context = more.pop("end", getattr(tokenizer, "eos_token_id", None)), more.pop("context", None)
         sampling = Sampling(max_new_tokens, temperature, top_k, seed, end, context, more)
 
         def text(tokens: list[int]) -> Any:

@@ -29,14 +29,12 @@ __all__ = [
     "LOSSES",
     "MEASURED",
     "OF_SESSION",
-    "ON_HUB",
     "Kind",
     "OptionInfo",
     "Reference",
     "TrainingOptions",
     "listed",
     "option",
-    "is_on_hub",
     "option_infos",
     "same_named",
     "takes_options",
@@ -53,8 +51,6 @@ Kind = Literal[
 
 #: Value of `resume` for the last run of a session whose process ended.
 OF_SESSION = "session"
-#: How `weights` begin that each machine fetches from the Hugging Face hub.
-ON_HUB = "hf:"
 #: Value of `shares` that follows the pace of the workers.
 MEASURED = "measured"
 #: What most people use of torch; any other name is as good.
@@ -461,11 +457,6 @@ def same_named(names: Iterable[str], *sources: object) -> dict[str, Any]:
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def is_on_hub(weights: object) -> bool:
-    """Whether these weights are named by a repository of the Hugging Face hub, and not by a file."""
-    return str(weights).startswith(ON_HUB)
 
 
 def takes_options(options: type[TrainingOptions] = TrainingOptions) -> Callable[[Method], Method]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from tests.support.hf_hub import hub_of
-from tests.support.kernels import Kernel
+from tests.support.kernels import ROOT, Kernel
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+WHERE = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of the libraries, as here
 pytestmark = pytest.mark.timeout(240)
 
 CELL = """
@@ -60,7 +62,7 @@ def test_a_transformer_of_the_hub_is_trained_in_each_mode_and_continues_prompts(
     state = {n.removeprefix("transformer."): v.clone() for n, v in base.state_dict().items() if n != "lm_head.weight"}
     torch.save({f"transformer.{n}": v for n, v in state.items()}, tmp_path / "theirs.pt")
     with hub_of({"me/tiny": {"model.safetensors": safetensors.save(state)}}) as hub:
-        kernel = Kernel(HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "cache"))
+        kernel = Kernel(PYTHONPATH=WHERE, HF_ENDPOINT=hub.address, HF_HOME=str(tmp_path / "cache"))
         try:
             kernel.run("%load_ext guava_nb\n%guava_up --local 2", 90)
             kernel.run("%%guava_share --name model" + CELL, 60)

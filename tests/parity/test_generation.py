@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from guava_nb.errors import ConfigError
-from guava_nb.replica.generate import continued
+from guava_nb.replica.model.generate import Sampling, continued
 from tests.support.session import direct_session
-from tests.unit.replica.test_generate import Language
+from tests.unit.replica.model.test_generate import Language
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [2, 2]]
 
@@ -44,14 +44,13 @@ def test_tokens_do_not_depend_on_the_number_of_workers(workers: int) -> None:
             found = session.generate(
                 PROMPTS, 9, progress=False, on_done=lambda number, row, told=told: told.append((number, row)), **settings
             )  # fmt: skip
-            seed = settings.pop("seed", 0)
             plain = [
-                continued(net, torch.tensor(prompt), 9, seed=seed + number, **settings).tolist()
+                continued(net, torch.tensor(prompt), Sampling(9, **settings), number).tolist()
                 for number, prompt in enumerate(PROMPTS)
             ]
             assert found == plain and told == list(enumerate(plain))
         texts = session.generate(["abc", "d"], 9, tokenizer=Letters(), progress=False)
-        ids = [continued(net, torch.tensor(prompt), 9, end=12).tolist() for prompt in ([0, 1, 2], [3])]
+        ids = [continued(net, torch.tensor(prompt), Sampling(9, end=12)).tolist() for prompt in ([0, 1, 2], [3])]
         assert texts == [Letters().decode(row[:-1] if row[-1] == 12 else row) for row in ids]
         _refusals(session)
 

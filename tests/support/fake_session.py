@@ -217,7 +217,7 @@ class FakeOrchestrator:
 
     def generate(self, prompts: Any, on_done: Any, progress: Any, **settings: Any) -> Any:
         self.calls.append(("generate", (prompts, settings)))
-        for number, prompt in enumerate(prompts):
+        for number in range(len(prompts)):
             on_done(number, self.results)
             progress(number + 1, len(prompts))
         return [self.results for _ in prompts]

@@ -16,7 +16,7 @@ import torch
 
 from guava_nb.errors import CheckpointError, ConfigError
 from guava_nb.replica.model.fitting import fitted
-from guava_nb.spec.training_options import ON_HUB
+from guava_nb.spec.hub_name import ON_HUB, split_name
 
 __all__ = ["load_pretrained", "pinned"]
 
@@ -30,7 +30,7 @@ def pinned(weights: str) -> str:
     Raises:
         ConfigError: there is none of this name, it cannot be reached, or it has no safetensors.
     """
-    name, _ = _split(weights)
+    name, _ = split_name(weights)
     return f"{ON_HUB}{name}@{_folder(weights).name}"
 
 
@@ -59,17 +59,10 @@ def load_pretrained(weights: str, model: torch.nn.Module) -> list[str]:
     return added
 
 
-def _split(weights: str) -> tuple[str, str | None]:
-    name, _, revision = weights.removeprefix(ON_HUB).replace("\\", "/").partition("@")
-    if not name or name.startswith(("/", ".")):
-        raise ConfigError(f"{weights!r} names no repository: --weights hf:NAME, as in hf:distilbert/distilgpt2@main")
-    return name, revision or None
-
-
 @functools.lru_cache(maxsize=8)
 def _folder(weights: str) -> Path:
     """Where the files lie on this machine, fetched unless they are there."""
-    name, revision = _split(weights)
+    name, revision = split_name(weights)
     hub = _package("huggingface_hub")
     try:
         folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(_USUAL)))

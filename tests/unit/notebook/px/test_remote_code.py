@@ -57,19 +57,34 @@ def test_a_program_runs_from_a_cell_or_a_file_with_arguments_of_its_own(opened: 
     shown = opened.run("%%guava_run --on local-1,local-2 --path relay -- --epochs 3\nimport torch\n")
     (name, (text, arguments, settings)) = opened.orchestrator.calls[-1]
     assert shown.ok and (name, text.strip(), arguments) == ("run_program", "import torch", ("--epochs", "3"))
-    assert settings["name"].startswith("run ") and (settings["on"], settings["path"]) == (["local-1", "local-2"], "relay")
+    assert settings["name"].startswith("run ") and (settings["on"], settings["path"]) == (
+        ["local-1", "local-2"],
+        "relay",
+    )
     assert "local-1 | rank 0 printed" in shown.lines and "local-2 | rank 1 printed" in shown.lines
     assert any(line.startswith("ended: run ") for line in shown.lines)
     file = tmp_path / "train.py"
     file.write_text("1 + 1\n")
     assert opened.run(f"%guava_run {file} --lr 0.1 -h").ok
     (_, (text, arguments, settings)) = opened.orchestrator.calls[-1]
-    assert (text, arguments, settings["name"], settings["path"]) == ("1 + 1\n", ("--lr", "0.1", "-h"), "train.py", "auto")
+    assert (text, arguments, settings["name"], settings["path"]) == (
+        "1 + 1\n",
+        ("--lr", "0.1", "-h"),
+        "train.py",
+        "auto",
+    )
 
 
 def test_without_a_session_each_says_what_to_do(notebook: Any) -> None:
     notebook.shell.user_ns["x"] = 1
-    for cell in ("%%guava_px\n1", "%guava_push x", "%guava_pull x", "%guava_pip einops", "%guava_files a.py", "%%guava_run\n1"):
+    for cell in (
+        "%%guava_px\n1",
+        "%guava_push x",
+        "%guava_pull x",
+        "%guava_pip einops",
+        "%guava_files a.py",
+        "%%guava_run\n1",
+    ):
         shown = notebook.run(cell)
         assert not shown.ok and "run %guava_up first" in shown.text and len(shown.lines) == 1
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guava_nb.errors import ConfigError
-from guava_nb.replica.generate import NO_TOKEN, continued, generate_rows
+from guava_nb.replica.model.generate import NO_TOKEN, Sampling, continued, generate_rows
 
 
 class Language(nn.Module):
@@ -43,7 +43,7 @@ def by_hand(net: nn.Module, prompt: list[int], new: int, temperature: float, top
 def test_tokens_are_those_of_a_loop_by_hand(temperature: float, top_k: int | None) -> None:
     net = model()
     for seed in range(5):
-        found = continued(net, torch.tensor([1, 2, 3]), 12, temperature=temperature, top_k=top_k, seed=seed)
+        found = continued(net, torch.tensor([1, 2, 3]), Sampling(12, temperature, top_k, seed))
         assert found.tolist() == by_hand(net, [1, 2, 3], 12, temperature, top_k, seed)
 
 
@@ -55,8 +55,7 @@ def test_a_prompt_is_continued_alike_beside_others_and_leaves_the_random_state()
         "tokens": torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0]]), "length": torch.tensor([3, 1, 2]),
         "number": torch.tensor([0, 1, 2]),
     }  # fmt: skip
-    settings = {"new": 6, "temperature": 1.0, "top_k": None, "seed": 7, "end": None, "context": None, "more": {}}
-    together = generate_rows(net, batch, **settings)
+    together = generate_rows(net, batch, sampling={"new": 6, "temperature": 1.0, "seed": 7})
     assert torch.equal(before, torch.get_rng_state())
     assert together.tolist() == [by_hand(net, prompt, 6, 1.0, None, 7 + row) for row, prompt in enumerate(prompts)]
 
@@ -66,20 +65,18 @@ def test_it_ends_at_the_end_and_sees_no_more_than_the_context() -> None:
     free = by_hand(net, [1, 2], 8, 0.0, None, 0)
     end = free[3]
     cut = free[: free.index(end) + 1]
-    assert continued(net, torch.tensor([1, 2]), 8, end=end).tolist() == cut
-    rows = generate_rows(
-        net, {"tokens": torch.tensor([[1, 2]]), "length": torch.tensor([2]), "number": torch.tensor([0])},
-        new=8, temperature=0.0, top_k=None, seed=0, end=end, context=None, more={},
-    )  # fmt: skip
+    assert continued(net, torch.tensor([1, 2]), Sampling(8, end=end)).tolist() == cut
+    batch = {"tokens": torch.tensor([[1, 2]]), "length": torch.tensor([2]), "number": torch.tensor([0])}
+    rows = generate_rows(net, batch, sampling={"new": 8, "end": end})
     assert rows.tolist() == [cut + [NO_TOKEN] * (8 - len(cut))]
     lengths: list[int] = []
     net.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    continued(net, torch.tensor([1, 2, 3, 4]), 5, context=3)
+    continued(net, torch.tensor([1, 2, 3, 4]), Sampling(5, context=3))
     assert lengths == [3] * 5
 
 
 def test_what_is_no_language_model_is_told() -> None:
     with pytest.raises(ConfigError, match=r"gives logits \[B, T, V\] for tokens \[B, T\]; Sequential gave"):
-        continued(nn.Sequential(nn.Embedding(5, 3), nn.Flatten(1)), torch.tensor([1, 2]), 2)
+        continued(nn.Sequential(nn.Embedding(5, 3), nn.Flatten(1)), torch.tensor([1, 2]), Sampling(2))
     with pytest.raises(ConfigError, match="num_beams: only a model of transformers"):
-        continued(model(), torch.tensor([1]), 2, more={"num_beams": 2})
+        continued(model(), torch.tensor([1]), Sampling(2, more={"num_beams": 2}))

@@ -7,6 +7,7 @@ prompts are beside it, or where. Knows models that give logits [B, T, V]; knows 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,22 +16,58 @@ from torch import Tensor, nn
 from guava_nb.errors import ConfigError
 from guava_nb.replica.rng import seeded
 
-__all__ = ["NO_TOKEN", "continued", "generate_rows"]
+__all__ = ["NO_TOKEN", "Sampling", "continued", "generate_rows"]
 
 #: Fills rows of tokens that ended early.
 NO_TOKEN = -1
 
 
-def generate_rows(
-    model: nn.Module, batch: Mapping[str, Tensor], *, new: int, temperature: float, top_k: int | None, seed: int,
-    end: int | None, context: int | None, more: Mapping[str, Any],
-) -> Tensor:  # fmt: skip
+@dataclass(frozen=True)
+class Sampling:
+    """How prompts are continued.
+
+    Attributes:
+        new: tokens to make at most.
+        temperature: 0 takes the most probable token; more samples.
+        top_k: only among so many of the most probable ones.
+        seed: of a prompt's random numbers, as after `torch.manual_seed`; its number is added.
+        end: the token after which a prompt is done.
+        context: the model sees so many of the last tokens at most; only where it has no `generate` of its own.
+        more: further arguments of transformers' `generate`.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    new: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+    end: int | None = None
+    context: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        for name, value in (("max_new_tokens", self.new), ("top_k", self.top_k), ("context", self.context)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
+        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is {self.temperature!r}; give 0 for the most probable token, or more to sample"
+            )
+        if self.top_k is not None and not self.temperature:
+            raise ConfigError(
+                "top_k chooses among the most probable tokens when sampling: give a temperature above 0, too"
+            )
+
+
+def generate_rows(model: nn.Module, batch: Mapping[str, Tensor], *, sampling: Mapping[str, Any]) -> Tensor:
     """Continue the prompts of a batch.
 
     Args:
         batch: "tokens" [N, T], of which the first "length" [N] of each row count, and "number" [N] of each prompt.
-        new: tokens to make at most.
-        temperature, top_k, seed, end, context, more: as for `continued`; a prompt's seed is `seed` plus its number.
+        sampling: fields of `Sampling`.
 
     Returns:
         [N, new] tokens, `NO_TOKEN` where a row ended before.
@@ -38,65 +75,48 @@ def generate_rows(
     Raises:
         ConfigError: as for `continued`.
     """
-    rows = torch.full((len(batch["tokens"]), new), NO_TOKEN, dtype=torch.int64)
+    how = Sampling(**sampling)
+    rows = torch.full((len(batch["tokens"]), how.new), NO_TOKEN, dtype=torch.int64)
     for row, (tokens, length, number) in enumerate(
         zip(batch["tokens"], batch["length"].tolist(), batch["number"].tolist(), strict=True)
     ):
-        made = continued(
-            model, tokens[:length], new, temperature=temperature, top_k=top_k, seed=seed + number, end=end,
-            context=context, more=more,
-        )  # fmt: skip
+        made = continued(model, tokens[:length], how, number)
         rows[row, : len(made)] = made
     return rows
 
 
-def continued(
-    model: nn.Module, prompt: Tensor, new: int, *, temperature: float = 0.0, top_k: int | None = None, seed: int = 0,
-    end: int | None = None, context: int | None = None, more: Mapping[str, Any] | None = None,
-) -> Tensor:  # fmt: skip
-    """Return at most `new` tokens that follow a prompt, [T] on the CPU.
+def continued(model: nn.Module, prompt: Tensor, how: Sampling, number: int = 0) -> Tensor:
+    """Return at most `how.new` tokens that follow a prompt, [T] on the CPU.
 
     Args:
         prompt: tokens [T] on the model's device, at least one.
-        temperature: 0 takes the most probable token; more samples.
-        top_k: only among so many of the most probable ones.
-        seed: of its random numbers, as after `torch.manual_seed(seed)`.
-        end: the token after which it stops.
-        context: the model sees so many of the last tokens at most; only where the model has no `generate` of its own.
-        more: further arguments of transformers' `generate`.
+        number: of the prompt.
 
     Raises:
-        ConfigError: the model gives no logits [B, T, V], or takes none of `more`.
+        ConfigError: the model gives no logits [B, T, V], or takes none of `how.more`.
     """
     with torch.no_grad():
         if hasattr(model, "generation_config"):  # transformers': others' generate have arguments of their own
-            with seeded(seed, prompt.device):
-                found = _by_model(model, prompt, new, temperature, top_k, end, more or {})
-        elif more:
+            with seeded(how.seed + number, prompt.device):
+                found = _by_model(model, prompt, how)
+        elif how.more:
             raise ConfigError(
-                f"{', '.join(more)}: only a model of transformers takes further arguments, and {type(model).__name__} is none"
+                f"{', '.join(how.more)}: only a model of transformers takes further arguments, and {type(model).__name__} is "
+                "none"
             )
         else:
-            found = _by_loop(model, prompt, new, end, context, _Choice(temperature, top_k, seed))
+            found = _by_loop(model, prompt, how, _Choice(how.temperature, how.top_k, how.seed + number))
     return found.to("cpu", torch.int64)
 
 
-def _by_model(
-    model: Any,
-    prompt: Tensor,
-    new: int,
-    temperature: float,
-    top_k: int | None,
-    end: int | None,
-    more: Mapping[str, Any],
-) -> Tensor:
-    settings: dict[str, Any] = {"max_new_tokens": new, "do_sample": temperature > 0, **more}
-    if temperature > 0:
-        settings.setdefault("temperature", temperature)
-        settings.setdefault("top_k", top_k or 0)  # transformers' own default is 50
-    if end is not None:
-        settings.setdefault("eos_token_id", end)
-        settings.setdefault("pad_token_id", end)
+def _by_model(model: Any, prompt: Tensor, how: Sampling) -> Tensor:
+    settings: dict[str, Any] = {"max_new_tokens": how.new, "do_sample": how.temperature > 0, **how.more}
+    if how.temperature > 0:
+        settings.setdefault("temperature", how.temperature)
+        settings.setdefault("top_k", how.top_k or 0)  # transformers' own default is 50
+    if how.end is not None:
+        settings.setdefault("eos_token_id", how.end)
+        settings.setdefault("pad_token_id", how.end)
     made = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
     made = getattr(made, "sequences", made)
     if made.ndim != 2 or len(made) != 1:
@@ -106,15 +126,13 @@ def _by_model(
     return tokens
 
 
-def _by_loop(
-    model: nn.Module, prompt: Tensor, new: int, end: int | None, context: int | None, choice: _Choice
-) -> Tensor:
+def _by_loop(model: nn.Module, prompt: Tensor, how: Sampling, choice: _Choice) -> Tensor:
     tokens = prompt[None]
-    for _ in range(new):
-        logits = _logits(model, tokens if context is None else tokens[:, -context:])
+    for _ in range(how.new):
+        logits = _logits(model, tokens if how.context is None else tokens[:, -how.context :])
         chosen = choice.of(logits[0, -1])
         tokens = torch.cat([tokens, tokens.new_full((1, 1), chosen)], dim=1)
-        if chosen == end:
+        if chosen == how.end:
             break
     return tokens[0, len(prompt) :]
 
