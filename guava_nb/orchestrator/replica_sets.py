@@ -314,8 +314,7 @@ class ReplicaSets:
     def _build(self, composed: Composed, weights: str | Path | None = None) -> ReplicaSet:
         if is_on_hub(weights):
             composed.spec = replace(composed.spec, pretrained=pinned(str(weights)))
-        spec = composed.spec
-        instance = None if spec.pretrained else self._registry.instance_for(spec)
+        spec, instance = composed.spec, None if composed.spec.pretrained else self._registry.instance_for(composed.spec)
         made = build_ensemble(self._run_id, spec, self._registry.cells, composed.shared, instance)
         made.code, made.registered = composed.code, self._registry.instance_for(spec)
         made.checks = made.checks if self.trained is None else self.trained.checks
