@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,13 @@ def load_pretrained(weights: str, model: torch.nn.Module) -> list[str]:
     return added
 
 
-@functools.lru_cache(maxsize=8)
 def _folder(weights: str) -> Path:
-    """Where the files lie on this machine, fetched unless they are there."""
+    """Where the files lie on this machine, fetched unless they are there; a branch may move, a commit does not."""
+    is_commit = re.fullmatch("[0-9a-f]{40}", split_name(weights)[1] or "")
+    return _commit(weights) if is_commit else _fetched(weights)
+
+
+def _fetched(weights: str) -> Path:
     name, revision = split_name(weights)
     hub = _package("huggingface_hub")
     try:
@@ -76,6 +81,9 @@ def _folder(weights: str) -> Path:
             "model.save_pretrained(FOLDER), and give --weights FOLDER (weights=FOLDER)"
         )
     return folder
+
+
+_commit = functools.lru_cache(maxsize=8)(_fetched)
 
 
 def _files(folder: Path) -> list[Path]:
