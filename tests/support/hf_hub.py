@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,12 +33,15 @@ class Hub:
                 path = self.path.partition("?")[0].strip("/")
                 hub.asked.append(f"{self.command} {path}")
                 if path.startswith("api/models/"):
-                    name, _, revision = path.removeprefix("api/models/").partition("/revision/")
+                    name, _, kind, revision = re.fullmatch(r"api/models/(.+?)(/(revision|tree)/(.+))?", path).groups()
                     files = repositories.get(name)
                     if files is None:
                         return self._refuse("RepoNotFound", send_body)
-                    if revision not in ("main", COMMIT):
+                    if revision not in (None, "main", COMMIT):
                         return self._refuse("RevisionNotFound", send_body)
+                    if kind == "tree":
+                        tree = [{"type": "file", "path": n, "size": len(b), "oid": "0"} for n, b in files.items()]
+                        return self._send(json.dumps(tree).encode(), send_body, {"Content-Type": "application/json"})
                     found = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
                     return self._send(json.dumps(found).encode(), send_body, {"Content-Type": "application/json"})
                 name, _, rest = path.partition("/resolve/")
