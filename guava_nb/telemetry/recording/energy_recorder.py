@@ -83,10 +83,10 @@ class EnergyRecorder:
     def run(self, name: str) -> Iterator[Callable[[EnergyRecord], None]]:
         """Name a stretch; call what is given with the run's energy record, to keep that too."""
         kept: list[EnergyRecord] = []
-        begin_s = self._clock() - self._began_s
+        begin_s = self._now_s()
         yield kept.append
         record, curves = (dict(kept[-1]), kept[-1].curves) if kept else ({}, {})
-        self._runs.append(RecordedRun(name, begin_s, self._clock() - self._began_s, record, curves))
+        self._runs.append(RecordedRun(name, begin_s, self._now_s(), record, curves))
 
     def recording(self) -> EnergyRecording:
         """Return what was read so far.
@@ -102,6 +102,9 @@ class EnergyRecorder:
             self._board.board.name, today, local_versions()["torch"], self._sensor.method, readings, tuple(self._runs)
         )
 
+    def _now_s(self) -> float:
+        return round(self._clock() - self._began_s, 3)
+
     def _follow(self) -> None:
         while True:
             stopped = self._stop.wait(self._interval_s)
@@ -114,6 +117,6 @@ class EnergyRecorder:
 
     def _read(self) -> Reading:
         value = self._sensor.read()
-        seconds, gauges = self._clock() - self._began_s, self._board.gauges()
+        seconds, gauges = self._now_s(), self._board.gauges()
         joules, watts = (value, gauges.power_w) if self._sensor.counts else (None, value)
-        return Reading(round(seconds, 3), joules, watts, gauges.busy, gauges.memory_used_bytes)
+        return Reading(seconds, joules, watts, gauges.busy, gauges.memory_used_bytes)

@@ -16,8 +16,8 @@ __all__ = ["ReplaySensor"]
 class ReplaySensor(Sensor):
     """Says now what a GPU said then, second for second: `EnergyMeter(sensors=[ReplaySensor(recording)])`.
 
-    The figures are the GPU's of that day and tell nothing of this machine; name and method of the board say so. It starts with the first
-    reading; between two readings of the recording it gives the straight line, after the last one it cannot be read.
+    The figures are the GPU's of that day and tell nothing of this machine; name and method say so. It starts with the first
+    call of `read`; between two readings of the recording it gives the straight line, after the last one it cannot be read.
 
     Args:
         recording: see `EnergyRecording.load`.

@@ -23,10 +23,9 @@ def board_of(api: FakeNvml) -> NvmlBoard:
 
 
 def recorded(api: FakeNvml) -> EnergyRecording:
-    with EnergyRecorder(board=board_of(api), interval_s=0.001) as recorder:
-        with recorder.run("short") as keep:
-            wait_until(lambda: len(recorder._readings) > 3, lambda: "reading", timeout_s=20)
-            keep(energy_record(report(), CURVES, "fp16"))
+    with EnergyRecorder(board=board_of(api), interval_s=0.001) as recorder, recorder.run("short") as keep:
+        wait_until(lambda: len(recorder._readings) > 3, lambda: "reading", timeout_s=20)
+        keep(energy_record(report(), CURVES, "fp16"))
     return recorder.recording()
 
 
