@@ -1,0 +1,138 @@
+"""Runs lessons in real kernels and stores them with what they show: tables, figures, the panel's end state.
+
+    python -m tests.support.lessons [NAME ...]    # all, or those whose names begin so: 00 08
+
+To be run again when a lesson, or what a panel shows, has changed. What depends on this machine (paths, its name) is taken out,
+and a cell's output is marked for nbval to leave alone, unless the cell's tags say nbval-check-output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from guava_nb import Orchestrator
+from tests.support.processes import loader
+from tests.support.training import SmallNet
+
+__all__ = ["FOLDER", "MOST_BYTES", "NOTEBOOKS", "WORKER", "leaks", "other_side", "shown_texts"]
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+#: The notebook of a worker, which needs another side to join.
+WORKER = "01_colab_worker"
+#: A lesson with its outputs is no larger.
+MOST_BYTES = 400_000
+LIMIT_S = 240
+#: Live views need the kernel that made them.
+_LIVE = "application/vnd.jupyter.widget-view+json"
+_PATHS = re.compile(r"(?<![\w.:/-])/(?:root|home|Users|tmp|var|work|usr|opt|mnt)/[\w./+-]+|[A-Z]:\\\\?Users")
+
+
+@contextlib.contextmanager
+def other_side(epochs: int = 1, rows: int = 64) -> Iterator[str]:
+    """What the orchestrator's notebook does while 01 works: wait for the worker, train on it, close. Gives the join code."""
+    trained: list[int] = []
+    with Orchestrator(num_workers=1) as orchestrator:
+
+        def train() -> None:
+            orchestrator.wait_for_workers(timeout=LIMIT_S / 2)
+            orchestrator.register_model(SmallNet)
+            run = orchestrator.start_training(loader(rows=rows), num_epochs=epochs, precision="fp64", progress=False)
+            trained.append(run.report()["samples"])
+            orchestrator.close()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        yield orchestrator.join_code.encode()
+        thread.join(LIMIT_S)
+    assert trained == [rows * epochs]
+
+
+def shown_texts(notebook: Any) -> Iterator[str]:
+    """Every text that a stored notebook shows below its cells, pictures left out."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            yield str(output.get("text", ""))
+            yield "\n".join(output.get("traceback", ()))
+            yield from (str(text) for kind, text in output.get("data", {}).items() if not kind.startswith("image/"))
+
+
+def leaks(text: str) -> list[str]:
+    """What a stored output shall not have: paths and names of the machine it ran on, join codes."""
+    found = _PATHS.findall(text) + re.findall(r"guava1:[A-Za-z0-9_-]{6,}", text)
+    return found + [name for name in _names() if re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def _names() -> set[str]:
+    """The machine's own names; short and general ones would be found in any text."""
+    with contextlib.suppress(Exception):
+        return {name for name in (socket.gethostname(), getpass.getuser()) if len(name) > 3 and name != "root"}
+    return set()
+
+
+def store(path: Path) -> None:
+    """Run a lesson as its reader would, and write it with its outputs."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory(prefix="lesson-") as folder, contextlib.ExitStack() as stack:
+        environment = {**os.environ, "GUAVA_UI": "html", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"TMPDIR": folder, "XDG_STATE_HOME": folder, "IPYTHONDIR": folder}
+        if path.stem == WORKER:
+            environment["GUAVA_JOIN_CODE"] = stack.enter_context(other_side(epochs=300, rows=640))
+        client = NotebookClient(
+            notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        )
+        client.execute(env={name: value for name, value in environment.items() if name != "CI"})
+        replaced = {f"{folder}/": "", folder: ".", f"{ROOT}/": "", str(ROOT): "."}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            _clean(cell, {**replaced, **dict.fromkeys(_names(), "this-machine")})
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata["language_info"] = {"name": "python"}
+    nbformat.validate(notebook)
+    text = nbformat.writes(notebook) + "\n"
+    problems = [leak for shown in shown_texts(notebook) for leak in leaks(shown)]
+    if problems or len(text.encode()) > MOST_BYTES:
+        raise SystemExit(f"{path.name} is not stored: {len(text.encode())} bytes of {MOST_BYTES}; it shows {problems}")
+    path.write_text(text, encoding="utf-8")
+
+
+def _clean(cell: Any, replaced: dict[str, str]) -> None:
+    """Take out what lives, what tells of this machine, and when the cell ran."""
+    cell.metadata.pop("execution", None)
+    for output in cell.outputs:
+        data = output.get("data", {})
+        data.pop(_LIVE, None)
+        for holder, key in [(output, "text"), *((data, kind) for kind in data if kind.startswith("text/"))]:
+            if key in holder:
+                for theirs, ours in replaced.items():
+                    holder[key] = holder[key].replace(theirs, ours)
+    tags = cell.metadata.get("tags", [])
+    if cell.outputs and not any(tag.startswith("nbval-") for tag in tags):
+        cell.metadata["tags"] = [*tags, "nbval-ignore-output"]
+
+
+def main() -> None:
+    """Read the line, and run."""
+    wanted = tuple(sys.argv[1:])
+    for path in NOTEBOOKS:
+        if not wanted or path.name.startswith(wanted):
+            store(path)
+            print(path.name, path.stat().st_size, "bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
