@@ -9,33 +9,25 @@ and not from the depths of somebody's script.
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from guava_nb.backend.group import GuavaGroup
 from guava_nb.backend.init_group import Dialled, dial_through, end_group, init_group, member_name
+from guava_nb.backend.led_group import OPERATION_S, LedGroup, environment
 from guava_nb.backend.rendezvous import Rendezvous, check_place, introduce, meet
 from guava_nb.backend.store import store_for
-from guava_nb.errors import ConfigError, GuavaError, LinkError
+from guava_nb.errors import GuavaError, LinkError
 from guava_nb.protocol.joincode import JoinCode
 
 __all__ = ["Place", "ProgramGroup"]
 
-_OPERATION_S = 1800.0  # torch's own, for programs that name none
-_ANY_PORT = "29500"  # nobody listens: programs only want to read a number
-_SUBGROUP_BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 Say = Callable[[str], None]
 
 
@@ -87,23 +79,19 @@ class ProgramGroup:
         self._close_hub: Callable[[], None] = lambda: None
         self._meeting: Rendezvous | None = None
         self._formed = 0
-        self._claimed = self._forming = False
-        self._torchs_init = dist.init_process_group
         self._stores: list[Store] = []  # torch holds only their C++ half
-        self._undo: list[Callable[[], None]] = []
+        self._led = LedGroup(place.rank, place.world_size, place.backend, self._form, say)
 
     def __enter__(self) -> ProgramGroup:
         """Meet the others, make the group, lead torch's functions to it."""
         try:
             meeting = self._meet()
-            self._form(timedelta(seconds=_OPERATION_S))
+            self._led.form(timedelta(seconds=OPERATION_S))
         except BaseException:
             self.close("it could not begin")
             raise
         self._say(f"all {self.place.world_size} ranks are here: {', '.join(meeting.members)}")
-        self._lead("init_process_group", self._init_process_group)
-        if self.place.backend == "guava":
-            self._lead("new_group", _without_backend(dist.new_group))
+        self._led.lead()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -116,8 +104,7 @@ class ProgramGroup:
         Args:
             failure: why, for the other ranks; "" when the program has come to its end.
         """
-        while self._undo:
-            self._undo.pop()()
+        self._led.give_back()
         if failure and self._dialled is not None:
             self._dialled.close(failure)  # before the group: a rank that leaves in good order breaks nothing
         with suppress(GuavaError, RuntimeError, ValueError):
@@ -134,18 +121,15 @@ class ProgramGroup:
     def environment(self) -> dict[str, str]:
         """What a launcher would have put into the environment; what stands there already wins for the local ranks."""
         assert self._meeting is not None
-        ours = {
-            "RANK": str(self.place.rank),
-            "WORLD_SIZE": str(self.place.world_size),
-            "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(self._meeting.local_rank)),
-            "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(self._meeting.local_size)),
-        }
-        if (
-            not torch.cuda.is_available()
-        ):  # else Hugging Face accelerate takes a machine without GPU for a single process
-            ours["ACCELERATE_USE_CPU"] = os.environ.get("ACCELERATE_USE_CPU", "true")
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _ANY_PORT}
-        return ours if self.place.code is None else {**ours, **address}
+        meeting, theirs = self._meeting, os.environ
+        local = (
+            int(theirs.get("LOCAL_RANK", meeting.local_rank)),
+            int(theirs.get("LOCAL_WORLD_SIZE", meeting.local_size)),
+        )
+        ours = environment(self.place.rank, self.place.world_size, *local)
+        if self.place.code is None:  # torchrun's own address stands
+            return {name: value for name, value in ours.items() if not name.startswith("MASTER_")}
+        return ours
 
     # --------------------------------------------------------------------------------------------------- the group
 
@@ -171,82 +155,14 @@ class ProgramGroup:
         self._formed += 1
         endpoint, name = self._dialled.endpoint, f"{self._meeting.name}/{self._formed}"
         place, seconds = self.place, timeout.total_seconds()
-        self._forming = True
-        try:
-            if place.backend == "guava":
-                init_group(endpoint, name, place.rank, place.world_size, self._meeting.members, seconds)
-                return
-            store = store_for(endpoint, f"{name}/")
-            self._stores.append(store)
-            self._torchs_init(place.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-        finally:
-            self._forming = False
-
-    # ------------------------------------------------------------------------------------------- called by the program
-
-    def _init_process_group(
-        self,
-        backend: Any = None,
-        init_method: str | None = None,
-        timeout: timedelta | None = None,
-        world_size: int = -1,
-        rank: int = -1,
-        *others: Any,
-        **more: Any,
-    ) -> None:
-        """Give the program the group that stands, whatever backend and address it asks for."""
-        if rank not in (-1, self.place.rank) or world_size not in (-1, self.place.world_size):
-            raise ConfigError(
-                f"the program calls init_process_group(rank={rank}, world_size={world_size}), but `guava run` started "
-                f"it as rank {self.place.rank} of {self.place.world_size}; let it read RANK and WORLD_SIZE"
-            )
-        if self._forming:  # by ourselves, just now
-            self._torchs_init(backend, init_method, timeout, world_size, rank, *others, **more)
+        if place.backend == "guava":
+            init_group(endpoint, name, place.rank, place.world_size, self._meeting.members, seconds)
             return
-        if not dist.is_initialized():
-            self._form(timeout or timedelta(seconds=_OPERATION_S))
-        elif self._claimed:
-            raise ValueError("trying to initialize the default process group twice!")
-        elif timeout is not None:
-            _set_timeout(timeout)
-        if not self._claimed and backend is not None and str(backend).lower() != self.place.backend:
-            self._say(f"backend: {self.place.backend} (the script asked for {backend})")
-        self._claimed = True
-
-    def _lead(self, name: str, ours: Callable[..., Any]) -> None:
-        """Put our function where the program, and torch's own modules, find torch's."""
-        theirs = getattr(distributed_c10d, name)
-        holders = [held for held in list(sys.modules.values()) if getattr(held, "__dict__", {}).get(name) is theirs]
-        for module in holders:
-            setattr(module, name, ours)
-
-        def give_back() -> None:
-            for module in holders:
-                setattr(module, name, theirs)
-
-        self._undo.append(give_back)
-
-
-def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """A `new_group` that makes a group like the default one where the program asks for one that needs a network."""
-    signature = inspect.signature(new_group)
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        wanted = str(call.arguments.get("backend") or "")
-        if any(name in wanted.lower() for name in _SUBGROUP_BACKENDS):
-            call.arguments.update(backend=None, pg_options=None)
-        return new_group(*call.args, **call.kwargs)
-
-    return made
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    group = dist.group.WORLD
-    if isinstance(group, GuavaGroup):
-        group.set_timeout(timeout)
-    else:
-        distributed_c10d._set_pg_timeout(timeout)
+        store = store_for(endpoint, f"{name}/")
+        self._stores.append(store)
+        dist.init_process_group(
+            place.backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
 
 
 def _described(error: object) -> str:

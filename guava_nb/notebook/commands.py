@@ -151,6 +151,28 @@ PX = Command(
     "%%guava_px --on local-1",
     sign="%%",
 )
+RUN = Command(
+    "guava_run",
+    "Run a torch.distributed program on the workers, one rank each, as torchrun would: this cell, or with %guava_run a file. "
+    "It may be anything that begins with init_process_group, or a library that does. What %guava_push and %%guava_px left there "
+    "is there, %guava_pull brings what it made. Where one rank fails, all end. An interrupt stops it.",
+    (
+        _ON,
+        _one(
+            "--path", ("auto", "relay", "direct"), "relay: through the orchestrator; direct: between the workers (auto)"
+        ),
+        word(
+            "arguments",
+            nargs="*",
+            metavar="...",
+            complete=("<files>",),
+            help="%%guava_run: a file, then its own arguments; %%%%guava_run: arguments of the program, in sys.argv",
+        ),
+    ),
+    "%%guava_run --on local-1,local-2",
+    sign="%%",
+    rest_to="arguments",
+)
 PUSH = Command(
     "guava_push",
     "Set variables of this notebook on the workers that are here now: numbers, text, lists, dicts, tensors, arrays, tables.",
@@ -393,6 +415,6 @@ DOCTOR = Command(
 )
 
 COMMANDS = (
-    *(UP, WORKER, SHARE, PX, PUSH, PULL, PIP, FILES, MODE, TRAIN, VALIDATE, PREDICT),
+    *(UP, WORKER, SHARE, PX, RUN, PUSH, PULL, PIP, FILES, MODE, TRAIN, VALIDATE, PREDICT),
     *(STATUS, ENERGY, LOG, SAVE, RESUME, STOP, DOWN, DOCTOR),
 )

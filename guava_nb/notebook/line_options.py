@@ -67,8 +67,9 @@ class Option:
 class Command:
     """A magic's name, what it does, its arguments, and groups of which exactly one must be given.
 
-    `code_to` names the argument that takes a pasted join code, if there is one; `elsewhere` options that another magic has
-    and that are looked for here.
+    `code_to` names the argument that takes a pasted join code, if there is one; `rest_to` the one that takes the first word
+    that is no option, and all that follows: a program and its own command line; `elsewhere` options that another magic has and
+    that are looked for here.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Command:
     one_of: tuple[str, ...] = ()
     sign: str = "%"
     code_to: str = ""
+    rest_to: str = ""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, line: str, namespace: Mapping[str, Any]) -> argparse.Namespace | None:
@@ -87,7 +89,7 @@ class Command:
             UsageError: anything on the line is wrong, in one sentence.
         """
         line, code = take_code(line, self.flags()) if self.code_to else (line, "")
-        words = split_line(line)
+        words, rest = self._apart(split_line(line))
         if "-h" in words or "--help" in words:
             return None
         self._check_flags(words)
@@ -98,7 +100,19 @@ class Command:
         self._check_one_of(parser, args)
         if code:
             setattr(args, self.code_to, [code])
+        if self.rest_to:
+            setattr(args, self.rest_to, [expand(word, namespace) for word in rest])
         return args
+
+    def _apart(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """A line's own options, and what is another program's."""
+        valued = [flag for entry in self.options if entry.takes_value for flag in entry.flags]
+        at = 0
+        while self.rest_to and at < len(words) and words[at].startswith("-") and words[at] != "--":
+            at += 2 if words[at] in valued else 1
+        if not self.rest_to:
+            return words, []
+        return words[:at], words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
 
     def help(self) -> str:
         """Usage, options and an example as text."""

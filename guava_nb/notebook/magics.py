@@ -120,6 +120,12 @@ class GuavaMagics(Magics):
             )
         return self.session.code.run(args, cell)
 
+    @line_cell_magic
+    @_command(commands.RUN)
+    def guava_run(self, args: argparse.Namespace, cell: str | None = None) -> None:
+        """Run a program over the workers."""
+        self.session.code.run_program(args, cell, self._panel())
+
     @line_magic
     @_command(commands.PUSH)
     def guava_push(self, args: argparse.Namespace) -> None:

@@ -302,6 +302,9 @@ class Orchestrator(SessionHost):
                 f"run {self.run.run_id} is in progress: wait for it, or stop it with run.stop() or %guava_stop"
             )
 
+    def _empty_groups(self) -> None:
+        self._replica_sets.empty_groups()
+
     def set_mode(self, mode: str, *, tensor_plan: Mapping[str, str] | None = None, **settings: Any) -> None:
         """Choose how the next runs are spread over the workers.
 

@@ -20,7 +20,7 @@ from guava_nb.orchestrator.left_state import LeftState
 from guava_nb.orchestrator.model_registry import ModelRegistry
 from guava_nb.orchestrator.run_builder import RunBuilder
 from guava_nb.orchestrator.run_record import LastRun, RunRecord
-from guava_nb.protocol.messages import RunSpec
+from guava_nb.protocol.messages import EndRun, RunSpec
 from guava_nb.replica.replica import Replica
 from guava_nb.replica.rounds.local_replica import whole_replica
 from guava_nb.spec.training_options import OF_SESSION, Reference, TrainingOptions
@@ -436,6 +436,22 @@ class ReplicaSets:
                 for rank in list(other.at):
                     other.drop(rank)
         return replica_set
+
+    def empty_groups(self) -> None:
+        """Bring here what lies in a process group, and have its members forget it: a process is in one group at a time.
+
+        Raises:
+            WorkerLost: the workers that hold the state are gone.
+        """
+        held, asked, cluster = self.held_by_workers, self._asked and self._asked[0], self._cluster()
+        for one in (held, asked):
+            if one is None or one.spec.parallel is None or not one.at:
+                continue
+            if one is held and one.master_step != one.step:
+                self.fetch(one)
+            cluster.send_all(list(one.at), EndRun(one.run_id))
+            for rank in list(one.at):
+                one.drop(rank)
 
 
 def _like(replica_set: ReplicaSet) -> Replica:

@@ -9,6 +9,7 @@ from guava_nb.render.predictions import predictions_view
 from guava_nb.render.redact import redact
 from guava_nb.render.status import (
     awaited_workers,
+    program_view,
     ready_workers,
     run_view,
     session_view,
@@ -32,6 +33,7 @@ __all__ = [
     "error_text",
     "forecast_view",
     "predictions_view",
+    "program_view",
     "ready_workers",
     "redact",
     "run_view",

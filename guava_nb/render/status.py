@@ -9,7 +9,15 @@ from guava_nb.render.view import Curve, Progress, Table, View
 from guava_nb.render.workers import glance, is_there, traffic, worker_notes, workers_at_the_end
 from guava_nb.status import RunStatus, Status, Validated, WorkerStatus
 
-__all__ = ["awaited_workers", "ready_workers", "run_view", "session_view", "summary_view", "waiting_view"]
+__all__ = [
+    "awaited_workers",
+    "program_view",
+    "ready_workers",
+    "run_view",
+    "session_view",
+    "summary_view",
+    "waiting_view",
+]
 
 #: States of a run in which it works.
 _AT_WORK = ("preparing", "training", "validating", "stopping")
@@ -104,6 +112,17 @@ def waiting_view(workers: Sequence[WorkerStatus], expected: int, left_s: float |
     more = "" if left_s is None or here >= expected else f", up to {show_seconds(max(0, round(left_s)))} more"
     notes = (*worker_notes(there, ()), advice) if advice and here < expected else worker_notes(there, ())
     return View("waiting", f"{here} of {expected} workers are here{more}", None, (glance(there),), notes)
+
+
+def program_view(state: str, name: str, elapsed_s: float, workers: Sequence[WorkerStatus]) -> View:
+    """A program on the workers: how long it has run, and what each worker does meanwhile.
+
+    Args:
+        state: "running", or how it ended.
+        name: of the program.
+    """
+    there = _taking_part(workers, ran=False)
+    return View(state, f"{name}, {show_seconds(round(elapsed_s))}", None, (glance(there),), worker_notes(there, ()))
 
 
 def _curve(run: RunStatus) -> Curve | None:

@@ -21,6 +21,7 @@ from guava_nb.protocol.messages import (
     AskData,
     CheckStep,
     CommitStep,
+    EndProgram,
     EndRun,
     Evaluate,
     Failure,
@@ -38,6 +39,7 @@ from guava_nb.protocol.messages import (
     Prepare,
     Refused,
     RunCode,
+    RunProgram,
     SchedulerStep,
     Shard,
     StepWithoutShard,
@@ -110,7 +112,7 @@ class WorkerLoop:
         self._preparation = Preparation(device, own, seat)
         self._steps = StepRunner(send, device, seat, energy, lambda: self._show("working"), on_commit)
         self._reader = RowReader(send)
-        self.user_code = CellRunner(send, device)
+        self.user_code = CellRunner(send, device, seat)
         self._run: PreparedRun | None = None
         self._ticks = ScheduleTicks()
         self._session_id = ""  # of the orchestrator's session: what is held is of its runs
@@ -248,7 +250,9 @@ class WorkerLoop:
                 self._show("preparing")
                 self._send(self._preparation.data_facts(message), ())
                 self._show("ready")
-            case RunCode() | InstallPackages() | PlaceFiles():
+            case EndProgram():
+                self.user_code.end_program()
+            case RunCode() | RunProgram() | InstallPackages() | PlaceFiles():
                 self._steps.settle()
                 self._show("working")
                 self._steps.lost_device = self.user_code.answer(message, payload, self.name) or self._steps.lost_device

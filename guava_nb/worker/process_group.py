@@ -40,6 +40,11 @@ class GroupSeat:
         self._generation = -1  # an abort up to here came
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the present group's members reach each other: what one has sent is then not at the hub."""
+        return self._direct is not None
+
+    @property
     def formed_in(self) -> int:
         """Generation of the present group, -1 without one."""
         formed = self._formed
@@ -118,6 +123,14 @@ class GroupSeat:
         if not applying:
             self._wake()
 
+    def give_up(self, reason: str) -> None:
+        """Wake the thread that is blocked in the group, whatever the group was made for; from any thread, and does not wait."""
+        with self._lock:
+            if self._formed is None:
+                return
+            self._broken = self._broken or reason
+        self._wake()
+
     def _wake(self) -> None:
         with self._lock:
             formed, direct = self._formed, self._direct
@@ -154,7 +167,7 @@ class GroupSeat:
 
 #: What gloo and NCCL say in a plain RuntimeError when a peer is gone, and the hub of one that left because its own part failed.
 _MARKS = (
-    "has left the group",
+    "left the group",
     "Connection closed by peer", "Connection reset by peer", "gloo", "Broken pipe", "NCCL", "Timed out waiting",
     "Application timeout",
 )  # fmt: skip

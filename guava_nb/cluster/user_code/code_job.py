@@ -49,14 +49,18 @@ class CodeJob:
     Attributes:
         orders: by rank, what is sent: the record, which has a `request_id`, and its payload.
         on_output: called in the thread of `run`.
+        on_wait: called there a few times a second meanwhile.
         answers: by rank.
+        came: ranks in the order in which they told how their code ended.
         was_interrupted: the user interrupted while this ran.
     """
 
     cluster: Cluster
     orders: Mapping[int, tuple[Message, Sequence[memoryview]]]
     on_output: OnOutput
+    on_wait: Callable[[], None] = lambda: None
     answers: dict[int, Answer] = field(default_factory=dict)
+    came: list[int] = field(default_factory=list)
     was_interrupted: bool = False
 
     def run(self) -> None:
@@ -72,15 +76,18 @@ class CodeJob:
         names = [self.cluster.name(rank) for rank in self.orders]
         self._seen = {name: self.cluster.output.count(name) for name in names}
         self._bytes = {rank: self.cluster.total_bytes(rank) for rank in self.orders}
-        self._told = time.monotonic()
+        self._told, self._deadline = time.monotonic(), float("inf")
         with self._job.attached(), interrupts_counted() as interrupts, contextlib.suppress(NobodyLeft):
+            self._begin()
             for rank, (message, buffers) in self.orders.items():
                 self.cluster.send(rank, message, buffers)
-            deadline, counted = float("inf"), 0
-            while not self._job.pump(self._is_over, _POLL_S) and time.monotonic() < deadline and counted < 2:
+            counted = 0
+            while not self._job.pump(self._is_over, _POLL_S) and time.monotonic() < self._deadline and counted < 2:
                 self._show()
+                self._look()
+                self.on_wait()
                 if interrupts.count > counted:
-                    counted, deadline = interrupts.count, time.monotonic() + _INTERRUPT_S
+                    counted = interrupts.count
                     self._interrupt()
             self.was_interrupted = counted > 0 or interrupts.count > 0
         self.cluster.flush_output()
@@ -94,10 +101,21 @@ class CodeJob:
         here = self._job.ready | self._job.suspects
         return not any(rank in here for rank in self.missing())
 
-    def _interrupt(self) -> None:
-        waiting = self.missing()
+    def _begin(self) -> None:
+        """The job has begun, and nothing was sent yet."""
+
+    def _look(self) -> None:
+        """Nothing is over yet, and lines that came were shown."""
+
+    def _stop(self) -> list[int]:
+        """Have code end that has not, within a time limit; returns the ranks where it runs."""
+        waiting, self._deadline = self.missing(), time.monotonic() + _INTERRUPT_S
         for rank in waiting:
             self.cluster.send(rank, InterruptCode(self._request(rank)))
+        return waiting
+
+    def _interrupt(self) -> None:
+        waiting = self._stop()
         names = ", ".join(map(self.cluster.name, waiting))
         self.on_output(
             "", [f"Interrupting {names}; they stay in the session. Interrupt again to wait for them no longer."]
@@ -115,6 +133,7 @@ class CodeJob:
                 f"it announces values of {message.nbytes} bytes, and at most {most} were asked for"
             )
         self.answers[rank].ran = message
+        self.came.append(rank)
 
     def _on_values(self, rank: int, message: CodeValues, payload: memoryview) -> None:
         if rank in self.answers and message.request_id == self._request(rank) and self.answers[rank].values is None:

@@ -11,6 +11,7 @@ from typing import Any
 from guava_nb import errors
 from guava_nb.cluster.cluster import Cluster
 from guava_nb.cluster.user_code.code_job import Answer, CodeJob, OnOutput
+from guava_nb.cluster.user_code.program_job import Program, ProgramJob
 from guava_nb.config.units import show_bytes
 from guava_nb.errors import ClusterError, ConfigError, GuavaError, RemoteError, RemoteProtocolError, WorkerLost
 from guava_nb.protocol.messages import CodeRan, InstallPackages, Message, PlaceFiles, RunCode
@@ -44,6 +45,9 @@ class CodeOnWorkers:
     def _check_idle(self) -> None:
         """Raise where a run is in progress."""
 
+    def _empty_groups(self) -> None:
+        """Have workers leave the process groups of runs that are over: a process is in one at a time."""
+
     def run_code(
         self, text: str, on: Sequence[str] | None = None, *, cell: str = "px", on_output: OnOutput = _quiet
     ) -> dict[str, Any]:
@@ -68,6 +72,49 @@ class CodeOnWorkers:
         """
         check_syntax(cell, text, "%%guava_px")
         return {worker: values.get("") for worker, values in self._run(text, {}, (), on, cell, on_output).items()}
+
+    def run_program(
+        self,
+        text: str,
+        *arguments: str,
+        on: Sequence[str] | None = None,
+        name: str = "program",
+        path: str = "auto",
+        on_output: OnOutput = _quiet,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run a torch.distributed program on workers, one rank each, and wait for its end.
+
+        It finds what torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK, `__main__`), and whatever backend its
+        `init_process_group` names it gets a group of these workers. It runs where `run_code` does: what was pushed or defined
+        there before is there, and what it defines can be pulled. Where one rank fails or is lost, all others are ended.
+
+        Args:
+            text: its source.
+            arguments: its command line.
+            name: in tracebacks.
+            path: "relay" goes through this machine, "direct" between the workers (NCCL, gloo), "auto" chooses.
+            on_wait: called a few times a second meanwhile.
+
+        Raises:
+            SourceError: the text is no Python.
+            RemoteError: a rank raised; with the traceback of the rank that failed first.
+            ClusterError: a run is in progress, no worker is here, or the direct path is not open.
+            WorkerLost: a worker was lost meanwhile.
+            ConfigError: no worker of this name.
+        """
+        check_syntax(name, text, "%%guava_run")
+        ranks = self._ranks(on)
+        self._empty_groups()
+        cluster = self._open_cluster()
+        job = ProgramJob(
+            cluster, {}, on_output, on_wait,
+            program=Program(name, text, arguments, path), ranks=ranks, request_id=next(_ids),
+        )  # fmt: skip
+        job.run()
+        if job.was_interrupted or not job.causes():  # a worker that was lost is why others report a broken group
+            _check_ended(cluster, job, on_output)
+        _raise_failure({cluster.name(rank): report for rank, report in (job.causes() or job.failed()).items()})
 
     def push(
         self, values: Mapping[str, Any], on: Sequence[str] | None = None, *, on_output: OnOutput = _quiet
@@ -194,22 +241,23 @@ class CodeOnWorkers:
         cluster = self._open_cluster()
         job = CodeJob(cluster, orders, on_output)
         job.run()
-        missing = [
-            f"{cluster.name(rank)} ({cluster.roster.members[rank].detail or 'no answer yet'})" for rank in job.missing()
-        ]
-        if job.was_interrupted:
-            if missing:
-                told = (
-                    f"Not waited for any longer: {', '.join(missing)}; further work there begins when that code ends."
-                )
-                on_output("", [told])
-            raise KeyboardInterrupt
-        if missing:
-            raise WorkerLost(
-                f"lost while the user's code ran there, so how it ended is not known: {', '.join(missing)}"
-            )
+        _check_ended(cluster, job, on_output)
         _raise_failure({cluster.name(rank): answer.ran for rank, answer in job.answers.items() if answer.ran})
         return {cluster.name(rank): _values(cluster, rank, answer) for rank, answer in job.answers.items()}
+
+
+def _check_ended(cluster: Cluster, job: CodeJob, on_output: OnOutput) -> None:
+    """Raise what the user did, or what became of workers, where that kept the code from its end."""
+    missing = [
+        f"{cluster.name(rank)} ({cluster.roster.members[rank].detail or 'no answer yet'})" for rank in job.missing()
+    ]
+    if job.was_interrupted:
+        if missing:
+            told = f"Not waited for any longer: {', '.join(missing)}; further work there begins when that code ends."
+            on_output("", [told])
+        raise KeyboardInterrupt
+    if missing:
+        raise WorkerLost(f"lost while the user's code ran there, so how it ended is not known: {', '.join(missing)}")
 
 
 def _values(cluster: Cluster, rank: int, answer: Answer) -> dict[str, Any]:

@@ -1,16 +1,21 @@
-"""What `%%guava_px`, `%guava_push`, `%guava_pull`, `%guava_pip` and `%guava_files` do: a call each, and what is shown of it."""
+"""What `%%guava_px`, `%%guava_run` and the magics for values, packages and files do: a call each, and what is shown of it."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
 
+from guava_nb.errors import ClusterError, ConfigError, SourceError
 from guava_nb.notebook.display import say
 from guava_nb.notebook.line_words import near
+from guava_nb.notebook.panel.panel import Frame, Panel
 from guava_nb.notebook.train import check_variable
+from guava_nb.render import program_view
 
 __all__ = ["RemoteCode"]
 
@@ -41,6 +46,47 @@ class RemoteCode:
             return value if any(one is not None for one in found.values()) else None
         self._shell.user_ns[args.out] = value
         return None
+
+    def run_program(self, args: argparse.Namespace, cell: str | None, panel: Panel) -> None:
+        """Run a cell, or a file, as a program over the workers; the panel shows them and what ranks print.
+
+        Raises:
+            UsageError: there is no such file, or no worker of this name.
+            RemoteError: a rank raised.
+        """
+        text, name, arguments = _program(args.arguments, cell, self._shell.execution_count)
+        session = self._session()
+        lines: list[str] = []
+        begun = time.monotonic()
+
+        def frame(state: str = "running") -> Frame:
+            new, lines[:] = list(lines), []
+            return program_view(state, name, time.monotonic() - begun, session.status().workers), new
+
+        def take(worker: str, new: Sequence[str]) -> None:
+            lines.extend(f"{worker} | {line}" if worker else line for line in new)
+
+        state = "failed"
+        try:
+            session.run_program(
+                text, *arguments, on=self._on(args), name=name, path=args.path or "auto", on_output=take,
+                on_wait=lambda: panel.update(frame),
+            )  # fmt: skip
+            state = "ended"
+        except KeyboardInterrupt:
+            state = "interrupted"
+            raise
+        except (
+            ClusterError,
+            SourceError,
+            ConfigError,
+        ):  # where nothing began there is nothing to show but the sentence
+            state = "failed" if lines else ""
+            raise
+        finally:
+            if state:
+                panel.finish(lambda: frame(state))
+            panel.close()
 
     def push(self, args: argparse.Namespace) -> str:
         """Set variables of the notebook there; returns the sentence on it.
@@ -96,6 +142,25 @@ class RemoteCode:
     def _value(self, args: argparse.Namespace, found: Mapping[str, Any]) -> Any:
         """The value itself where the line chose one worker, else values by worker."""
         return next(iter(found.values())) if self._is_one(args) else dict(found)
+
+
+def _program(words: Sequence[str], cell: str | None, number: int) -> tuple[str, str, Sequence[str]]:
+    """The text of a program, its name, and its own arguments.
+
+    Raises:
+        UsageError: there is no cell and no file, or the file cannot be read.
+    """
+    if cell is not None:
+        return cell, f"run {number}", words
+    if not words:
+        raise UsageError("%guava_run runs a file: %guava_run train.py; or, with %%guava_run as its first line, a cell")
+    path = Path(words[0]).expanduser()
+    try:
+        return path.read_text(encoding="utf-8"), path.name, words[1:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"%guava_run {words[0]}: {getattr(error, 'strerror', None) or 'this is no text file'}"
+        ) from None
 
 
 def _say_lines(worker: str, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Code of the user's that runs on workers between runs: cells, values that go there and back, packages, files."""
+"""Code of the user's that runs on workers between runs: cells, programs over all of them, values, packages, files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from typing import ClassVar
 
 import msgspec
 
+from guava_nb.protocol.messages.group_records import FormGroup
 from guava_nb.protocol.messages.wire_types import Channel, Message, Tree
 
-__all__ = ["CodeRan", "CodeValues", "InstallPackages", "InterruptCode", "PlaceFiles", "RunCode", "UserFile"]
+__all__ = [
+    "CodeRan",
+    "CodeValues",
+    "EndProgram",
+    "InstallPackages",
+    "InterruptCode",
+    "PlaceFiles",
+    "RunCode",
+    "RunProgram",
+]
+__all__ += ["UserFile"]
 
 
 class RunCode(Message, frozen=True, kw_only=True):
@@ -96,3 +107,37 @@ class CodeRan(Message, frozen=True, kw_only=True):
     type_name: str = ""
     text: str = ""
     traceback: str = ""
+
+
+class RunProgram(Message, frozen=True, kw_only=True):
+    """Orchestrator to worker: run this program as one rank of a process group, as torchrun would start it.
+
+    Attributes:
+        request_id: in the answer.
+        name: of the program in tracebacks, and its sys.argv[0].
+        text: Python source, run as `__main__`.
+        arguments: the rest of its sys.argv.
+        seat: of this worker in the session, from 0.
+        local_rank: how many earlier ranks are on this machine, of
+        local_size: ranks there.
+        group: the place to take in it.
+    """
+
+    NUMBER: ClassVar[int] = 136
+
+    request_id: int
+    name: str
+    text: str
+    arguments: tuple[str, ...]
+    seat: int
+    local_rank: int
+    local_size: int
+    group: FormGroup
+
+
+class EndProgram(Message, frozen=True):
+    """Orchestrator to worker: all ranks of this program have ended; leave its group."""
+
+    NUMBER: ClassVar[int] = 137
+
+    request_id: int

@@ -17,13 +17,23 @@ import torch
 
 from guava_nb.config.units import show_bytes
 from guava_nb.data.randomness import RandomState
-from guava_nb.errors import ConfigError
-from guava_nb.protocol.messages import CodeRan, CodeValues, InstallPackages, Message, PlaceFiles, RunCode
+from guava_nb.errors import ConfigError, GroupBroken
+from guava_nb.protocol.messages import (
+    CodeRan,
+    CodeValues,
+    InstallPackages,
+    Message,
+    PlaceFiles,
+    RunCode,
+    RunProgram,
+)
 from guava_nb.spec.cell_checks import file_name, source_lines
 from guava_nb.spec.plain_values import pack_values, unpack_values
 from guava_nb.worker.error_text import NOTE, error_text, loses_device, trace_text
+from guava_nb.worker.process_group import GroupSeat
 from guava_nb.worker.user_code.interruptible import Interruptible
 from guava_nb.worker.user_code.packages import install
+from guava_nb.worker.user_code.program import ProgramEnded, run_program
 from guava_nb.worker.user_code.user_files import FileFolder
 
 __all__ = ["CellRunner"]
@@ -41,30 +51,42 @@ class CellRunner:
     Args:
         send: queues a message for the orchestrator; never blocks.
         device: of this worker; cells find it as `device`.
+        seat: takes this worker's place in the process groups of programs; None refuses them.
     """
 
-    def __init__(self, send: Send, device: torch.device) -> None:
+    def __init__(self, send: Send, device: torch.device, seat: GroupSeat | None = None) -> None:
         """Nothing has run."""
-        self._send, self._device = send, device
-        self._names: dict[str, Any] = {}
+        self._send, self._device, self._seat = send, device, seat
+        self._module: types.ModuleType | None = None
         self._code = Interruptible()
         self._files = FileFolder()
         self._request = 0  # in work
         self._stopped = 0  # the last request that was to be interrupted
         self._random: RandomState | None = None  # of cells, after the last one
+        self._in_program = False  # a program's group, and no run's, stands in the seat
 
     def interrupt(self, request_id: int | None = None) -> None:
         """Interrupt this request, or whatever is in work; from any thread, also before the request has come here."""
         self._stopped = self._request if request_id is None else request_id
         if self._request == self._stopped:
             self._code.interrupt()
+            if self._in_program and self._seat is not None:
+                self._seat.give_up("the program was interrupted")
 
     def close(self) -> None:
         """Forget what cells defined, and take the user's files away."""
-        self._names = {}
+        self._module = None
         self._files.close()
 
-    def answer(self, message: RunCode | InstallPackages | PlaceFiles, payload: memoryview, worker: str) -> str:
+    def end_program(self) -> None:
+        """All ranks have ended: leave the group of the last program, if this worker is still in it."""
+        if self._in_program and self._seat is not None:
+            self._seat.leave()
+        self._in_program = False
+
+    def answer(
+        self, message: RunCode | RunProgram | InstallPackages | PlaceFiles, payload: memoryview, worker: str
+    ) -> str:
         """Do what was asked and tell how it ended; returns what made this process lose its device, "" where it did not."""
         lost = ""
         try:
@@ -76,21 +98,25 @@ class CellRunner:
             self._request = 0
         for stream in (sys.stdout, sys.stderr):  # a last line without its end
             getattr(stream, "finish", stream.flush)()
-        self._send(report, ())
+        self._send(report, ())  # before the others see that this rank is gone: it is the cause
+        if report.type_name or (self._seat is not None and not self._seat.is_direct):
+            self.end_program()
         return lost
 
     def _done(self, message: Message, payload: memoryview, worker: str) -> CodeRan:
-        assert isinstance(message, RunCode | InstallPackages | PlaceFiles)
+        assert isinstance(message, RunCode | RunProgram | InstallPackages | PlaceFiles)
         if message.request_id == self._stopped:
             raise KeyboardInterrupt
         if isinstance(message, InstallPackages):
             return CodeRan(request_id=message.request_id, text=install(message.packages))
         if isinstance(message, PlaceFiles):
             return CodeRan(request_id=message.request_id, text=self._files.place(message.files))
+        if isinstance(message, RunProgram):
+            return self._ran_program(message, worker)
         return self._ran(message, payload, worker)
 
     def _ran(self, message: RunCode, payload: memoryview, worker: str) -> CodeRan:
-        names = self._namespace(message, worker)
+        names = self._namespace(message.rank, worker).__dict__
         names.update(unpack_values(message.values, payload))
         with _RandomStateOfCells(self):
             last = _run(message.cell, message.text, names) if message.text else None
@@ -114,19 +140,35 @@ class CellRunner:
         self._send(CodeValues(message.request_id, tree), buffers)
         return CodeRan(request_id=message.request_id, nbytes=nbytes)
 
-    def _namespace(self, message: RunCode, worker: str) -> dict[str, Any]:
+    def _ran_program(self, message: RunProgram, worker: str) -> CodeRan:
+        if self._seat is None:
+            raise ConfigError(
+                "a worker inside the user's own process takes part in no program: start it with %guava_worker or guava worker"
+            )
+        seat, module = self._seat, self._namespace(message.seat, worker)
+        self._in_program = True
+        with _RandomStateOfCells(self):
+            run_program(
+                message, module, seat, self._device,
+                lambda: _execute(message.name, message.text, module.__dict__),
+            )  # fmt: skip
+        return CodeRan(request_id=message.request_id)
+
+    def _namespace(self, seat: int, worker: str) -> types.ModuleType:
         """One module for all cells, so that classes and functions defined there know where they live."""
-        if not self._names:
-            module = sys.modules[_MODULE] = types.ModuleType(_MODULE)
-            self._names = module.__dict__
-            self._names.update(device=self._device, worker=worker, rank=message.rank, display=_show)
-        return self._names
+        if self._module is None:
+            self._module = sys.modules[_MODULE] = types.ModuleType(_MODULE)
+            vars(self._module).update(device=self._device, worker=worker, rank=seat, display=_show)
+        return self._module
 
     def _failed(self, request_id: int, error: BaseException) -> tuple[CodeRan, str]:
         lost = str(error).splitlines()[0] if loses_device(error) else ""
         text = f"{error_text(error)}. {NOTE}" if lost else error_text(error)
-        trace = "" if isinstance(error, ConfigError | KeyboardInterrupt) else trace_text(error)
-        return CodeRan(request_id=request_id, type_name=type(error).__name__, text=text, traceback=trace), lost
+        trace = "" if isinstance(error, ConfigError | KeyboardInterrupt | ProgramEnded) else trace_text(error)
+        kind = type(error).__name__
+        if self._in_program and self._seat is not None and self._seat.broken_by(error):
+            kind = GroupBroken.__name__  # another rank's end, and no error of this one's code
+        return CodeRan(request_id=request_id, type_name=kind, text=text, traceback=trace), lost
 
 
 class _RandomStateOfCells:
@@ -150,8 +192,7 @@ class _RandomStateOfCells:
 
 def _run(cell: str, text: str, names: dict[str, Any]) -> Any:
     """Run a cell; returns the value of its last expression, None where it has none or ends with a semicolon."""
-    name, lines = file_name(cell), source_lines(text)
-    linecache.cache[name] = (len(text), None, lines, name)
+    name = _known(cell, text)
     body = ast.parse(text, name)
     last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
     exec(compile(body, name, "exec", dont_inherit=True), names)
@@ -160,6 +201,18 @@ def _run(cell: str, text: str, names: dict[str, Any]) -> Any:
     # The text is the user's own cell, from the holder of the session's secret: both lines do no more than the cell says.
     value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)
     return None if text.rstrip().endswith(";") else value
+
+
+def _execute(cell: str, text: str, names: dict[str, Any]) -> None:
+    """Run a whole program. Its text comes from the holder of the session's secret, as that of a cell does."""
+    exec(compile(text, _known(cell, text), "exec", dont_inherit=True), names)
+
+
+def _known(cell: str, text: str) -> str:
+    """Return what stands for a file name in tracebacks, where Python finds the text's lines under it."""
+    name, lines = file_name(cell), source_lines(text)
+    linecache.cache[name] = (len(text), None, lines, name)
+    return name
 
 
 def _show(*values: Any, **_options: Any) -> None:

@@ -70,7 +70,7 @@ ANSWERS: dict[type[Message], Rule] = {
     m.DataFacts: _to(m.AskData, "request_id"),
     m.LineMeasured: _to(m.MeasureLine, "measuring_id"),
     m.CodeValues: _to(m.RunCode, "request_id"),
-    m.CodeRan: _to((m.RunCode, m.InstallPackages, m.PlaceFiles), "request_id"),
+    m.CodeRan: _to((m.RunCode, m.RunProgram, m.InstallPackages, m.PlaceFiles), "request_id"),
     m.ProbeListening: _to(m.ProbeListen, "probe_id"),
     m.ProbeReport: _to(m.ProbeDial, "probe_id"),
 }
