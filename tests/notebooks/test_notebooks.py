@@ -15,7 +15,17 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from guava_nb.cli.main import build_parser
 from guava_nb.notebook.commands import COMMANDS
-from tests.support.lessons import MOST_BYTES, NOTEBOOKS, WORKER, leaks, other_side, shown_texts
+from tests.support.lessons import (
+    FOLDER,
+    MOST_BYTES,
+    NOTEBOOKS,
+    PICTURES,
+    WORKER,
+    figures,
+    leaks,
+    other_side,
+    shown_texts,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -101,6 +111,15 @@ def test_it_is_stored_with_what_it_shows_and_without_widgets_paths_or_secrets(pa
                 assert cell.outputs, f"{cell.id} shows nothing"
             failed = [output.get("evalue") for output in cell.outputs if output.output_type == "error"]
             assert bool(failed) == ("raises-exception" in cell.metadata.get("tags", ())), (cell.id, failed)
+
+
+def test_pictures_of_the_readme_are_what_lessons_show() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, (lesson, cell) in PICTURES.items():
+        picture = (FOLDER / "pictures" / name).read_bytes()
+        assert f"notebooks/pictures/{name}" in readme
+        found = figures(notebook_at(FOLDER / f"{lesson}.ipynb"), cell)
+        assert picture[:4] == b"\x89PNG" and (not found or picture == found[-1]), name
 
 
 def test_a_stored_output_that_tells_of_this_machine_is_found() -> None:

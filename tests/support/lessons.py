@@ -8,6 +8,7 @@ and a cell's output is marked for nbval to leave alone, unless the cell's tags s
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import getpass
 import os
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from guava_nb import Orchestrator
+from tests.support.browser import browser_page
 from tests.support.processes import loader
 from tests.support.training import SmallNet
 
-__all__ = ["FOLDER", "MOST_BYTES", "NOTEBOOKS", "WORKER", "leaks", "other_side", "shown_texts"]
+__all__ = ["FOLDER", "MOST_BYTES", "NOTEBOOKS", "PICTURES", "WORKER", "figures", "leaks", "other_side", "shown_texts"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
@@ -33,6 +35,13 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WORKER = "01_colab_worker"
 #: A lesson with its outputs is no larger.
 MOST_BYTES = 400_000
+#: Pictures for README and lessons: what a cell of a lesson shows, a figure as it is stored, a table as a browser draws it.
+PICTURES = {
+    "worker.png": ("01_colab_worker", "join"),
+    "energy.png": ("08_energy", "recording"),
+    "home_links.png": ("09_home_links", "hours"),
+    "own_loops.png": ("11_own_loops", "pull"),
+}
 LIMIT_S = 240
 #: Live views need the kernel that made them.
 _LIVE = "application/vnd.jupyter.widget-view+json"
@@ -66,6 +75,13 @@ def shown_texts(notebook: Any) -> Iterator[str]:
             yield str(output.get("text", ""))
             yield "\n".join(output.get("traceback", ()))
             yield from (str(text) for kind, text in output.get("data", {}).items() if not kind.startswith("image/"))
+
+
+def figures(notebook: Any, cell_id: str) -> list[bytes]:
+    """The figures below a cell of a stored notebook, as PNG."""
+    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
+    data = [output.get("data", {}) for output in cell.outputs]
+    return [base64.b64decode(one["image/png"]) for one in data if "image/png" in one]
 
 
 def leaks(text: str) -> list[str]:
@@ -108,6 +124,23 @@ def store(path: Path) -> None:
     if problems or len(text.encode()) > MOST_BYTES:
         raise SystemExit(f"{path.name} is not stored: {len(text.encode())} bytes of {MOST_BYTES}; it shows {problems}")
     path.write_text(text, encoding="utf-8")
+    _keep_pictures(path, notebook)
+
+
+def _keep_pictures(path: Path, notebook: Any) -> None:
+    for name, (lesson, cell_id) in PICTURES.items():
+        if lesson == path.stem:
+            found = figures(notebook, cell_id)
+            (FOLDER / "pictures" / name).write_bytes(found[-1] if found else _drawn(notebook, cell_id))
+
+
+def _drawn(notebook: Any, cell_id: str) -> bytes:
+    """The HTML below a cell, as a browser draws it."""
+    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
+    html = "".join(str(output.get("data", {}).get("text/html", "")) for output in cell.outputs)
+    with browser_page(width=900, height=200) as page:
+        page.set_content(f'<body style="font: 14px sans-serif; width: max-content; padding: 8px">{html}</body>')
+        return bytes(page.locator("body").screenshot())
 
 
 def _clean(cell: Any, replaced: dict[str, str]) -> None:
