@@ -129,9 +129,17 @@ def test_a_stored_output_that_tells_of_this_machine_is_found() -> None:
         "<b>/home/me/data</b>",
         "guava1:abcdefgh",
         "'/usr/lib/x'",
+        "<li>w0 joined: A CPU on lab7</li>",
     ):
         assert leaks(text), text
-    for text in ("3 MB/s of 1/2", "notebooks/pictures/a.png", "see https://a.org/tmp/x", "guava1:...", "</td></tr>"):
+    for text in (
+        "3 MB/s of 1/2",
+        "notebooks/pictures/a.png",
+        "see https://a.org/tmp/x",
+        "guava1:...",
+        "</td></tr>",
+        "w0 joined: A CPU on this-machine",
+    ):
         assert not leaks(text), text
 
 

@@ -43,6 +43,8 @@ PICTURES = {
     "own_loops.png": ("11_own_loops", "pull"),
 }
 LIMIT_S = 240
+#: Stands for the name of the machine that a lesson ran on.
+_ANONYMOUS = "this-machine"
 #: Live views need the kernel that made them.
 _LIVE = "application/vnd.jupyter.widget-view+json"
 _PATHS = re.compile(r"(?<![\w.:/-])/(?:root|home|Users|tmp|var|work|usr|opt|mnt)/[\w./+-]+|[A-Z]:\\\\?Users")
@@ -85,22 +87,23 @@ def figures(notebook: Any, cell_id: str) -> list[bytes]:
 
 
 def leaks(text: str) -> list[str]:
-    """What a stored output shall not have: paths and names of the machine it ran on, join codes."""
+    """What a stored output shall not have: paths and the name of the machine it ran on, join codes."""
     found = _PATHS.findall(text) + re.findall(r"guava1:[A-Za-z0-9_-]{6,}", text)
-    return found + [name for name in _names() if re.search(rf"\b{re.escape(name)}\b", text)]
+    return found + [name for name in re.findall(r"joined: [^<\n]*? on ([\w.-]+)", text) if name != _ANONYMOUS]
 
 
-def _names() -> set[str]:
-    """The machine's own names; short and general ones would be found in any text."""
+def _without_names(text: str) -> str:
+    """A text without the names of this machine and its user, and without join codes."""
+    text = re.sub(r"guava1:[A-Za-z0-9_-]{6,}", "guava1:...", text)
     with contextlib.suppress(Exception):
-        return {name for name in (socket.gethostname(), getpass.getuser()) if len(name) > 3 and name != "root"}
-    return set()
+        for name in {socket.gethostname(), getpass.getuser()} - {"root"}:
+            text = re.sub(rf"\b{re.escape(name)}\b", _ANONYMOUS, text)
+    return text
 
 
 def store(path: Path) -> None:
     """Run a lesson as its reader would, and write it with its outputs."""
     import nbformat
-    from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="lesson-") as folder, contextlib.ExitStack() as stack:
@@ -108,14 +111,12 @@ def store(path: Path) -> None:
         environment |= {"TMPDIR": folder, "XDG_STATE_HOME": folder, "IPYTHONDIR": folder}
         if path.stem == WORKER:
             environment["GUAVA_JOIN_CODE"] = stack.enter_context(other_side(epochs=300, rows=640))
-        client = NotebookClient(
-            notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-        )
+        client = _watched_client(notebook)
         client.execute(env={name: value for name, value in environment.items() if name != "CI"})
         replaced = {f"{folder}/": "", folder: ".", f"{ROOT}/": "", str(ROOT): "."}
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            _clean(cell, {**replaced, **dict.fromkeys(_names(), "this-machine")})
+            _clean(cell, replaced)
     notebook.metadata.pop("widgets", None)
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.validate(notebook)
@@ -124,23 +125,36 @@ def store(path: Path) -> None:
     if problems or len(text.encode()) > MOST_BYTES:
         raise SystemExit(f"{path.name} is not stored: {len(text.encode())} bytes of {MOST_BYTES}; it shows {problems}")
     path.write_text(text, encoding="utf-8")
-    _keep_pictures(path, notebook)
-
-
-def _keep_pictures(path: Path, notebook: Any) -> None:
     for name, (lesson, cell_id) in PICTURES.items():
         if lesson == path.stem:
             found = figures(notebook, cell_id)
-            (FOLDER / "pictures" / name).write_bytes(found[-1] if found else _drawn(notebook, cell_id))
+            picture = found[-1] if found else _drawn(_without_names(client.at_work[cell_id]))
+            (FOLDER / "pictures" / name).write_bytes(picture)
 
 
-def _drawn(notebook: Any, cell_id: str) -> bytes:
-    """The HTML below a cell, as a browser draws it."""
-    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
-    html = "".join(str(output.get("data", {}).get("text/html", "")) for output in cell.outputs)
-    with browser_page(width=900, height=200) as page:
-        page.set_content(f'<body style="font: 14px sans-serif; width: max-content; padding: 8px">{html}</body>')
-        return bytes(page.locator("body").screenshot())
+def _watched_client(notebook: Any) -> Any:
+    """What runs a notebook; its `at_work` keeps, by cell, the last panel in which a worker works."""
+    from nbclient import NotebookClient
+
+    class Watched(NotebookClient):  # type: ignore[misc]
+        at_work: dict[str, str] = {}
+
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            html = str(msg["content"].get("data", {}).get("text/html", ""))
+            if "working" in html:
+                self.at_work[cell.id] = html
+            return super().process_message(msg, cell, cell_index)
+
+    return Watched(notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}})
+
+
+def _drawn(html: str) -> bytes:
+    """HTML as a browser draws it."""
+    with browser_page(width=900, height=100) as page:
+        page.set_content(
+            f'<body style="font: 14px sans-serif; width: max-content; margin: 8px"><div>{html}</div></body>'
+        )
+        return bytes(page.locator("body > div").screenshot())
 
 
 def _clean(cell: Any, replaced: dict[str, str]) -> None:
@@ -153,6 +167,7 @@ def _clean(cell: Any, replaced: dict[str, str]) -> None:
             if key in holder:
                 for theirs, ours in replaced.items():
                     holder[key] = holder[key].replace(theirs, ours)
+                holder[key] = _without_names(holder[key])
     tags = cell.metadata.get("tags", [])
     if cell.outputs and not any(tag.startswith("nbval-") for tag in tags):
         cell.metadata["tags"] = [*tags, "nbval-ignore-output"]
