@@ -160,14 +160,20 @@ def _drawn(html: str) -> bytes:
 def _clean(cell: Any, replaced: dict[str, str]) -> None:
     """Take out what lives, what tells of this machine, and when the cell ran."""
     cell.metadata.pop("execution", None)
+
+    def cleaned(text: str) -> str:
+        for theirs, ours in replaced.items():
+            text = text.replace(theirs, ours)
+        return _without_names(text)
+
     for output in cell.outputs:
         data = output.get("data", {})
         data.pop(_LIVE, None)
-        for holder, key in [(output, "text"), *((data, kind) for kind in data if kind.startswith("text/"))]:
+        for holder, key in [(output, "text"), (output, "evalue"), *((data, kind) for kind in data if "text/" in kind)]:
             if key in holder:
-                for theirs, ours in replaced.items():
-                    holder[key] = holder[key].replace(theirs, ours)
-                holder[key] = _without_names(holder[key])
+                holder[key] = cleaned(holder[key])
+        if "traceback" in output:
+            output["traceback"] = [cleaned(line) for line in output["traceback"]]
     tags = cell.metadata.get("tags", [])
     if cell.outputs and not any(tag.startswith("nbval-") for tag in tags):
         cell.metadata["tags"] = [*tags, "nbval-ignore-output"]
