@@ -5,6 +5,9 @@ from guava_nb.telemetry.machine import MachineLoad, MachineMeter
 from guava_nb.telemetry.meter import EnergyMeter
 from guava_nb.telemetry.nvml import Gauges, NvmlBoard
 from guava_nb.telemetry.phases import BACKWARD, EXCHANGE, FORWARD, OTHER, PHASES, UPDATE, WAITING, PhaseBook
+from guava_nb.telemetry.recording.energy_recorder import EnergyRecorder
+from guava_nb.telemetry.recording.energy_recording import EnergyRecording
+from guava_nb.telemetry.recording.replay_sensor import ReplaySensor
 from guava_nb.telemetry.sensor import NOT_MEASURED, Board, Sensor, SensorError
 from guava_nb.telemetry.tasks import energy_task
 from guava_nb.telemetry.window import EnergyWindow
@@ -20,12 +23,15 @@ __all__ = [
     "WAITING",
     "Board",
     "EnergyMeter",
+    "EnergyRecorder",
+    "EnergyRecording",
     "EnergyWindow",
     "Gauges",
     "MachineLoad",
     "MachineMeter",
     "NvmlBoard",
     "PhaseBook",
+    "ReplaySensor",
     "Sensor",
     "SensorError",
     "energy_task",

@@ -1,35 +1,40 @@
-"""Every notebook of the project runs from top to bottom, and is stored clean."""
+"""Every notebook of the project runs from top to bottom, and is stored with what it shows and nothing else."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from guava_nb import Orchestrator
+from guava_nb.cli.main import build_parser
 from guava_nb.notebook.commands import COMMANDS
-from tests.support.processes import loader
-from tests.support.training import SmallNet
+from tests.support.lessons import (
+    FOLDER,
+    MOST_BYTES,
+    NOTEBOOKS,
+    PICTURES,
+    WORKER,
+    figures,
+    leaks,
+    other_side,
+    shown_texts,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LIMIT_S = 240
-#: The notebook of a worker, which needs another side to join.
-WORKER = "01_colab_worker"
 COMMAND_OF = {command.name: command for command in COMMANDS}
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(10)]
+    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02d}" for number in range(len(NOTEBOOKS))]
+    assert len(NOTEBOOKS) >= 13
     assert WORKER in [path.stem for path in NOTEBOOKS]
 
 
@@ -50,26 +55,6 @@ def test_it_runs(path: Path, tmp_path: Path) -> None:
             run_notebook(path, tmp_path, GUAVA_JOIN_CODE=code)
     else:
         run_notebook(path, tmp_path)
-
-
-@contextlib.contextmanager
-def other_side() -> Iterator[str]:
-    """What the orchestrator's notebook does meanwhile: wait for the worker, train on it, close."""
-    trained: list[int] = []
-    with Orchestrator(num_workers=1) as orchestrator:
-
-        def train() -> None:
-            orchestrator.wait_for_workers(timeout=LIMIT_S / 2)
-            orchestrator.register_model(SmallNet)
-            run = orchestrator.start_training(loader(rows=64), precision="fp64", progress=False)
-            trained.append(run.report()["samples"])
-            orchestrator.close()
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        yield orchestrator.join_code.encode()
-        thread.join(LIMIT_S)
-    assert trained == [64]
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
@@ -109,15 +94,53 @@ def run_notebook(path: Path, tmp_path: Path, compare: str = "--nbval-lax", **mor
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_stored_without_outputs_widgets_or_secrets(path: Path) -> None:
+def test_it_is_stored_with_what_it_shows_and_without_widgets_paths_or_secrets(path: Path) -> None:
+    """`python -m tests.support.lessons` stores it so."""
     notebook = notebook_at(path)
     assert "widgets" not in notebook.metadata
     assert notebook.metadata.kernelspec.name == "python3"
+    assert path.stat().st_size <= MOST_BYTES
+    assert [leak for text in shown_texts(notebook) for leak in leaks(text)] == []
     for cell in notebook.cells:
         assert not re.search(r"guava1:[A-Za-z0-9_-]{6,}", cell.source)
         if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+            assert cell.execution_count is not None, f"{cell.id} was not run"
+            kinds = [kind for output in cell.outputs for kind in output.get("data", {})]
+            assert not any("widget" in kind for kind in kinds)
+            if "%guava_train" in cell.source or "%guava_worker" in cell.source:
+                assert cell.outputs, f"{cell.id} shows nothing"
+            failed = [output.get("evalue") for output in cell.outputs if output.output_type == "error"]
+            assert bool(failed) == ("raises-exception" in cell.metadata.get("tags", ())), (cell.id, failed)
+
+
+def test_pictures_of_the_readme_are_what_lessons_show() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, (lesson, cell) in PICTURES.items():
+        picture = (FOLDER / "pictures" / name).read_bytes()
+        assert f"notebooks/pictures/{name}" in readme
+        found = figures(notebook_at(FOLDER / f"{lesson}.ipynb"), cell)
+        assert picture[:4] == b"\x89PNG" and (not found or picture == found[-1]), name
+
+
+def test_a_stored_output_that_tells_of_this_machine_is_found() -> None:
+    for text in (
+        "saved to /root/x/model.pt",
+        "/tmp/tmpab12/run.pt",
+        "<b>/home/me/data</b>",
+        "guava1:abcdefgh",
+        "'/usr/lib/x'",
+        "<li>w0 joined: A CPU on lab7</li>",
+    ):
+        assert leaks(text), text
+    for text in (
+        "3 MB/s of 1/2",
+        "notebooks/pictures/a.png",
+        "see https://a.org/tmp/x",
+        "guava1:...",
+        "</td></tr>",
+        "w0 joined: A CPU on this-machine",
+    ):
+        assert not leaks(text), text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -135,6 +158,47 @@ def test_its_cells_are_python_and_its_magics_take_their_options(path: Path) -> N
         assert COMMAND_OF[name].parse(options, variables) is not None, line
     for cell in cells:
         compile(TransformerManager().transform_cell(cell), str(path), "exec")
+
+
+#: Options of other programs that lessons write about.
+_OTHERS_OPTIONS = {"--port", "--help"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_magics_commands_and_options_in_its_text_exist(path: Path) -> None:
+    texts = [cell.source for cell in notebook_at(path).cells if cell.cell_type == "markdown"]
+    assert [problem for text in texts for problem in unknown_words(text)] == []
+
+
+def test_words_that_do_not_exist_are_found_in_a_text() -> None:
+    assert unknown_words("run `%guava_trian --model Net`") and unknown_words("`%guava_up --colour red` opens")
+    assert unknown_words("`guava statsu --follow`") and unknown_words("give it `--fastest`")
+    assert not unknown_words("`%guava_up --local 2`, `guava worker --listen`, `--shares 3,1`, then guava status")
+
+
+def unknown_words(text: str) -> list[str]:
+    """Magics, commands of `guava` and options in pieces of code of a text that are none."""
+    known = {flag for command in COMMANDS for option in command.options for flag in option.flags}
+    problems = [name for name in re.findall(r"%guava_(\w+)", text) if f"guava_{name}" not in COMMAND_OF]
+    for code in re.findall(r"`([^`\n]+)`", text):
+        options = re.findall(r"(?<!\S)--[a-z][\w-]*", code)
+        magic, command = re.match(r"%%?(guava_\w+)", code), re.match(r"guava (?!_nb)([a-z]\w*)", code)
+        if magic:
+            flags = {f for o in getattr(COMMAND_OF.get(magic[1]), "options", ()) for f in o.flags} | {"-h"}
+        elif command:
+            flags = command_flags(command[1])
+            problems += [code] * (not flags)
+        else:
+            flags = known | _OTHERS_OPTIONS
+        problems += [f"{word} in {code}" for word in options if word not in flags]
+    return problems
+
+
+def command_flags(name: str) -> set[str]:
+    """Options of a command of `guava`; none where there is no such command."""
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = commands.choices.get(name)
+    return {flag for action in found._actions for flag in action.option_strings} if found else set()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

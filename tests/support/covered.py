@@ -14,9 +14,13 @@ __all__ = ["COVERED", "is_covered", "stale"]
 
 COVERED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/notebooks/test_notebooks.py": {
-        # Trainings in one mode after another, which parity/ (test_local.py for 09) and integration/test_group_modes.py compare
-        # step by step; that cells and lines of all notebooks are understood is tried in every run.
-        "test_it_runs": ("02_pipeline_parallel|03_tensor_parallel|04_zero_and_hybrid", "09_home_links"),
+        # Trainings in one mode after another, which parity/ (test_local.py for 09, test_fine_tuning.py for 10),
+        # integration/test_group_modes.py, test_programs_in_cells.py (11) and test_two_kernels.py (12) compare step by step;
+        # that cells, lines and words of all notebooks are understood, and that they ran, is tried in every run.
+        "test_it_runs": (
+            "02_pipeline_parallel|03_tensor_parallel|04_zero_and_hybrid", "09_home_links",
+            "10_fine_tuning|11_own_loops|12_the_morning_after",
+        ),
     },
     "tests/integration/test_group_modes.py": {
         # zero 1 within the hybrid of stages, which is that of the plain hybrid too; zero 2 where a rank is lost.
